@@ -44,7 +44,7 @@ NETWORKS = {
 }
 
 
-def _cnn() -> nn.Sequential:
+def _cnn():
     """What a tutorial trains."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 3, padding=1),
@@ -61,7 +61,7 @@ def _cnn() -> nn.Sequential:
     )
 
 
-def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[BatchedNetworks, list[nn.Module]]:
+def make(name, count=3, kernels="torch"):
     torch.manual_seed(0)
     plain = [NETWORKS[name]().double() for _ in range(count)]
     for network in plain:  # running statistics and scales away from their defaults
@@ -71,7 +71,7 @@ def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[BatchedNetw
     return batch_in_float64(plain, kernels), plain
 
 
-def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
+def batch_in_float64(plain, kernels):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -87,11 +87,11 @@ def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:
+def test_logits_and_gradients_equal_the_plain_networks(name, mode, kernel_set):
     check_against_plain(*make(name, kernels=kernel_set), mode, batch=6)
 
 
-def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: str, batch: int) -> None:
+def check_against_plain(batched, plain, mode, batch):
     images = torch.randn(len(plain), batch, 1, 16, 16, dtype=torch.float64)
     direction = torch.randn(len(plain), batch, 5, dtype=torch.float64)
     getattr(batched, mode)()
@@ -108,7 +108,7 @@ def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: 
 
 
 @pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
-def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernel_set: str) -> None:
+def test_a_network_that_diverges_does_not_disturb_its_neighbours(name, kernel_set):
     results = []
     for poison in (False, True):
         batched, _ = make(name, kernels=kernel_set)
@@ -123,7 +123,7 @@ def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kern
     assert torch.equal(clean_gradient[[0, 2]], poisoned_gradient[[0, 2]])
 
 
-def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> None:
+def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches():
     batched, plain = make("convmixer", count=2)
     batches = [torch.randn(5, 1, 16, 16, dtype=torch.float64) + shift for shift in range(3)]
     batched.calibrate(batches)
@@ -141,7 +141,7 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> No
                 torch.testing.assert_close(found[name], buffer)
 
 
-def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
+def test_frozen_tensors_get_no_gradient(kernel_set):
     batched, _ = make("convnext", kernels=kernel_set)
     batched.freeze(("stages.0.blocks.0.conv_dw.weight",))
     batched.backward(batched(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
@@ -151,7 +151,7 @@ def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
 
 
 @pytest.mark.parametrize("images", [6, 1])
-def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set: str, images: int) -> None:
+def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set, images):
     """Logits and gradients of a network with drop path equal those with a branch left out, image by image."""
     torch.manual_seed(0)
     plain = [ConvNeXt(8, 3, 3, 2, 5, in_channels=1, layer_scale=0.5, drop_path=0.5).double() for _ in range(2)]
@@ -177,7 +177,7 @@ def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set: s
             torch.testing.assert_close(found[t, i], network.head(y)[0], rtol=1e-10, atol=1e-12)
 
 
-def test_stochastic_depth_drops_both_branches_of_a_transformers_blocks(kernel_set: str) -> None:
+def test_stochastic_depth_drops_both_branches_of_a_transformers_blocks(kernel_set):
     """Logits and gradients equal those of plain ViTs, whose numbers leave branches out, image by image."""
     torch.manual_seed(0)
     plain = [ViT(16, 4, 8, 3, 2, 5, in_channels=1, pool="token", drop_path=0.5).double() for _ in range(2)]
@@ -211,7 +211,7 @@ class _MyLinear(nn.Linear):
 
 
 class _Scaled(nn.Module):
-    def __init__(self, shape: tuple[int, ...], buffer: bool) -> None:
+    def __init__(self, shape, buffer):
         super().__init__()
         value = torch.ones(shape)
         self.register_buffer("scale", value) if buffer else self.register_parameter("scale", nn.Parameter(value))
@@ -232,11 +232,11 @@ class _Scaled(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_layer_without_a_batched_version_is_named(layer: nn.Module, message: str) -> None:
+def test_a_layer_without_a_batched_version_is_named(layer, message):
     with pytest.raises(UsageError, match=message + '.*use training.engine = "loop"'):
         BatchedNetworks(nn.Sequential(nn.Linear(2, 2), layer), 2)
 
 
-def test_the_rows_are_in_spec_order() -> None:
+def test_the_rows_are_in_spec_order():
     network = NETWORKS["convnext"]()
     assert BatchedNetworks(network, 2).spec == WeightSpec.of(network)

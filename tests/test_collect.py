@@ -10,10 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fake_training as fake
 import numpy as np
@@ -25,18 +23,18 @@ from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import DataConfig
 from weightscope.training.collection import _Bar, collect, train_shard
 from weightscope.training.planning import _until_finished, plan
 from weightscope.training.request import Request
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def trained(monkeypatch):
     """The fake trainer in place of the real one; the tiles that it was asked for."""
     tiles: list[int] = []
 
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+    def train_tile(recipe, tile, **options):
         tiles.append(tile)
         return fake.train_tile(recipe, tile, **options)
 
@@ -44,22 +42,22 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles
 
 
-def use(monkeypatch: pytest.MonkeyPatch, train_tile: Callable[..., Any]) -> None:
+def use(monkeypatch, train_tile):
     monkeypatch.setattr(training, "train_tile", train_tile)
     monkeypatch.setattr(training, "spec_of", fake.spec_of)
 
 
-def shard_files(path: Path) -> dict[str, bytes]:
+def shard_files(path):
     return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
 
 
-def raising(_module: Any, *, generator: Any = None) -> None:
+def raising(_module, *, generator=None):
     """An initialiser with an error in it."""
     raise KeyError("x")
 
 
 @pytest.fixture
-def reference(tmp_path: Path, trained: list[int]) -> dict[str, bytes]:
+def reference(tmp_path, trained):
     """The shards of an uninterrupted run."""
     collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
     trained.clear()
@@ -69,7 +67,7 @@ def reference(tmp_path: Path, trained: list[int]) -> dict[str, bytes]:
 # -- the plain way --------------------------------------------------------------------------------------------
 
 
-def test_a_population_from_nothing(tmp_path: Path, trained: list[int]) -> None:
+def test_a_population_from_nothing(tmp_path, trained):
     population = collect(fake.recipe(), tmp_path / "deep/down/a.pop", workers=1)
     assert trained == [0, 1, 2]
     assert population.missing == ()
@@ -79,7 +77,7 @@ def test_a_population_from_nothing(tmp_path: Path, trained: list[int]) -> None:
     assert population.environment["packages"]["torch"]
 
 
-def test_done_is_done(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_done_is_done(tmp_path, trained, reference):
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
     collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
     assert trained == []
@@ -87,13 +85,13 @@ def test_done_is_done(tmp_path: Path, trained: list[int], reference: dict[str, b
 
 
 @pytest.mark.slow
-def test_workers_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]) -> None:
+def test_workers_change_no_byte(tmp_path, monkeypatch, reference):
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), tmp_path / "two.pop", workers=2)
     assert shard_files(tmp_path / "two.pop") == reference
 
 
-def test_only_missing_tiles_are_trained(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_only_missing_tiles_are_trained(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     (path / "shards/00001.h5").unlink()
     assert Population(path, partial=True).missing == (1,)
@@ -102,7 +100,7 @@ def test_only_missing_tiles_are_trained(tmp_path: Path, trained: list[int], refe
     assert shard_files(path) == reference
 
 
-def test_one_shard_at_a_time_for_job_arrays(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_one_shard_at_a_time_for_job_arrays(tmp_path, trained, reference):
     path = tmp_path / "array.pop"
     for shard, there in ((2, 4), (0, 12), (0, 12), (1, 20)):
         assert len(collect(fake.recipe(), path, shard=shard)) == there
@@ -113,7 +111,7 @@ def test_one_shard_at_a_time_for_job_arrays(tmp_path: Path, trained: list[int], 
 # -- growing --------------------------------------------------------------------------------------------------
 
 
-def test_growing_trains_the_missing_ones_only(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_growing_trains_the_missing_ones_only(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     before = Population(path).weights()
     population = collect(fake.recipe(), path, networks=40, workers=1)
@@ -125,7 +123,7 @@ def test_growing_trains_the_missing_ones_only(tmp_path: Path, trained: list[int]
     assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
 
 
-def test_a_typo_in_the_size_locks_nothing(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_a_typo_in_the_size_locks_nothing(tmp_path, trained, reference):
     """6000 for 60, of a population that exists and of a new one: stopped, it can be read, finished and taken back."""
     path = tmp_path / "reference.pop"
     with interrupted_after(trained, 5), pytest.raises(Resumable, match=r"56 of 6000 networks are kept"):
@@ -148,12 +146,12 @@ def test_a_typo_in_the_size_locks_nothing(tmp_path: Path, trained: list[int], re
 
 
 @contextlib.contextmanager
-def interrupted_after(trained: list[int], tiles: int) -> Iterator[None]:
+def interrupted_after(trained, tiles):
     """Ctrl-C when some tiles have been trained."""
     with pytest.MonkeyPatch.context() as patch:
         train = training.train_tile
 
-        def train_tile(*arguments: Any, **options: Any) -> SimpleNamespace:
+        def train_tile(*arguments, **options):
             if len(trained) == tiles:
                 raise KeyboardInterrupt
             return train(*arguments, **options)
@@ -162,9 +160,7 @@ def interrupted_after(trained: list[int], tiles: int) -> Iterator[None]:
         yield
 
 
-def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
+def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     for tile in (4, 3, 2):
         assert len(Population(path)) == 20
@@ -173,9 +169,7 @@ def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile
     assert trained == [4, 3, 2]
 
 
-def test_a_population_shrinks_and_keeps_its_shards(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
+def test_a_population_shrinks_and_keeps_its_shards(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     whole = Population(path).weights()
     np.testing.assert_array_equal(collect(fake.recipe(), path, networks=10, workers=1).weights(), whole[:10])
@@ -184,13 +178,13 @@ def test_a_population_shrinks_and_keeps_its_shards(
     assert trained == []
 
 
-def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
     """The population grows while this process trains its last tile: the shard holds all that are wanted by then."""
     path = tmp_path / "a.pop"
 
     grown: list[bool] = []
 
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+    def train_tile(recipe, tile, **options):
         if tile == 2 and not grown:
             grown.append(True)
             collect(fake.recipe(), path, networks=24, shard=2)
@@ -205,7 +199,7 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: 
 # -- refusals -------------------------------------------------------------------------------------------------
 
 
-def test_another_recipe(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_another_recipe(tmp_path, trained, reference):
     with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3") as error:
         collect(fake.recipe(training__epochs=3), tmp_path / "reference.pop")
     assert error.value.exit_code == 2
@@ -213,17 +207,13 @@ def test_another_recipe(tmp_path: Path, trained: list[int], reference: dict[str,
     assert shard_files(tmp_path / "reference.pop") == reference
 
 
-def test_another_network_from_the_same_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_another_network_from_the_same_recipe(tmp_path, monkeypatch, reference):
     monkeypatch.setattr(training, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
     with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
         collect(fake.recipe(), tmp_path / "reference.pop")
 
 
-def test_other_data_under_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_other_data_under_the_same_name(tmp_path, monkeypatch, reference):
     monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16))
     with pytest.raises(DataError, match=r"collected with another data digits: expected hash \w{16}, found 0{16}"):
         collect(fake.recipe(), tmp_path / "reference.pop")
@@ -257,15 +247,7 @@ def test_other_data_under_the_same_name(
         (fake.recipe(data__name="cifar10"), {}, DataError, "cifar-10-batches-bin"),
     ],
 )
-def test_what_can_be_known_beforehand_leaves_nothing(
-    tmp_path: Path,
-    trained: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: Recipe,
-    options: dict[str, Any],
-    error: type[WeightscopeError],
-    message: str,
-) -> None:
+def test_what_can_be_known_beforehand_leaves_nothing(tmp_path, trained, monkeypatch, recipe, options, error, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -276,9 +258,7 @@ def test_what_can_be_known_beforehand_leaves_nothing(
 
 
 @pytest.mark.parametrize("backend", ["dask", "ray"])
-def test_a_cluster_needs_its_package(
-    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
+def test_a_cluster_needs_its_package(tmp_path, trained, monkeypatch, backend):
     monkeypatch.setitem(sys.modules, "distributed", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=rf"backend {backend} is not installed: `pip install"):
@@ -287,10 +267,8 @@ def test_a_cluster_needs_its_package(
 
 
 @pytest.mark.parametrize("existed", [False, True])
-def test_a_trainer_that_fails_at_once_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
-) -> None:
-    def fail(recipe: Recipe, tile: int, **options: Any) -> None:
+def test_a_trainer_that_fails_at_once_leaves_nothing(tmp_path, monkeypatch, existed):
+    def fail(recipe, tile, **options):
         # As a worker that is ended while it writes.
         (tmp_path / "a.pop/shards/00001.h5.sha256").write_text("hash\n")
         (tmp_path / "a.pop/shards/.00001.h5.00.tmp").write_text("half")
@@ -305,9 +283,7 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_tiles_that_raise_are_named_when_the_others_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_tiles_that_raise_are_named_when_the_others_are_done(tmp_path, monkeypatch, workers):
     use(monkeypatch, fake.train_tile_or_raise)
     with pytest.raises(
         Resumable, match=r"^RuntimeError: odd, in tile 1 \(networks 8 to 15\), tile 3 .*: 24 of 40 networks are kept"
@@ -318,18 +294,14 @@ def test_tiles_that_raise_are_named_when_the_others_are_done(
     assert Population(tmp_path / "a.pop", partial=True).missing == (1, 3)
 
 
-def test_another_process_that_made_the_tile_meanwhile_saves_the_work(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
+def test_another_process_that_made_the_tile_meanwhile_saves_the_work(tmp_path, trained, reference):
     """As when a worker that was believed dead wakes up."""
     path = tmp_path / "reference.pop"
     train_shard(training.train_tile, [Request.of(fake.recipe(), path)], (0, 1))
     assert trained == []
 
 
-def test_a_worker_of_another_population_writes_nothing_into_this_one(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
+def test_a_worker_of_another_population_writes_nothing_into_this_one(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     other = Request.of(fake.recipe(population__seed=8), path)
     (path / "shards/00001.h5").unlink()
@@ -339,7 +311,7 @@ def test_a_worker_of_another_population_writes_nothing_into_this_one(
     assert shard_files(path) == before
 
 
-def test_an_error_in_a_worker_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_worker_is_the_callers(tmp_path, monkeypatch):
     use(monkeypatch, fake.train_tile_or_refuse)
     with pytest.raises(DataError, match="tile 1 is broken"):
         collect(fake.recipe(), tmp_path / "a.pop", workers=2)
@@ -350,9 +322,7 @@ def test_an_error_in_a_worker_is_the_callers(tmp_path: Path, monkeypatch: pytest
 # -- damage and left-overs ------------------------------------------------------------------------------------
 
 
-def test_a_damaged_shard_is_trained_again_and_reported(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_shard_is_trained_again_and_reported(tmp_path, trained, reference, caplog):
     path = tmp_path / "reference.pop"
     os.truncate(path / "shards/00001.h5", 100)
     (path / "shards/00002.h5.sha256").unlink()
@@ -365,9 +335,7 @@ def test_a_damaged_shard_is_trained_again_and_reported(
 
 
 @pytest.mark.parametrize(("ema", "share", "better"), [(0.9998, "99 %", "0.8"), (0.97, "17 %", "0.8"), (0.9, "", "")])
-def test_an_average_longer_than_the_training_is_reported(
-    tmp_path: Path, trained: list[int], caplog: pytest.LogCaptureFixture, ema: float, share: str, better: str
-) -> None:
+def test_an_average_longer_than_the_training_is_reported(tmp_path, trained, caplog, ema, share, better):
     recipe = fake.recipe(training__ema=ema, training__epochs=30)  # 60 steps
     with caplog.at_level(logging.WARNING):
         collect(recipe, tmp_path / "a.pop", workers=1)
@@ -382,7 +350,7 @@ def test_an_average_longer_than_the_training_is_reported(
         assert caplog.messages[0].endswith("leave ema out"), "no average is that short"
 
 
-def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_a_foreign_shard_is_not_overwritten(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     collect(fake.recipe(population__seed=8), tmp_path / "other.pop", workers=1)
     for end in ("", ".sha256"):
@@ -393,7 +361,7 @@ def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], 
     assert shard_files(path) == before
 
 
-def test_what_killed_processes_left_is_swept(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_what_killed_processes_left_is_swept(tmp_path, trained, reference):
     path = tmp_path / "reference.pop"
     for stale in (path / ".population.json.00.tmp", path / "shards/.00001.h5.00.tmp"):
         stale.write_bytes(b"half")
@@ -402,7 +370,7 @@ def test_what_killed_processes_left_is_swept(tmp_path: Path, trained: list[int],
     assert {p.name for p in path.iterdir()} == {"population.json", "shards"}
 
 
-def test_two_hashes_become_one_again(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_two_hashes_become_one_again(tmp_path, trained, reference):
     beside = tmp_path / "reference.pop/shards/00002.h5.sha256"
     beside.write_text(beside.read_text() + "0" * 64 + "  00002.h5\n")
     collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
@@ -414,10 +382,8 @@ def test_two_hashes_become_one_again(tmp_path: Path, trained: list[int], referen
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_a_valid_population(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], number: signal.Signals
-) -> None:
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference, number):
+    def train_tile(recipe, tile, **options):
         if tile == 1:
             os.kill(os.getpid(), number)
         return fake.train_tile(recipe, tile)
@@ -434,13 +400,11 @@ def test_an_interrupt_leaves_a_valid_population(
     assert shard_files(path) == reference
 
 
-def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_the_first_tile_leaves_a_population_too(tmp_path, monkeypatch):
     """The message has the path as it was given."""
     monkeypatch.chdir(tmp_path)
 
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> None:
+    def train_tile(recipe, tile, **options):
         raise KeyboardInterrupt
 
     use(monkeypatch, train_tile)
@@ -450,9 +414,7 @@ def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_an_error_and_not_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, reference):
     use(monkeypatch, fake.train_tile_and_die)
     path = tmp_path / "a.pop"
     with pytest.raises(
@@ -482,7 +444,7 @@ fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")],
@@ -499,7 +461,7 @@ def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def limited_files() -> Iterator[None]:
+def limited_files():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
     try:
@@ -508,9 +470,7 @@ def limited_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_disk_that_fills_up_keeps_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_a_disk_that_fills_up_keeps_what_is_done(tmp_path, monkeypatch, reference):
     path = tmp_path / "reference.pop"
     (path / "shards/00001.h5").unlink()
     (path / "shards/00001.h5.sha256").unlink()
@@ -526,11 +486,11 @@ def test_a_disk_that_fills_up_keeps_what_is_done(
 
 
 class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_progress_shows_networks_per_hour_and_the_time_left() -> None:
+def test_progress_shows_networks_per_hour_and_the_time_left():
     screen = _Terminal()
     with _Bar(100, 20, show=True, file=screen) as bar:
         bar.start_t -= 36  # 36 seconds ago
@@ -545,7 +505,7 @@ def test_progress_shows_networks_per_hour_and_the_time_left() -> None:
 
 
 @pytest.mark.parametrize(("show", "screen"), [(True, io.StringIO()), (False, _Terminal())])
-def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show: bool, screen: io.StringIO) -> None:
+def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show, screen):
     with _Bar(100, 20, show=show, file=screen) as bar:
         bar.move_to(30.5)
         assert bar.n == 30.5
@@ -553,7 +513,7 @@ def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show: boo
 
 
 @pytest.mark.parametrize("kernel", [object(), None])
-def test_progress_is_shown_in_a_notebook(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_in_a_notebook(kernel, monkeypatch):
     """Whose stderr is no terminal; IPython in a terminal is no notebook."""
     shell = SimpleNamespace(kernel=kernel)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -565,14 +525,12 @@ def test_progress_is_shown_in_a_notebook(kernel: object, monkeypatch: pytest.Mon
         assert bar.disable
 
 
-def test_permission_to_write_is_checked_before_anything_is_trained(
-    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_permission_to_write_is_checked_before_anything_is_trained(tmp_path, trained, monkeypatch):
     path = tmp_path / "a.pop"
     collect(fake.recipe(), path, shard=0)
     trained.clear()
 
-    def refuse(_: Path) -> None:
+    def refuse(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(atomic, "_open_temporary", refuse)
@@ -581,11 +539,11 @@ def test_permission_to_write_is_checked_before_anything_is_trained(
     assert trained == []
 
 
-def test_a_huge_population_answers_at_once(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_population_answers_at_once(tmp_path, trained, monkeypatch):
     """Ten million networks are planned, a billion refused; neither takes memory or time for tiles that do not exist."""
     path = tmp_path / "a.pop"
 
-    def stop(*_: object, **__: object) -> None:
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(fake, "vector", stop)  # in the first tile
@@ -597,7 +555,7 @@ def test_a_huge_population_answers_at_once(tmp_path: Path, trained: list[int], m
     assert time.process_time() - began < 4, "two scans of 1.25 million tiles"
 
 
-def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_moves_within_a_tile(tmp_path, trained, monkeypatch):
     seen: list[float] = []
     monkeypatch.setattr(_Bar, "move_to", lambda self, n: (seen.append(n), setattr(self, "n", n)))
     collect(fake.recipe(), tmp_path / "a.pop", workers=1)
@@ -608,7 +566,7 @@ def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkey
 
 
 @pytest.mark.slow
-def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: Path) -> None:
+def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
     """Alone in one go, shard by shard, grown, and in worker processes."""
     import torch
 
@@ -634,7 +592,7 @@ def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: 
 # -- what it would take ---------------------------------------------------------------------------------------
 
 
-def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
+def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
     import time
 
     recipe = fake.recipe(networks=12, tile=4, training__epochs=40)
@@ -662,11 +620,11 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tiles", "each", "seconds"), [(3, (10.0,), 30), (4, (10.0, 10.0), 20), (5, (10.0, 10.0), 30), (4, (10.0, 5.0), 15)]
 )
-def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...], seconds: float) -> None:
+def test_tiles_go_to_whichever_worker_is_free(tiles, each, seconds):
     assert _until_finished(tiles, each) == pytest.approx(seconds)
 
 
-def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: list[int]) -> None:
+def test_another_source_of_trained_weights_is_refused(tmp_path, trained):
     source = tmp_path / "source.safetensors"
     wanted = fake.recipe().replace({"init": [{"name": "transfer", "source": str(source)}]})
     weights = build_for(wanted).state_dict()

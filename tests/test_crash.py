@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import clusters
@@ -21,20 +20,19 @@ import fake_training as fake
 import pytest
 
 from weightscope.population import Population
-from weightscope.recipe import Recipe
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["fake_training", "weightscope.training.collection", "sklearn.datasets"])
 _LONGEST = 120.0
 
 
-def start(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> multiprocessing.Process:
+def start(path, recipe, trainer, workers=1):
     process = _CONTEXT.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers))
     process.start()
     return process
 
 
-def finish(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> float:
+def finish(path, recipe, trainer, workers=1):
     """Run to the end; returns the seconds that it took once it had begun."""
     process = start(path, recipe, trainer, workers)
     wait_until_begun(path, recipe, process)
@@ -44,11 +42,11 @@ def finish(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> float:
     return time.monotonic() - begun
 
 
-def wait_until_begun(path: Path, recipe: Recipe, process: multiprocessing.Process) -> None:
+def wait_until_begun(path, recipe, process):
     wait_for(lambda: f" {recipe.population.networks}\n ]" in (path / "population.json").read_text(), process)
 
 
-def wait_for(happened: Callable[[], bool], process: multiprocessing.Process) -> None:
+def wait_for(happened, process):
     while process.is_alive():
         with contextlib.suppress(FileNotFoundError):
             if happened():
@@ -56,7 +54,7 @@ def wait_for(happened: Callable[[], bool], process: multiprocessing.Process) -> 
         time.sleep(0.001)
 
 
-def kill_group(process: multiprocessing.Process) -> None:
+def kill_group(process):
     """SIGKILL for `collect` and all its workers, as when a machine goes down."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -65,11 +63,11 @@ def kill_group(process: multiprocessing.Process) -> None:
     process.join(_LONGEST)
 
 
-def files(path: Path) -> dict[str, bytes]:
+def files(path):
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def in_the_middle_of_writing(path: Path) -> bool:
+def in_the_middle_of_writing(path):
     """A temporary file, or a hash whose shard is not there yet, or two hashes for one shard."""
     folder = path / "shards"
     return (
@@ -80,7 +78,7 @@ def in_the_middle_of_writing(path: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(tmp_path):
     """A new population and, every other time, one that grows over its short last tile."""
     recipe, smaller = fake.recipe(networks=60), fake.recipe(networks=20)
     finish(tmp_path / "smaller.pop", smaller, "large")  # first, since the first start of processes takes longer
@@ -109,7 +107,7 @@ def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(t
 
 
 @clusters.torture
-def test_killed_again_and_again_it_still_ends(tmp_path: Path) -> None:
+def test_killed_again_and_again_it_still_ends(tmp_path):
     recipe = fake.recipe(networks=60)
     seconds = finish(tmp_path / "whole.pop", recipe, "large")
     path, moments = tmp_path / "a.pop", random.Random(2)
@@ -122,7 +120,7 @@ def test_killed_again_and_again_it_still_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_at_once_on_one_folder_are_harmless(tmp_path: Path) -> None:
+def test_two_at_once_on_one_folder_are_harmless(tmp_path):
     recipe = fake.recipe(networks=60)
     finish(tmp_path / "whole.pop", recipe, "large")
     for i in range(3):
@@ -135,7 +133,7 @@ def test_two_at_once_on_one_folder_are_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_workers_killed_with_their_parent(tmp_path: Path) -> None:
+def test_workers_killed_with_their_parent(tmp_path):
     recipe = fake.recipe(networks=60)
     finish(tmp_path / "whole.pop", recipe, "small")
     path, moments = tmp_path / "a.pop", random.Random(3)
@@ -150,7 +148,7 @@ def test_workers_killed_with_their_parent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path) -> None:
+def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path):
     """The terminal sends SIGINT to every process of the group."""
     recipe, path = fake.recipe(networks=60), tmp_path / "a.pop"
     process = start(path, recipe, "slow", workers=2)
@@ -167,7 +165,7 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_the_real_trainer_killed_in_the_midst(tmp_path: Path) -> None:
+def test_the_real_trainer_killed_in_the_midst(tmp_path):
     recipe = fake.recipe(networks=10, tile=4)
     seconds = finish(tmp_path / "whole.pop", recipe, "real")
     moments = random.Random(4)
@@ -214,7 +212,7 @@ print(killed, "of", len(sizes))
 
 
 @pytest.mark.slow
-def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path: Path) -> None:
+def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path):
     parts = 40 if clusters.TORTURE else 10
     arguments = [str(Path(__file__).parent), str(tmp_path / "a.pop"), str(parts)]
     command = [sys.executable, "-W", "ignore", "-c", EVERY_PREFIX, *arguments]

@@ -38,7 +38,7 @@ NETWORKS = {
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory) -> Path:
+def teacher(tmp_path_factory):
     """A file of weights whose logits and features are not close to those of an untrained network."""
     torch.manual_seed(3)
     network = build_for(Recipe.parse({**BASE, "network": TEACHER}))
@@ -50,17 +50,17 @@ def teacher(tmp_path_factory) -> Path:
     return file
 
 
-def recipe(teacher: object, kind: str = "logit", **changes: object) -> Recipe:
+def recipe(teacher, kind="logit", **changes):
     section = {"teacher": str(teacher), "kind": kind, "alpha": 0.7, "network": TEACHER}
     found = Recipe.parse({**BASE, "distillation": section})
     return found.replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
-def alone(plan: Recipe, k: int) -> nn.Module:
+def alone(plan, k):
     """Network k distilled with torch's own modules and losses."""
     teacher, seen = teacher_of(plan), {}
 
-    def keep(who: str):
+    def keep(who):
         return lambda module, inputs: seen.__setitem__(who, inputs[0])
 
     teacher.get_submodule(head_of(teacher)).register_forward_pre_hook(keep("teacher"))
@@ -70,7 +70,7 @@ def alone(plan: Recipe, k: int) -> nn.Module:
     mlp = nn.Sequential(nn.Linear(width, 12), nn.GELU(), nn.Linear(12, 12))
     divergence, l1 = nn.KLDivLoss(reduction="batchmean"), nn.L1Loss()
 
-    def term(network: nn.Module, images: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    def term(network, images, logits):
         with torch.no_grad():
             theirs = teacher(images)
         if plan.distillation.kind == "logit":
@@ -92,7 +92,7 @@ def alone(plan: Recipe, k: int) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["logit", "feature"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_tile_equals_networks_distilled_one_by_one(name: str, kind: str, kernels: str, teacher: Path) -> None:
+def test_a_tile_equals_networks_distilled_one_by_one(name, kind, kernels, teacher):
     plan = recipe(teacher, kind, network=NETWORKS[name], training__kernels=kernels)
     tile, without = train_tile(plan, 1, device="cpu"), train_tile(plan.replace({"distillation": None}), 1, device="cpu")
     spec = spec_of(plan)
@@ -113,7 +113,7 @@ def test_a_tile_equals_networks_distilled_one_by_one(name: str, kind: str, kerne
 
 
 @pytest.mark.parametrize("kind", ["logit", "feature"])
-def test_the_loop_distils_as_the_batched_engine_does(kind: str, teacher: Path) -> None:
+def test_the_loop_distils_as_the_batched_engine_does(kind, teacher):
     """With mixup and augmentation: the teacher sees the student's images."""
     plan = recipe(teacher, kind, data__augment={"crop": 1, "flip": True}, training__mixup=0.5)
     batched, loop = (train_tile(plan.replace({"training.engine": e}), 1, device="cpu") for e in ("batched", "loop"))
@@ -122,14 +122,14 @@ def test_the_loop_distils_as_the_batched_engine_does(kind: str, teacher: Path) -
         np.testing.assert_allclose(loop.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
 
 
-def test_alpha_zero_is_training_without_a_teacher(teacher: Path) -> None:
+def test_alpha_zero_is_training_without_a_teacher(teacher):
     plain = train_tile(recipe(teacher).replace({"distillation": None}), 0, device="cpu")
     for kind in ("logit", "feature"):
         off = train_tile(recipe("missing.safetensors", kind, distillation__alpha=0), 0, device="cpu")
         assert off.weights.tobytes() == plain.weights.tobytes()
 
 
-def test_a_student_that_is_its_own_teacher_starts_with_no_divergence(tmp_path: Path) -> None:
+def test_a_student_that_is_its_own_teacher_starts_with_no_divergence(tmp_path):
     plan = Recipe.parse(BASE).replace({"training.epochs": 1})
     collect(plan, tmp_path / "teachers.pop", workers=1, progress=False, device="cpu")
     member = f"{tmp_path / 'teachers.pop'}::1"
@@ -140,7 +140,7 @@ def test_a_student_that_is_its_own_teacher_starts_with_no_divergence(tmp_path: P
     assert not any(p.requires_grad for p in found.parameters())
 
 
-def test_the_manifest_has_the_teachers_hash_and_refuses_another(tmp_path: Path, teacher: Path) -> None:
+def test_the_manifest_has_the_teachers_hash_and_refuses_another(tmp_path, teacher):
     file, path = tmp_path / "t.safetensors", tmp_path / "x.pop"
     file.write_bytes(teacher.read_bytes())
     plan = recipe(file, training__epochs=1, population__networks=2)
@@ -155,7 +155,7 @@ def test_the_manifest_has_the_teachers_hash_and_refuses_another(tmp_path: Path, 
     assert "distillation" not in Recipe.parse(BASE).to_dict(), "recipes without a teacher keep their fingerprints"
 
 
-def test_a_benchmark_has_arms_with_and_without_a_teacher(tmp_path: Path, teacher: Path) -> None:
+def test_a_benchmark_has_arms_with_and_without_a_teacher(tmp_path, teacher):
     """{random, selected} x {with, without}, all paired, as in Table 3 of the selection paper."""
     select = f'select_weights(teacher="{teacher}")'
     result = bench(
@@ -187,7 +187,7 @@ def test_a_benchmark_has_arms_with_and_without_a_teacher(tmp_path: Path, teacher
         ({"teacher": "nowhere.pop::last"}, UsageError, "distillation.teacher: .*found 'last'"),
     ],
 )
-def test_teachers_that_cannot_be_used(changes: dict, error: type, message: str, teacher: Path) -> None:
+def test_teachers_that_cannot_be_used(changes, error, message, teacher):
     plan = recipe(teacher)
     section = {**plan.to_dict()["distillation"], **changes}
     with pytest.raises(error, match=message) as caught:
@@ -205,19 +205,19 @@ def test_teachers_that_cannot_be_used(changes: dict, error: type, message: str, 
         ({"teacher": "t", "temperature": 2}, "distillation.temperature: unknown key"),
     ],
 )
-def test_sections_that_are_refused(section: dict, message: str) -> None:
+def test_sections_that_are_refused(section, message):
     with pytest.raises(RecipeError, match=message):
         Recipe.parse({**BASE, "distillation": section})
 
 
-def test_members_of_populations_by_text() -> None:
+def test_members_of_populations_by_text():
     assert population_member("a/b.pop::12") == (Path("a/b.pop"), 12)
     assert population_member("a/b.pop") is None
     assert population_member("package.module:name") is None
     assert population_member("hf://org/name::1") is None
 
 
-def test_a_network_without_a_classifier_has_no_features() -> None:
+def test_a_network_without_a_classifier_has_no_features():
     with pytest.raises(UsageError, match="found no linear layer"):
         head_of(nn.Conv2d(1, 2, 3))
     with pytest.raises(UsageError, match="found `0` with 3 outputs"):

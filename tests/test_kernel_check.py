@@ -75,12 +75,12 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
 
-def recipe(network: str = "convnext", **training: object) -> Recipe:
+def recipe(network="convnext", **training):
     changes = {f"training.{name}": value for name, value in training.items()}
     return Recipe.parse(BASE).replace({"network": NETWORKS[network], **changes})
 
 
-def forget() -> None:
+def forget():
     build._built.cache_clear()
     devices._choices.clear()
     devices._warned.clear()
@@ -92,7 +92,7 @@ def compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     forget()
 
-    def make(old: str | None, new: str = "") -> None:
+    def make(old, new=""):
         if old is None:
             monkeypatch.setenv("PATH", str(tmp_path))
         else:

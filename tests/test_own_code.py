@@ -11,7 +11,6 @@ import numpy as np
 import own_code
 import pytest
 import torch
-from torch import nn
 
 import weightscope
 from weightscope.errors import DataError, UsageError
@@ -28,13 +27,13 @@ BASE = {
 }
 
 
-def recipe(network: object, **changes: object) -> Recipe:
+def recipe(network, **changes):
     values = {key.replace("__", "."): value for key, value in changes.items()}
     return Recipe.parse({**BASE, "network": network}).replace(values)
 
 
 @pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen, own_code.NormTwice])
-def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network: object) -> None:
+def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network):
     plan = recipe(network)
     batched, loop = (train_tile(plan.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
     np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=2e-5)
@@ -42,7 +41,7 @@ def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(net
         np.testing.assert_allclose(batched.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
 
 
-def test_what_needs_no_gradient_is_not_trained() -> None:
+def test_what_needs_no_gradient_is_not_trained():
     plan = recipe(own_code.partly_frozen)
     tile = train_tile(plan, 0, device="cpu")
     torch.manual_seed(int(tile.seeds[0]))
@@ -52,7 +51,7 @@ def test_what_needs_no_gradient_is_not_trained() -> None:
     assert not np.array_equal(found["4.weight"], start["4.weight"].numpy())
 
 
-def test_a_network_without_batched_layers_trains_by_loop(tmp_path: Path) -> None:
+def test_a_network_without_batched_layers_trains_by_loop(tmp_path):
     with pytest.raises(UsageError, match=r'`gru` \(GRU\) has no batched version; use training.engine = "loop"'):
         collect(recipe(own_code.Gru), tmp_path / "a.pop")
     assert not (tmp_path / "a.pop").exists()
@@ -65,7 +64,7 @@ def test_a_network_without_batched_layers_trains_by_loop(tmp_path: Path) -> None
     np.testing.assert_array_equal(network.head.weight.detach(), population.weights("head.weight")[2].reshape(10, 5))
 
 
-def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
+def test_dropout_of_a_network_does_not_depend_on_its_neighbours():
     plan = recipe(own_code.Gru, training__engine="loop")
     wide, narrow = (train_tile(plan.replace({"population.tile": t}), 0, device="cpu").weights for t in (2, 1))
     assert wide[0].tobytes() == narrow[0].tobytes()
@@ -76,7 +75,7 @@ def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
 @pytest.mark.parametrize(
     "how", ["softmax", "mean", "cat", "random", "branch", "shape", "clip", "numpy", "python", "rare"]
 )
-def test_a_forward_that_mixes_networks_is_refused(how: str) -> None:
+def test_a_forward_that_mixes_networks_is_refused(how):
     plan = recipe({"type": own_code.Mixing, "how": how})
     message = {
         "branch": "depends on values",
@@ -92,7 +91,7 @@ def test_a_forward_that_mixes_networks_is_refused(how: str) -> None:
         train_tile(plan.replace({"training.engine": "loop", "training.epochs": 1}), 0, device="cpu")
 
 
-def test_a_forward_that_does_not_mix_is_not_refused() -> None:
+def test_a_forward_that_does_not_mix_is_not_refused():
     """The same code without the step that mixes."""
     train_tile(recipe({"type": own_code.Mixing, "how": "not"}), 0, device="cpu")
 
@@ -111,7 +110,7 @@ def test_a_forward_that_does_not_mix_is_not_refused() -> None:
         ({"type": "own_code:Mixing", "how": "error"}, r"failed on images \(4, 1, 8, 8\): RuntimeError: no"),
     ],
 )
-def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, message: str, engine: str) -> None:
+def test_impossible_networks_leave_nothing(tmp_path, network, message, engine):
     network = network if isinstance(network, dict) else {"type": network}
     plan = recipe(network, training__engine=engine)
     with pytest.raises(UsageError, match=message):
@@ -119,7 +118,7 @@ def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, mess
     assert not (tmp_path / "a.pop").exists()
 
 
-def test_tied_weights_train_by_loop() -> None:
+def test_tied_weights_train_by_loop():
     plan = recipe(own_code.Tied)
     with pytest.raises(UsageError, match=r"`conv.weight` and `second.weight` are the same.*training.engine"):
         train_tile(plan, 0, device="cpu")
@@ -128,7 +127,7 @@ def test_tied_weights_train_by_loop() -> None:
     assert not train_tile(plan, 0, device="cpu").metrics["diverged"].any()
 
 
-def test_buffers_that_a_forward_pass_replaces_are_stored() -> None:
+def test_buffers_that_a_forward_pass_replaces_are_stored():
     plan = recipe(own_code.Average, training__engine="loop")
     found = spec_of(plan).unpack(train_tile(plan, 0, device="cpu").weights[1])
     assert np.abs(found["average"]).min() > 0
@@ -137,12 +136,12 @@ def test_buffers_that_a_forward_pass_replaces_are_stored() -> None:
 @pytest.mark.parametrize(
     ("init", "message"), [("failing", "raised KeyError: 'blocks'"), ("reshaped", "names and shapes")]
 )
-def test_initialisers_that_fail_are_named(init: str, message: str) -> None:
+def test_initialisers_that_fail_are_named(init, message):
     with pytest.raises(UsageError, match=f"{init}.*{message}"):
         train_tile(recipe(own_code.Cnn, init=getattr(own_code, init)), 0, device="cpu")
 
 
-def test_global_generators_are_seeded_and_restored() -> None:
+def test_global_generators_are_seeded_and_restored():
     plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__epochs=1)
     state = random.getstate()
     first, second = (train_tile(plan, 0, device="cpu").weights for _ in range(2))
@@ -151,10 +150,10 @@ def test_global_generators_are_seeded_and_restored() -> None:
 
 
 @pytest.mark.slow
-def test_own_code_everywhere_and_in_workers(tmp_path: Path) -> None:
+def test_own_code_everywhere_and_in_workers(tmp_path):
     """Functions that a worker can import, and one that it cannot; the same bits as here."""
 
-    def quarter(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    def quarter(module, *, generator):
         return own_code.half(module, generator=generator, factor=0.25)
 
     values = {**BASE, "network": own_code.Cnn, "data": own_code.images, "init": [own_code.half, quarter]}
@@ -193,7 +192,7 @@ tile = 1
 
 
 @pytest.mark.slow
-def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path) -> None:
+def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     """The command line in the folder of the module; workers find it as well."""
     (tmp_path / "my_network.py").write_text(MODULE)
     (tmp_path / "recipe.toml").write_text(RECIPE)
@@ -221,7 +220,7 @@ def constant(module, *, generator):
 """
 
 
-def test_code_that_changes_in_a_session_is_reloaded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_in_a_session_is_reloaded_by_workers(tmp_path, monkeypatch):
     values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
     values["population"] = {"networks": 2, "tile": 1}
     collect(values, tmp_path / "before.pop", workers=2, device="cpu")  # starts the workers, without this path

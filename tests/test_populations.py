@@ -40,7 +40,7 @@ SMALLEST = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
+def test_a_recipe_says_what_its_networks_cost(name):
     text = (FOLDER / f"{name}.toml").read_text()
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     header = " ".join(line.removeprefix("#").strip() for line in text.split("\n[network]")[0].splitlines())
@@ -60,7 +60,7 @@ def test_a_recipe_says_what_its_networks_cost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if Recipe.load(FOLDER / f"{name}.toml").bench])
-def test_a_benchmark_names_its_table_and_every_initialiser_exists(name: str) -> None:
+def test_a_benchmark_names_its_table_and_every_initialiser_exists(name):
     header = (FOLDER / f"{name}.toml").read_text().split("\n[network]")[0]
     assert re.search(r"(Table|Tables|Fig\.) \w", header), "the table or figure that it belongs to"
     arms = Design.of(FOLDER / f"{name}.toml").arms
@@ -71,12 +71,12 @@ def test_a_benchmark_names_its_table_and_every_initialiser_exists(name: str) -> 
         assert all(arm.recipe.population.networks >= 4 for arm in arms)
 
 
-def test_the_tiny_populations_have_about_ten_thousand_parameters() -> None:
+def test_the_tiny_populations_have_about_ten_thousand_parameters():
     for name in EXPECTED:
         assert 5_000 < forward_cost(Recipe.load(FOLDER / f"{name}.toml"))[0] < 20_000, name
 
 
-def _write_data(folder: Path) -> None:
+def _write_data(folder):
     """The first images of Fashion-MNIST, CIFAR-10 and CIFAR-100, made up."""
     random = np.random.default_rng(0)
     records = random.integers(0, 256, (32, 3074), dtype=np.uint8)
@@ -92,7 +92,7 @@ def _write_data(folder: Path) -> None:
             (folder / f"{part}-{kind}-ubyte").write_bytes(header + array.tobytes())
 
 
-def _write_text(folder: Path) -> None:
+def _write_text(folder):
     """The files of Penn Treebank and WikiText-103, made up."""
     text = " the cat sat on the <unk> mat \n" * 8
     for name, words in (("ptb/ptb.{}.txt", text), ("ptb/ptb.char.{}.txt", " ".join(text.strip().replace(" ", "_"))),
@@ -105,9 +105,7 @@ def _write_text(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
-def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(kind, tmp_path, monkeypatch):
     """The commands of docs/papers.md for two cores: teacher, benchmark and linear probe."""
     _write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -129,7 +127,7 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
+def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
     _write_data(tmp_path)
     _write_text(tmp_path)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
@@ -151,7 +149,7 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_loaded_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_loaded_by_its_name(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Recipe.load(name) == Recipe.load(FOLDER / f"{name}.toml")
     shipped = recipes()[name]
@@ -160,7 +158,7 @@ def test_a_recipe_is_loaded_by_its_name(name: str, tmp_path: Path, monkeypatch: 
     assert len(shipped.about) > 20
 
 
-def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
+def test_a_name_that_is_no_recipe_gives_the_nearest_or_all():
     assert set(recipes()) == set(RECIPES)
     with pytest.raises(
         RecipeError, match=r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"
@@ -173,24 +171,24 @@ def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:
             Recipe.load(path)
 
 
-def test_a_file_comes_before_a_recipe_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_comes_before_a_recipe_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("digits-convnext").write_text((FOLDER / "digits-convnext.toml").read_text().replace("seed = 0", "seed = 5"))
     assert Recipe.load("digits-convnext").population.seed == 5
 
 
-def _paper_rows() -> list[list[str]]:
+def _paper_rows():
     """The rows of docs/papers.md with a benchmark: what, command, multiply-adds, two cores, GPU, run."""
     text = (FOLDER.parent / "docs" / "papers.md").read_text()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "`bench " in line]
 
 
-def _commands(row: list[str]) -> list[str]:
+def _commands(row):
     return re.findall(r"`(bench .*?)`", row[1])
 
 
 @pytest.mark.slow
-def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> None:
+def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands():
     """Every benchmark of docs/papers.md can be planned; the costs of those for two cores are computed again."""
     rows = _paper_rows()
     named = {name for row in rows for name in re.findall(r"`bench ([\w-]+)", row[1])}
@@ -204,7 +202,7 @@ def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands() -> Non
             planned_command(command)
 
 
-def test_the_times_in_the_table_of_the_papers_follow_from_its_rates() -> None:
+def test_the_times_in_the_table_of_the_papers_follow_from_its_rates():
     """Multiply-adds over the page's rate of the network, which is that of narrow or of wide networks."""
     text = (FOLDER.parent / "docs" / "papers.md").read_text()
     found = re.findall(

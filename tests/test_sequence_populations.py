@@ -1,7 +1,6 @@
 """Populations of networks for sequences: training, metrics, the tile rule, resuming, and wrong input."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,12 +38,12 @@ NETWORKS = {
 }
 
 
-def recipe(**changes: object) -> Recipe:
+def recipe(**changes):
     """`data__length=4` changes a field, `data={...}` a section."""
     return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
-def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(*arguments, capsys):
     """The one line of an error, whose exit code is that of wrong input or, 3, of data."""
     code, _, err = run(*arguments, capsys=capsys)
     assert code == (3 if "--data" in arguments and "data.length" not in err else 2), err
@@ -54,7 +53,7 @@ def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_train_as_alone(name: str) -> None:
+def test_networks_train_as_alone(name):
     """Weights and losses of torch's own modules, AdamW, gradient clipping and cross entropy."""
     plan = recipe(network=NETWORKS[name])
     tile = train_tile(plan, 1, device="cpu")
@@ -68,7 +67,7 @@ def test_networks_train_as_alone(name: str) -> None:
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
 
 
-def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None:
+def test_the_references_networks_are_the_same_in_one_module_as_in_many():
     """As in the benchmark, which compiles one and writes the others' weights into it."""
     plan, module = recipe(training__epochs=1), None
     for k in range(2):
@@ -80,7 +79,7 @@ def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None
 
 
 @pytest.mark.parametrize("name", ["mamba", "transformer", "dropout"])
-def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> None:
+def test_stacked_and_one_after_the_other_train_the_same_networks(name):
     batched, loop = (
         train_tile(recipe(network=NETWORKS[name], training__engine=engine), 0, device="cpu")
         for engine in ("batched", "loop")
@@ -90,7 +89,7 @@ def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> N
         np.testing.assert_array_equal(batched.metrics[metric], loop.metrics[metric])
 
 
-def test_whole_vectors_are_dropped_in_training_only() -> None:
+def test_whole_vectors_are_dropped_in_training_only():
     torch.manual_seed(0)
     layer, tokens = TokenEmbedding(2000, 3, dropout=0.25), torch.randint(2000, (40, 50))
     plain = layer.eval()(tokens)
@@ -106,7 +105,7 @@ def test_whole_vectors_are_dropped_in_training_only() -> None:
         TokenEmbedding(5, 2, dropout=1)
 
 
-def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves() -> None:
+def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves():
     """Other sequences than the test ones are followed, and the networks are those that the rates train alone."""
     plan = recipe(training__schedule="plateau", training__patience=0, training__factor=0.3, training__epochs=8)
     plan = plan.replace(
@@ -132,7 +131,7 @@ def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves(
     assert losses[1, -1] == pytest.approx(found, rel=1e-3)
 
 
-def test_the_validation_part_takes_the_place_of_the_test_part() -> None:
+def test_the_validation_part_takes_the_place_of_the_test_part():
     plain, valid = (load(recipe(data__held_out=part).data) for part in ("test", "valid"))
     for multiple in (1, 2, 4):
         assert torch.equal(valid.held_out[multiple][0].tokens, plain.part("valid", multiple)[0].tokens)
@@ -142,7 +141,7 @@ def test_the_validation_part_takes_the_place_of_the_test_part() -> None:
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
+def test_accuracies_are_counted_by_hand(task, tmp_path):
     """At 1, 2 and 4 times the length: a solver's answers to strings that are drawn again from the held-out stream."""
     sizes = {"name": task, "length": 4, "vocabulary": 18, "train": 8, "test": 6}
     plan = recipe(data=sizes, population__networks=2, training__epochs=1)
@@ -170,7 +169,7 @@ def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path) -> None:
+def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path):
     small = collect(recipe(), tmp_path / "small.pop", workers=1, device="cpu", progress=False)
     large = recipe(population__networks=6)
     large = collect(large, tmp_path / "large.pop", workers=2, device="cpu", progress=False)
@@ -182,7 +181,7 @@ def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound() -> None:
+def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound():
     data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
     tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")
     found = tile.metrics
@@ -193,7 +192,7 @@ def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_it
     assert (found["test_bits"] < 0.9 * math.log2(5)).all(), "it has learnt"
 
 
-def test_own_networks_for_sequences() -> None:
+def test_own_networks_for_sequences():
     own = recipe(network={"type": "own_code:TokenSum", "width": 6})
     batched, loop = (train_tile(own.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
     np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=1e-5)
@@ -205,7 +204,7 @@ def test_own_networks_for_sequences() -> None:
 
 @pytest.mark.parametrize("engine", ["batched", "loop"])
 @pytest.mark.parametrize("head_start", [1.0, 0.0])
-def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_start: float) -> None:
+def test_an_own_network_that_reads_later_tokens_is_refused(engine, head_start):
     """It would predict the next token by copying it."""
     network = {"type": "own_code:TokenLookahead", "head_start": head_start}
     with pytest.raises(UsageError, match=r"own_code:TokenLookahead: expected logits that depend on their own and earl"):
@@ -213,7 +212,7 @@ def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_sta
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     """A folder with a text, and a recipe beside it."""
     folder = tmp_path / "corpus"
     folder.mkdir()
@@ -245,7 +244,7 @@ def text(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_text_of_ones_own(text: Path) -> None:
+def test_text_of_ones_own(text):
     plan = Recipe.load(text / "text.toml")
     population = collect(plan, text / "a.pop", data=text, workers=1, device="cpu", progress=False)
     characters = sorted(set("the cat sat on the mat . "))
@@ -277,9 +276,7 @@ def test_text_of_ones_own(text: Path) -> None:
         ("test", b"xyz", "test.txt: the character 'x' is not in the training text"),
     ],
 )
-def test_damaged_text_is_an_error_of_one_line(
-    file: str, content: bytes, message: str, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_text_is_an_error_of_one_line(file, content, message, text, capsys):
     (text / f"corpus/{file}.txt").write_bytes(content)
     if content == b"abc":
         (text / "corpus/valid.txt").write_bytes(b"ab")
@@ -289,7 +286,7 @@ def test_damaged_text_is_an_error_of_one_line(
     assert not (text / "a.pop").exists()
 
 
-def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_text_says_where_it_was_searched_for(text, capsys):
     found = error_of("collect", text / "text.toml", "--data", text / "elsewhere", "-o", text / "a.pop", capsys=capsys)
     assert "expected a folder of text files at one of" in found
     assert str(text / "elsewhere/corpus") in found
@@ -336,16 +333,16 @@ def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytes
         ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
     ],
 )
-def test_recipes_that_cannot_be(changes: dict[str, object], message: str) -> None:
+def test_recipes_that_cannot_be(changes, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**changes)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, tmp_path: Path) -> None:
+def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name, tmp_path):
     """Counted over sequences; fewer tokens are refused before anything is written, by the field that is to blame."""
 
-    def answers(length: int, vocabulary: int) -> int:
+    def answers(length, vocabulary):
         found = TASKS[name](torch.Generator().manual_seed(0), 64, length, vocabulary)
         return len(found.targets[:, found.mask[0]].unique(dim=0))
 
@@ -360,23 +357,23 @@ def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, 
     assert not (tmp_path / "a.pop").exists()
 
 
-def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path: Path) -> None:
+def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path):
     constant = recipe(data__name="sort", data__length=3, data__lengths=[1, 2], data__vocabulary=7)
     with pytest.raises(RecipeError, match=r"expected at least 8, found 7, .* have the same answer at 2 times the len"):
         collect(constant, tmp_path / "a.pop")
 
 
-def test_an_unknown_task_is_named_where_a_section_is_made_in_python() -> None:
+def test_an_unknown_task_is_named_where_a_section_is_made_in_python():
     with pytest.raises(ValueError, match="no task 'cpoy'; did you mean 'copy'"):
         TaskConfig(name="cpoy", length=3, vocabulary=5)
 
 
-def test_tables_of_tasks_agree() -> None:
+def test_tables_of_tasks_agree():
     assert set(TASKS) == set(TASK_SIZES)
     assert {*TASKS, "text", "markov"} == set(SEQUENCE_NAMES)
 
 
-def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_training() -> None:
+def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_training():
     first, other = (load(recipe(population__seed=seed, data__test=50).data) for seed in (0, 1))
     assert first.fingerprint == other.fingerprint
     assert first.fingerprint != load(recipe(data__test=51).data).fingerprint
@@ -387,7 +384,7 @@ def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_tr
             assert torch_seed(root, k, Purpose.SEQUENCES) != torch_seed(0, 1, Purpose.HELD_OUT)
 
 
-def test_plans_of_populations(tmp_path: Path) -> None:
+def test_plans_of_populations(tmp_path):
     found = plan(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
     assert found.tiles == 2
     assert found.tile_seconds[0] > 0

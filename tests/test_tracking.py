@@ -17,11 +17,11 @@ from weightscope.networks import ConvMixer, ViT
 torch.set_num_threads(1)
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def vit() -> nn.Module:
+def vit():
     torch.manual_seed(0)
     return ViT(32, 8, 24, 2, 3, 10)
 
@@ -240,7 +240,7 @@ def test_an_error_inside_leaves_torch_as_it_was():
     model = vit()
     tracking = track(model)
 
-    def fail() -> None:
+    def fail():
         with tracking:
             wi.mimetic_attention_(model, generator=generator())
             raise ZeroDivisionError

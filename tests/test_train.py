@@ -40,7 +40,7 @@ CONTROLS = NETWORKS | {
 }
 
 
-def recipe(**changes: object) -> Recipe:
+def recipe(**changes):
     return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
@@ -57,7 +57,7 @@ REGULARISED = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES | REGULARISED)
-def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> None:
+def test_a_tile_equals_networks_trained_one_by_one(name, kernels):
     plan = recipe(**(CHANGES | REGULARISED)[name], training__label_smoothing=0.1, training__kernels=kernels)
     tile = train_tile(plan, 1, device="cpu")
     spec = spec_of(plan)
@@ -77,7 +77,7 @@ def test_a_tile_equals_networks_trained_one_by_one(name: str, kernels: str) -> N
         assert np.abs(tile.weights - without.weights).max() > 1e-2, "100 times the tolerance and more"
 
 
-def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others() -> None:
+def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
     """Against a run without averages that is evaluated by hand; with statistics of BatchNorm."""
     plan, data = recipe(network=NETWORKS["convmixer"]), load("digits", train=96, test=50)
     run = TileRun(plan.replace({"training.ema": 0.8}), 0, data, torch.device("cpu"))
@@ -104,7 +104,7 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others() -
         assert not np.array_equal(found["test_loss"], plain.evaluate()["test_loss"])
 
 
-def test_every_step_counts_as_progress() -> None:
+def test_every_step_counts_as_progress():
     seen: list[float] = []
     train_tile(recipe(), 0, device="cpu", progress=seen.append)
     assert seen == [step / 12 for step in range(1, 13)], "2 epochs of 6 steps"
@@ -116,7 +116,7 @@ def test_every_step_counts_as_progress() -> None:
     (["*.weight", "*.bias"], "training.frozen: expected at least one"),
     (["*.wieght"], r"training.frozen: no tensor matches '\*.wieght'; the \d+ names are `.*weight`"),
 ])  # fmt: skip
-def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message: str) -> None:
+def test_a_recipe_that_leaves_nothing_to_be_trained(patterns, message):
     for network in NETWORKS.values():
         plan = recipe(network=network, training__frozen=patterns)
         if patterns != ["*"] and network["type"] == "vit":
@@ -128,7 +128,7 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns: list[str], message
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
+def test_the_loop_trains_as_the_batched_engine_does(name):
     """With everything that is random, every metric, and statistics calibrated in the same way."""
     plan = recipe(
         network=CONTROLS[name],
@@ -155,7 +155,7 @@ def test_the_loop_trains_as_the_batched_engine_does(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
-def test_same_bits_whatever_was_trained_before_and_however_many_threads(name: str, kernels: str) -> None:
+def test_same_bits_whatever_was_trained_before_and_however_many_threads(name, kernels):
     augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
     changes = {"data__augment": augment, "training__mixup": 0.5, "training__cutmix": 1.0, "training__ema": 0.9}
     plan = recipe(network=CONTROLS[name], **changes, training__kernels=kernels)
@@ -193,7 +193,7 @@ class NoSynchronisation(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
+def test_the_host_waits_for_no_number_within_an_epoch(name):
     augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
     plan = recipe(network=CONTROLS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
     plan = plan.replace({"training.cutmix": 1.0, "training.ema": 0.9, "data.augment.magnitude_std": 0.1})
@@ -205,7 +205,7 @@ def test_the_host_waits_for_no_number_within_an_epoch(name: str) -> None:
         run.epoch(1)
 
 
-def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kernels: str) -> None:
+def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kernels):
     base = {"training__kernels": kernels}
     calm = train_tile(recipe(**base, training__learning_rate=[0.02, 0.02]), 0, device="cpu")
     base["training__clip_norm"] = 0.0
@@ -217,7 +217,7 @@ def test_a_diverging_network_is_recorded_and_does_not_disturb_its_neighbour(kern
     assert not calm.metrics["diverged"].any()
 
 
-def test_frozen_tensors_keep_their_initial_bits() -> None:
+def test_frozen_tensors_keep_their_initial_bits():
     plan = recipe(training__frozen=["*.conv_dw.*"])
     tile = train_tile(plan, 0, device="cpu")
     torch.manual_seed(torch_seed(7, 0, Purpose.INIT))
@@ -228,7 +228,7 @@ def test_frozen_tensors_keep_their_initial_bits() -> None:
         assert same == ("conv_dw" in name), name
 
 
-def test_the_device_must_exist() -> None:
+def test_the_device_must_exist():
     with pytest.raises(UsageError, match="no device 'gpu'"):
         train_tile(recipe(), 0, device="gpu")
     if not torch.cuda.is_available():
@@ -236,7 +236,7 @@ def test_the_device_must_exist() -> None:
             train_tile(recipe(), 0, device="cuda")
 
 
-def test_networks_learn_and_metrics_have_one_entry_for_each_network_and_epoch() -> None:
+def test_networks_learn_and_metrics_have_one_entry_for_each_network_and_epoch():
     tile = train_tile(recipe(network__width=8, data__train=1000, data__test=360, training__epochs=8), 0, device="cpu")
     assert (tile.metrics["test_accuracy"] > 0.5).all()
     assert tile.metrics["test_accuracy_per_epoch"].shape == (2, 8)
@@ -246,7 +246,7 @@ def test_networks_learn_and_metrics_have_one_entry_for_each_network_and_epoch() 
     assert np.isfinite(at_end["test_loss"]).all()
 
 
-def test_a_sweep_gives_each_network_its_own_rates_and_initialiser() -> None:
+def test_a_sweep_gives_each_network_its_own_rates_and_initialiser():
     plan = recipe(
         training__learning_rate={"low": 1e-3, "high": 1e-1},
         training__weight_decay=[0.0, 0.1],
@@ -260,7 +260,7 @@ def test_a_sweep_gives_each_network_its_own_rates_and_initialiser() -> None:
     assert tile.metrics["init"].tolist() == [0, 1]
 
 
-def test_swept_ranges_are_log_uniform() -> None:
+def test_swept_ranges_are_log_uniform():
     """Kolmogorov-Smirnov on 2,000 draws; false-alarm rate 1e-3, seed fixed."""
     from scipy import stats
 
@@ -270,7 +270,7 @@ def test_swept_ranges_are_log_uniform() -> None:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
-def test_batched_adamw_equals_torch_on_each_network(clip: float) -> None:
+def test_batched_adamw_equals_torch_on_each_network(clip):
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(3, 11, generator=generator, dtype=torch.float64)
     rates, decays = torch.tensor([0.1, 0.01, 0.3]).double(), torch.tensor([0.0, 0.1, 0.02]).double()
@@ -298,7 +298,7 @@ def test_batched_adamw_equals_torch_on_each_network(clip: float) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_plateau_is_torchs_scheduler_on_each_network_alone() -> None:
+def test_plateau_is_torchs_scheduler_on_each_network_alone():
     random = np.random.default_rng(0)
     losses = np.exp(-np.arange(60) / 8)[:, None] + 0.02 * random.standard_normal((60, 5))
     losses[20:23, 1], losses[30:, 2], losses[10:, 3] = np.nan, np.inf, losses[9, 3] * (1 - 5e-5)
@@ -318,7 +318,7 @@ def test_plateau_is_torchs_scheduler_on_each_network_alone() -> None:
             assert expected[-1] < rate or k == 4, "a change of 1e-8 is none"
 
 
-def test_plateau_follows_validation_images_and_needs_each_epoch() -> None:
+def test_plateau_follows_validation_images_and_needs_each_epoch():
     plateau = {"training__schedule": "plateau", "training__epochs": 6, "training__learning_rate": 0.3}
     plan = recipe(**plateau, data__validation=16, training__patience=0, training__warmup=0.0)
     metrics = train_tile(plan, 0, device="cpu").metrics
@@ -338,7 +338,7 @@ def test_plateau_follows_validation_images_and_needs_each_epoch() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["triangular", "cosine", "constant", "plateau"])
-def test_schedules_rise_then_fall_and_stay_positive(schedule: str) -> None:
+def test_schedules_rise_then_fall_and_stay_positive(schedule):
     factors = np.array([schedule_factor(schedule, step, 1000, 0.2) for step in range(1000)])
     assert (factors > 0).all()
     assert (factors <= 1).all()
@@ -349,7 +349,7 @@ def test_schedules_rise_then_fall_and_stay_positive(schedule: str) -> None:
         schedule_factor("step", 0, 10, 0.0)
 
 
-def test_smoothed_targets_are_distributions() -> None:
+def test_smoothed_targets_are_distributions():
     targets = smooth(torch.tensor([[0, 3]]), 0.1, 5)
     torch.testing.assert_close(targets.sum(-1), torch.ones(1, 2))
     assert targets[0, 1, 3] == pytest.approx(0.92)

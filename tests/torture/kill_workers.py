@@ -17,17 +17,15 @@ from plain_torture import report
 
 from weightscope.errors import Resumable
 from weightscope.population import Population
-from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
-from weightscope.training.workers import Workers
 
 
-def recipe(networks: int, epochs: int) -> Recipe:
+def recipe(networks, epochs):
     """Tiles of 4, each of which takes about a second and a half."""
     return fake.recipe(networks=networks, tile=4, training__epochs=epochs)
 
 
-def under_fire(backend: str, workers: Workers, path: Path, wanted: Recipe, kills: int, seed: int) -> dict[str, int]:
+def under_fire(backend, workers, path, wanted, kills, seed):
     """Collect with killed workers, resuming where a tile lost too many; returns how many kills and resumptions."""
     resumed = 0
     with clusters.killing(backend, kills, pause=(0.2, 3.0), seed=seed) as killed:
@@ -41,12 +39,12 @@ def under_fire(backend: str, workers: Workers, path: Path, wanted: Recipe, kills
                 resumed += 1
 
 
-def shards_of(path: Path) -> dict[str, bytes]:
+def shards_of(path):
     """Name -> bytes of every file in a population's folder of shards."""
     return {file.name: file.read_bytes() for file in sorted((path / "shards").iterdir())}
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backend", choices=["loky", "dask", "ray"], default="loky")
     parser.add_argument("--kills", type=int, default=12)

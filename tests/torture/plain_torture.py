@@ -2,13 +2,11 @@
 
 import datetime
 import json
-from pathlib import Path
-from typing import Any
 
 from weightscope._util.environment import environment
 
 
-def report(file: Path | None, name: str, found: dict[str, Any], seconds: float) -> None:
+def report(file, name, found, seconds):
     """Print what a script found, and enter it in a file."""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     entry = found | {"seconds": round(seconds), "date": today, "environment": environment("cpu")}

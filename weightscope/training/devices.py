@@ -40,11 +40,7 @@ _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of a name; `"auto"` is the GPU if there is one.
-
-    Raises:
-        UsageError: if the device does not exist.
-    """
+    """The torch device of a name; `"auto"` is the GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -60,13 +56,7 @@ def resolve_device(device: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Choice:
-    """The kernels that train a recipe on a device.
-
-    Attributes:
-        kernels: the backend.
-        build: what else their results depend on: the build of kernels in C or the version of Triton; "" for torch's.
-        checked: what was compared with torch's kernels, or why compiled kernels are not used; "" if neither.
-    """
+    """The kernels that train a recipe on a device."""
 
     kernels: Kernels
     build: str = ""
@@ -79,11 +69,6 @@ def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
     On first use in a process, the recipe's network and compiled kernels are checked, see `network_check`. With "auto",
     torch's are taken for sequences and where there is no C compiler or no Triton, and with a warning where compiled
     kernels cannot be built or launched, or do not agree.
-
-    Raises:
-        RecipeError: if `training.frozen` leaves nothing to be trained.
-        UsageError: if the recipe's engine cannot train the network; if the recipe asks for compiled kernels and they
-            are not available, do not support the precision, or do not agree.
     """
     key = _key(recipe, device)
     if key not in _choices:

@@ -48,22 +48,7 @@ USE_LOOP = 'use training.engine = "loop", which trains any network, one at a tim
 
 
 class Networks(nn.Module):
-    """T networks of one architecture.
-
-    Attributes:
-        weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
-        gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
-        spec: the `WeightSpec` of one network.
-        leaves: name -> tensor (T, ...), views of `weights`.
-        kernels: the backend that computes them.
-        drop_paths: L, how many DropPath layers one network has.
-        input_axes: number of axes of one input, `Task.input_axes`; inputs of each network have two more, T and B.
-
-    Args:
-        template: a module of the architecture; its weights are not used.
-        count: T.
-        device: of all tensors.
-    """
+    """T networks of one architecture."""
 
     kernels: Kernels = "torch"
     drop_paths: int = 0
@@ -123,18 +108,7 @@ def networks_for(
     device: torch.device | str = "cpu",
     kernels: Kernels = "torch",
 ) -> Networks:
-    """Networks `ids` of a recipe as one.
-
-    Args:
-        recipe: its engine, data and root seed.
-        template: a module of the architecture; its weights are not used.
-        ids: indices of the T networks in their population.
-        device: of all tensors.
-        kernels: the backend, see `kernels/functions.py`.
-
-    Raises:
-        UsageError: if the recipe's engine cannot train the module.
-    """
+    """Networks `ids` of a recipe as one."""
     nets: Networks
     if recipe.training.engine == "loop":
         seeds = [torch_seed(recipe.population.seed, k, Purpose.FORWARD) for k in ids]
@@ -156,9 +130,6 @@ class StackedNetworks(Networks):
     `BatchedNetworks` runs a module's forward once on activations whose channel axis holds all networks. Code that cuts
     its channels into parts, as Mamba's does, cannot run on such an axis. Here every tensor has an axis of its own for
     the networks, which the forward code does not see.
-
-    Raises:
-        UsageError: if the module keeps running statistics.
     """
 
     def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
@@ -184,11 +155,7 @@ class StackedNetworks(Networks):
         }
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks.
-
-        Raises:
-            UsageError: if a token is outside the vocabulary.
-        """
+        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks."""
         if self._vocabulary is not None:
             check_tokens(tokens, self._vocabulary)
 
@@ -204,18 +171,7 @@ class StackedNetworks(Networks):
 
 
 class LoopNetworks(Networks):
-    """T plain modules, copies of the template; each runs its own forward and backward pass.
-
-    Args:
-        template: see `Networks`.
-        count: T.
-        device: of all tensors.
-        seeds: one seed per network. The n-th forward pass of network t in training mode sees the global generators of
-            torch, NumPy and Python seeded with `seeds[t] + n`, so that dropout does not depend on the other networks.
-
-    Raises:
-        UsageError: if a weight is not float32.
-    """
+    """T plain modules, copies of the template; each runs its own forward and backward pass."""
 
     def __init__(
         self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, seeds: Sequence[int]
@@ -281,11 +237,7 @@ class LoopNetworks(Networks):
                     buffer.data = views[name].copy_(buffer)
 
     def backward(self, loss: Tensor) -> None:
-        """Set `gradient`, see `Networks.backward`.
-
-        Raises:
-            UsageError: if the loss does not depend on a trained parameter; names it.
-        """
+        """Set `gradient`, see `Networks.backward`."""
         views = self.spec.unpack(self.gradient)
         trained = [
             (views[name][t], name, parameter)
@@ -408,15 +360,6 @@ class BatchedNetworks(Networks):
     channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by
     batched layers; residual additions, elementwise functions and pooling give the same result on network-stacked
     channels. `batched_layers.py` describes the memory layout.
-
-    Args:
-        template: see `Networks`.
-        count: T.
-        device: of all tensors.
-        kernels: the backend, see `kernels/functions.py`.
-
-    Raises:
-        UsageError: if the module has a layer without a batched version, or the kernels do not run on the device.
     """
 
     def __init__(

@@ -21,16 +21,6 @@ class BatchedAdamW:
     Equal to `torch.optim.AdamW` on each network alone. Weight decay applies to every trained entry, biases and
     norms included, as in `torch.optim.AdamW(model.parameters())`.
 
-    Args:
-        weights: (T, D), updated in place.
-        gradient: (T, D).
-        trained: (D,) bool; other entries (frozen tensors, running statistics) are not touched.
-        learning_rate: (T,).
-        weight_decay: (T,).
-        betas: (b1, b2).
-        eps: added to the square root of the second moment.
-        kernels: "c" makes one pass over memory; the formula is the same.
-
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
 
@@ -58,13 +48,7 @@ class BatchedAdamW:
 
     @torch.no_grad()
     def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
-        """One update in place; only tensors change from step to step, so a CUDA graph can capture it.
-
-        Args:
-            scalars: (3,), from `scalars`; every rate is multiplied by the first.
-            clip_norm: if positive, each network's gradient is scaled to at most this Euclidean norm, as by
-                `torch.nn.utils.clip_grad_norm_`.
-        """
+        """One update in place; only tensors change from step to step, so a CUDA graph can capture it."""
         clip = None
         if clip_norm > 0:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
@@ -114,9 +98,6 @@ def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> floa
     linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). With "plateau" it stays, too, and
     `Plateau` changes the rates themselves. It is evaluated at the middle of the step, so no step has rate 0 and
     schedules of different lengths are samples of the same curve.
-
-    Raises:
-        ValueError: for another schedule.
     """
     progress = (step + 0.5) / steps
     if progress < warmup:
@@ -139,14 +120,6 @@ class Plateau:
     without, the rate is multiplied by `factor`, unless that changes it by 1e-8 or less, and the count begins again. A
     loss that is not a number has not improved. Equal to `torch.optim.lr_scheduler.ReduceLROnPlateau` on each network
     alone.
-
-    Attributes:
-        rates: (T,) float64.
-
-    Args:
-        rates: (T,), to begin with.
-        factor: 0 < f < 1.
-        patience: epochs, >= 0.
     """
 
     threshold, smallest_change = 1e-4, 1e-8  # torch's

@@ -30,14 +30,6 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
     """Stride-1 depthwise convolution with zero padding that keeps the size, differentiable.
 
     Equal to `F.conv2d(x, weight, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
-
-    Args:
-        x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
-        weight: (C, k, k), k odd.
-        dilation: the distance between taps, in pixels.
-
-    Returns:
-        (C, H, W, B).
     """
     return _DepthwiseConv2d.apply(x, weight, dilation)
 
