@@ -29,9 +29,9 @@ class BatchedAdamW:
         weights: Tensor,
         gradient: Tensor,
         trained: Tensor,
-        *,
         learning_rate: Tensor,
         weight_decay: Tensor,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         kernels: Kernels = "torch",
@@ -54,17 +54,9 @@ class BatchedAdamW:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
         if self.kernels == "c":
             clip = torch.ones_like(self.rate) if clip is None else clip
-            functions.adamw(
-                self.weights,
-                self.gradient,
-                (self.first, self.second),
-                self.trained,
-                (self.rate, self.decay),
-                clip,
-                scalars,
-                self.betas,
-                self.eps,
-            )
+            moments, rates = (self.first, self.second), (self.rate, self.decay)
+            tensors = self.weights, self.gradient, moments, self.trained, rates, clip, scalars
+            functions.adamw(*tensors, self.betas, self.eps)
             return
         b1, b2 = self.betas
         factor, mean, root = scalars
