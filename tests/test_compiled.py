@@ -19,9 +19,9 @@ from weightscope.cli import main
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
 from weightscope.recipe import Recipe
-from weightscope.training import devices
+from weightscope.training import kernel_choice
 from weightscope.training.collection import collect
-from weightscope.training.devices import choose_kernels
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build, functions
 from weightscope.training.many_networks import BatchedNetworks
 
@@ -426,7 +426,7 @@ def test_recipes_say_what_cannot_be():
 
 
 def test_without_triton_a_gpu_is_told_so(monkeypatch):
-    monkeypatch.setattr(devices, "has_triton", lambda: False)
+    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
     with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
         choose_kernels(Recipe.parse(tomllib.loads(TOML)), torch.device("cuda"))
 

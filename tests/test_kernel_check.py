@@ -14,9 +14,9 @@ import torch
 
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
-from weightscope.training import devices, network_check, train_tile
+from weightscope.training import kernel_choice, measuring, train_tile
 from weightscope.training.collection import collect
-from weightscope.training.devices import choose_kernels
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
 from weightscope.training.optimiser import row_norms
 
@@ -82,8 +82,7 @@ def recipe(network="convnext", **training):
 
 def forget():
     build._built.cache_clear()
-    devices._choices.clear()
-    devices._warned.clear()
+    kernel_choice._choices.clear()
 
 
 @pytest.fixture
@@ -198,14 +197,15 @@ def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, m
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "cache")
     fast = collect(recipe(), tmp_path / "fast.pop", workers=1, device="cpu")
-    step, (timed,) = devices._step, (tmp_path / "cache").rglob("timed-*")
+    (timed,) = (tmp_path / "cache").rglob("timed-*")
     assert timed.read_text() == ""
 
-    def slow(recipe, device, kernels):
-        run = step(recipe, device, kernels)
-        return (lambda: (time.sleep(0.05), run())) if kernels == "c" else run
+    class Slow(measuring.TileRun):
+        def epoch(self, epoch):
+            time.sleep(0.05 * (self.nets.kernels == "c"))
+            super().epoch(epoch)
 
-    monkeypatch.setattr(devices, "_step", slow)
+    monkeypatch.setattr(measuring, "TileRun", Slow)
     again = collect(recipe(), tmp_path / "again.pop", workers=1, device="cpu")
     timed.unlink()
     found = [collect(recipe(), tmp_path / f"{k}.pop", workers=1, device="cpu") for k in range(2)]
@@ -226,7 +226,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
 @pytest.mark.slow
 def test_adamw_agrees_for_millions_of_weights():
     """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
-    network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
+    kernel_choice.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
 def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog):

@@ -16,11 +16,9 @@ import pytest
 
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population
-from weightscope.training import clusters as lookouts
 from weightscope.training import workers
 from weightscope.training.collection import collect
-from weightscope.training.spreading import ATTEMPTS, on_each, spread
-from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers
+from weightscope.training.workers import ATTEMPTS, ClusterLost, TilesFailed, WorkerDied, Workers, on_each, spread
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
@@ -275,11 +273,11 @@ class _Ray:
 @pytest.mark.slow
 def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch):
     def pool_of(cpus):
-        monkeypatch.setattr(lookouts, "_package", lambda *_: _Ray(cpus))
-        return lookouts.RayPool(print, None, False, print)
+        monkeypatch.setattr(workers, "_package", lambda *_: _Ray(cpus))
+        return workers.RayPool(print, None, False, print)
 
     monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
-    monkeypatch.setattr(lookouts, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.02)
     pool = pool_of(0.0)
     pool.start(0)
     with pytest.raises(ClusterLost, match="has had no CPU for"):  # noqa: PT012

@@ -80,8 +80,8 @@ def test_a_tile_equals_networks_trained_one_by_one(name, kernels):
 def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
     """Against a run without averages that is evaluated by hand; with statistics of BatchNorm."""
     plan, data = recipe(network=NETWORKS["convmixer"]), load("digits", train=96, test=50)
-    run = TileRun(plan.replace({"training.ema": 0.8}), 0, data, torch.device("cpu"))
-    plain = TileRun(plan, 0, data, torch.device("cpu"))
+    run = TileRun(plan.replace({"training.ema": 0.8}), 0, data, torch.device("cpu"), "torch")
+    plain = TileRun(plan, 0, data, torch.device("cpu"), "torch")
     for epoch in range(2):
         run.epoch(epoch)
         plain.epoch(epoch)
@@ -199,7 +199,7 @@ def test_the_host_waits_for_no_number_within_an_epoch(name):
     plan = plan.replace({"training.cutmix": 1.0, "training.ema": 0.9, "data.augment.magnitude_std": 0.1})
     if name in ("convnext", "vit"):
         plan = plan.replace({"network.depth": 2, "network.drop_path": 0.3})
-    run = TileRun(plan, 0, load("digits", train=96, test=50), torch.device("cpu"))
+    run = TileRun(plan, 0, load("digits", train=96, test=50), torch.device("cpu"), "torch")
     run.epoch(0)  # tables are made once
     with NoSynchronisation():
         run.epoch(1)

@@ -244,9 +244,11 @@ class Population(Result):
         """
         import torch
 
+        from weightscope._util.torch_random import seeded
         from weightscope.networks import build_for
 
-        module = build_for(self.recipe)
+        with seeded(0):  # its first weights are replaced
+            module = build_for(self.recipe)
         if lines := self.spec.differences(WeightSpec.of(module)):
             raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
         tensors = {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}
@@ -425,10 +427,7 @@ def open_network(source: Any) -> Any:
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        import torch
-
-        with torch.random.fork_rng(devices=[]):  # building the network draws
-            return Population(member[0], partial=True).network(member[1])
+        return Population(member[0], partial=True).network(member[1])
     if isinstance(source, str | Path):
         from weightscope.checkpoint import open_checkpoint
 

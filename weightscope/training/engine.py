@@ -225,8 +225,8 @@ class TileRun:
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
         """Return the metrics of held-out data, each (T,); of the averaged weights, if there are any."""
-        trained = self.nets.weights.clone()
         if self.average is not None:
+            trained = self.nets.weights.clone()
             self.nets.weights.copy_(self.average)
         found = {name: values.cpu().numpy().astype(np.float64) for name, values in self.batches.evaluate().items()}
         if self.average is not None:

@@ -120,7 +120,9 @@ def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
     found: list[list[TileCost]] = [[] for _ in requests]
     for i, cost in spread(partial(_time, requests), range(rounds * len(requests)), workers):
         found[i % len(requests)].append(cost)
-    return [max(costs, key=lambda each: each.seconds(r.recipe.training)) for r, costs in zip(requests, found)]
+    return [
+        max(costs, key=lambda each: each.seconds(r.recipe.training)) for r, costs in zip(requests, found, strict=True)
+    ]
 
 
 def _time(requests: Sequence[Request], i: int, *, progress: Callable[[float], None]) -> TileCost:
