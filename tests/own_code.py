@@ -60,36 +60,37 @@ class Mixing(Cnn):
 
     def forward(self, x):
         y = self[0](x)
-        if self.how == "softmax":
-            y = y.softmax(1)
-        elif self.how == "mean":
-            y = y - 1e-3 * y.mean(1, keepdim=True)
-        elif self.how == "cat":
-            y = torch.cat([y, 2 * y], 1)[:, ::2]
-        elif self.how == "random":
-            y = y + torch.rand_like(y)
-        elif self.how == "branch" and y.mean() > 100:
-            y = -y
-        elif self.how == "clip":  # active for large activations only
-            y = y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1)
-        elif (self.how == "numpy" and y.detach().numpy().mean() > 100) or (
-            self.how == "python" and random.random() < 1e-9
-        ):
-            y = -y
-        elif self.how == "rare":
-            y = y * (torch.rand(1) > 1e-9)
-        elif self.how == "error":
-            raise RuntimeError("no")
-        elif self.how == "shape":
-            y = y.view(len(y), 4, -1)
+        match self.how:
+            case "softmax":
+                y = y.softmax(1)
+            case "mean":
+                y = y - 1e-3 * y.mean(1, keepdim=True)
+            case "cat":
+                y = torch.cat([y, 2 * y], 1)[:, ::2]
+            case "random":
+                y = y + torch.rand_like(y)
+            case "branch":
+                y = -y if y.mean() > 100 else y
+            case "clip":  # active for large activations only
+                y = y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1)
+            case "numpy":
+                y = -y if y.detach().numpy().mean() > 100 else y
+            case "python":
+                y = -y if random.random() < 1e-9 else y
+            case "rare":
+                y = y * (torch.rand(1) > 1e-9)
+            case "error":
+                raise RuntimeError("no")
+            case "shape":
+                y = y.view(len(y), 4, -1)
         return self[4](self[3](self[2](torch.relu(y))))
 
 
 class Tied(Residual):
     """Two layers with one weight."""
 
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.second = nn.Conv2d(4, 4, 3, padding=1)
         self.second.weight = self.conv.weight
 
@@ -101,8 +102,8 @@ class Tied(Residual):
 class NormTwice(Residual):
     """A BatchNorm that sees two batches in each forward pass, and one that is never trained."""
 
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.fixed = nn.BatchNorm2d(4)
         self.fixed.running_var.fill_(4.0)
         self.train()
@@ -122,8 +123,8 @@ class NormTwice(Residual):
 class Average(Cnn):
     """A buffer that each forward pass replaces."""
 
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.register_buffer("average", torch.zeros(4))
 
     def forward(self, x):
@@ -136,8 +137,8 @@ class Average(Cnn):
 class Unused(Cnn):
     """A parameter without effect."""
 
-    def __init__(self, in_channels, image_size, num_classes):
-        super().__init__(in_channels, image_size, num_classes)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self[0].extra = nn.Parameter(torch.zeros(2))
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import tiny
 import torch
+from tiny import NETWORKS
 
 from weightscope.errors import UsageError
-from weightscope.recipe import Recipe
 from weightscope.training import kernel_choice, measuring, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.kernel_choice import choose_kernels
@@ -21,11 +22,6 @@ from weightscope.training.kernels import build
 from weightscope.training.optimiser import row_norms
 
 CPU = torch.device("cpu")
-NETWORKS = {
-    "convnext": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
-    "convmixer": {"type": "convmixer", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
-    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-}
 BASE = {
     "network": NETWORKS["convnext"],
     "data": {"name": "digits", "train": 64, "test": 21},  # one image more than whole vectors
@@ -43,27 +39,12 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     "fails at launch": ("convnext", "int failed = !g;", "int failed = 1;", "convnext_blocks fails: MemoryError"),
     "wrong value": ("convnext", "return larger(", "return 1.001f * larger(", "convnext_blocks, forward differs"),
     "wrong gradient": ("convnext", "+ x * density", "+ 0.99f * x * density", "convnext_blocks, gradient"),
-    "wrong gradient of filters": (
-        "convnext",
-        "out[j] = total(",
-        "out[j] = 0.999f * total(",
-        "convnext_blocks, gradient",
-    ),
+    "wrong filter gradient": ("convnext", "out[j] = total(", "out[j] = 0.999f * total(", "convnext_blocks, gradient"),
     # a factor would not do: the LayerNorm after the convolution removes it
-    "wrong only for a batch of the evaluation": (
-        "convnext",
-        "out[to + l] = sum[q][v][l]",
-        "out[to + l] = sum[0][v][l]",
-        "convnext_blocks, forward differs",
-    ),
+    "wrong in an evaluation": ("convnext", "to + l] = sum[q]", "to + l] = sum[0]", "convnext_blocks, forward differs"),
     "wrong only without gradients": ("convnext", "out, 1, c, m", "out, 1, c, kept ? m : 1", "convnext_blocks, forward"),
     "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "layer_norm, forward differs"),
-    "a norm without eps": (
-        "convnext",
-        "square[u] / (REAL)c + eps",
-        "square[u] / (REAL)c",
-        "layer_norm, forward differs",
-    ),
+    "a norm without eps": ("convnext", "[u] / (REAL)c + eps", "[u] / (REAL)c", "layer_norm, forward differs"),
     "a batch norm without eps": ("convmixer", "positions + eps)", "positions)", "gelu_batch_norm, forward differs"),
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "convmixer_mixing, forward differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
@@ -76,8 +57,8 @@ pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang")
 
 
 def recipe(network="convnext", **training):
-    changes = {f"training.{name}": value for name, value in training.items()}
-    return Recipe.parse(BASE).replace({"network": NETWORKS[network], **changes})
+    changes = {f"training__{name}": value for name, value in training.items()}
+    return tiny.recipe(BASE, network=NETWORKS[network], **changes)
 
 
 def forget():

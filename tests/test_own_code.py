@@ -9,35 +9,33 @@ from pathlib import Path
 import numpy as np
 import own_code
 import pytest
+import tiny
+import tomli_w
 import torch
 
 import weightscope
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population
-from weightscope.recipe import Recipe
 from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 
-BASE = {
+BASE = tiny.BASE | {
     "data": {"name": "digits", "train": 64, "test": 40},
-    "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
     "population": {"networks": 3, "tile": 2, "seed": 7},
 }
 
 
 def recipe(network, **changes):
-    values = {key.replace("__", "."): value for key, value in changes.items()}
-    return Recipe.parse({**BASE, "network": network}).replace(values)
+    return tiny.recipe(BASE | {"network": network}, **changes)
 
 
 @pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen, own_code.NormTwice])
 def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network):
     plan = recipe(network)
     batched, loop = (train_tile(plan.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
-    np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=2e-5)
-    for metric, values in loop.metrics.items():
-        np.testing.assert_allclose(batched.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
+    tiny.assert_same_weights(spec_of(plan), batched.weights, loop.weights)
+    tiny.assert_same_metrics(batched.metrics, loop.metrics)
 
 
 def test_what_needs_no_gradient_is_not_trained():
@@ -71,24 +69,17 @@ def test_dropout_of_a_network_does_not_depend_on_its_neighbours():
     assert not np.array_equal(plain[0], wide[0])
 
 
-@pytest.mark.parametrize(
-    "how", ["softmax", "mean", "cat", "random", "branch", "shape", "clip", "numpy", "python", "rare"]
-)
+DIFFER, DRAWS = "batched and plain networks differ", "draws random numbers"
+MIXING = dict.fromkeys(("softmax", "mean", "cat", "clip"), DIFFER) | dict.fromkeys(("random", "rare"), DRAWS)
+MIXING |= dict.fromkeys(("branch", "numpy"), "depends on values") | {"shape": "does not run on"}
+
+
+@pytest.mark.parametrize("how", MIXING)
 def test_a_forward_that_mixes_networks_is_refused(how):
     plan = recipe({"type": own_code.Mixing, "how": how})
-    message = {
-        "branch": "depends on values",
-        "numpy": "depends on values",
-        "random": "draws random numbers",
-        "rare": "draws random numbers",
-        "shape": "does not run on",
-    }.get(how, "batched and plain networks differ")
-    advice = '.*use training.engine = "loop"'
-    if how == "python":
-        message, advice = "draws from `random` or `numpy.random`", ""
-    with pytest.raises(UsageError, match=f"own_code:Mixing.*{message}{advice}"):
+    with pytest.raises(UsageError, match=f'own_code:Mixing.*{MIXING[how]}.*use training.engine = "loop"'):
         train_tile(plan, 0, device="cpu")
-    if how not in ("shape", "python"):
+    if how != "shape":
         train_tile(plan.replace({"training.engine": "loop", "training.epochs": 1}), 0, device="cpu")
 
 
@@ -142,10 +133,13 @@ def test_initialisers_that_fail_are_named(init, message):
         train_tile(recipe(own_code.Cnn, init=getattr(own_code, init)), 0, device="cpu")
 
 
-def test_generators_that_all_threads_share_are_refused():
-    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__epochs=1)
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+def test_generators_that_all_threads_share_are_refused(engine):
+    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__engine=engine)
     with pytest.raises(UsageError, match=r"own_code:Cnn with initialiser .*global_numbers draws from `random` or"):
         train_tile(plan, 0, device="cpu")
+    with pytest.raises(UsageError, match=r"own_code:Mixing draws from `random` or `numpy.random`"):
+        train_tile(recipe({"type": own_code.Mixing, "how": "python"}, training__engine=engine), 0, device="cpu")
 
 
 @pytest.mark.slow
@@ -175,29 +169,16 @@ from torch import nn
 def network(in_channels, image_size, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 """
-RECIPE = """
-[network]
-type = "my_network:network"
-[data]
-name = "digits"
-train = 64
-test = 40
-[training]
-epochs = 1
-[population]
-networks = 2
-tile = 1
-"""
 
 
 @pytest.mark.slow
 def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     """The command line in the folder of the module; workers find it as well."""
     (tmp_path / "my_network.py").write_text(MODULE)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    call = [sys.executable, "-m", "weightscope", "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
+    network = {"network": {"type": "my_network:network"}, "population": {"networks": 2, "tile": 1}}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(BASE | network))
     code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
-    call = [sys.executable, "-c", code, *call[3:]]
+    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True}
     options["env"] = {**os.environ, "PYTHONPATH": str(Path(weightscope.__file__).parents[1])}
     done = subprocess.run(call, **options)

@@ -1,13 +1,17 @@
 """Populations of networks for sequences: training, metrics, the tile rule, resuming, and wrong input."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import references_sequences as reference
+import tiny
+import tomli_w
 import torch
 from plain import train_sequences_alone
 from programs import run
+from tiny import assert_same_weights
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource, load
@@ -38,9 +42,7 @@ NETWORKS = {
 }
 
 
-def recipe(**changes):
-    """`data__length=4` changes a field, `data={...}` a section."""
-    return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
+recipe = partial(tiny.recipe, BASE)
 
 
 def error_of(*arguments, capsys):
@@ -60,10 +62,7 @@ def test_networks_train_as_alone(name):
     for row, losses, k in zip(tile.weights, tile.metrics["train_loss_per_epoch"], (2, 3), strict=True):
         network, expected = train_sequences_alone(plan, k)
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        parameters = dict(network.named_parameters())
-        for tensor, values in WeightSpec.of(network).unpack(row).items():
-            there = parameters[tensor].detach().numpy()
-            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+        assert_same_weights(WeightSpec.of(network), row, network, atol=1e-4)
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
 
 
@@ -107,10 +106,9 @@ def test_whole_vectors_are_dropped_in_training_only():
 
 def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves():
     """Other sequences than the test ones are followed, and the networks are those that the rates train alone."""
-    plan = recipe(training__schedule="plateau", training__patience=0, training__factor=0.3, training__epochs=8)
-    plan = plan.replace(
-        {"training.learning_rate": [0.01, 0.1], "training.warmup": 0.0, "data.train": 8, "data.test": 4}
-    )
+    training = {"schedule": "plateau", "patience": 0, "factor": 0.3, "epochs": 8, "warmup": 0.0}
+    training |= {"learning_rate": [0.01, 0.1], "batch_size": 4, "weight_decay": 0.1}
+    plan = recipe(training=training, data__train=8, data__test=4)
     tile = train_tile(plan, 0, device="cpu")
     losses, used = tile.metrics["validation_loss_per_epoch"], tile.metrics["learning_rate_per_epoch"]
     assert (losses[:, -1] != tile.metrics["test_loss"]).all()
@@ -120,10 +118,7 @@ def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves(
     assert len(set(used[1])) == 2, "each has a state of its own"
     for k in range(2):
         network, _ = train_sequences_alone(plan.replace({"training.learning_rate": 0.01}), k, rates=used[k])
-        parameters = dict(network.named_parameters())
-        for tensor, values in WeightSpec.of(network).unpack(tile.weights[k]).items():
-            there = parameters[tensor].detach().numpy()
-            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+        assert_same_weights(WeightSpec.of(network), tile.weights[k], network, atol=1e-4)
     valid, test = load(plan.data).part("valid")[0], load(plan.data).held_out[1][0]
     assert not torch.equal(valid.tokens, test.tokens)
     with torch.no_grad():
@@ -146,13 +141,9 @@ def test_accuracies_are_counted_by_hand(task, tmp_path):
     sizes = {"name": task, "length": 4, "vocabulary": 18, "train": 8, "test": 6}
     plan = recipe(data=sizes, population__networks=2, training__epochs=1)
     population = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)
-    assert [metric.name for metric in plan.data.metrics] == [
-        "test_accuracy",
-        "test_accuracy_2x",
-        "test_accuracy_4x",
-        "test_loss",
-    ]
-    for multiple, metric in ((1, "test_accuracy"), (2, "test_accuracy_2x"), (4, "test_accuracy_4x")):
+    names = ("test_accuracy", "test_accuracy_2x", "test_accuracy_4x")
+    assert tuple(metric.name for metric in plan.data.metrics) == (*names, "test_loss")
+    for multiple, metric in zip((1, 2, 4), names, strict=True):
         length, generator = multiple * 4, torch.Generator().manual_seed(torch_seed(0, multiple, Purpose.HELD_OUT))
         drawn = TASKS[task](generator, 6, length, 18)
         assert drawn.tokens.shape[1] == sequence_length(task, length)
@@ -216,31 +207,14 @@ def text(tmp_path):
     """A folder with a text, and a recipe beside it."""
     folder = tmp_path / "corpus"
     folder.mkdir()
-    for name, words in (
-        ("train", "the cat sat on the mat . " * 20),
-        ("valid", "the mat sat"),
-        ("test", "a cat sat on"),
-    ):
-        (folder / f"{name}.txt").write_text(words)
-    (tmp_path / "text.toml").write_text(
-        """
-        [network]
-        type = "mamba"
-        width = 8
-        depth = 1
-        [data]
-        name = "text"
-        path = "corpus"
-        length = 5
-        train = 16
-        [training]
-        epochs = 1
-        batch_size = 4
-        [population]
-        networks = 2
-        tile = 2
-        """
-    )
+    words = {"train": "the cat sat on the mat . " * 20, "valid": "the mat sat", "test": "a cat sat on"}
+    for name, text in words.items():
+        (folder / f"{name}.txt").write_text(text)
+    data = {"name": "text", "path": "corpus", "length": 5, "train": 16}
+    training, population = {"epochs": 1, "batch_size": 4}, {"networks": 2, "tile": 2}
+    network = {"type": "mamba", "width": 8, "depth": 1}
+    sections = {"network": network, "data": data, "training": training, "population": population}
+    (tmp_path / "text.toml").write_text(tomli_w.dumps(sections))
     return tmp_path
 
 
@@ -254,12 +228,9 @@ def test_text_of_ones_own(text):
     assert isinstance(source, SequenceSource)
     held_out = torch.cat([batch.targets.flatten() for batch in source.held_out[1]])
     assert [characters[i] for i in held_out.tolist()] == list("a cat sat on")[1:]
-    network = population.network(1)
+    network, entropy = population.network(1), torch.nn.CrossEntropyLoss(reduction="sum")
     with torch.no_grad():
-        nats = [
-            torch.nn.functional.cross_entropy(network(b.tokens).flatten(0, 1), b.targets.flatten(), reduction="sum")
-            for b in source.held_out[1]
-        ]
+        nats = [entropy(network(b.tokens).flatten(0, 1), b.targets.flatten()) for b in source.held_out[1]]
     assert population.metrics["test_loss"][1] == pytest.approx(float(sum(nats)) / 11, rel=1e-5)
     (text / "corpus/test.txt").write_text("a mat")
     with pytest.raises((RecipeError, DataError), match="data text"):
@@ -292,47 +263,35 @@ def test_a_missing_text_says_where_it_was_searched_for(text, capsys):
     assert str(text / "elsewhere/corpus") in found
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}},
-            "network.type: vit takes images, copy has sequences",
-        ),
-        (
-            {"data": {"name": "digits"}},
-            "network.type: mamba takes sequences, digits has images",
-        ),
-        ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
-        ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
-        ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
-        (
-            {"data__name": "sort"},
-            r"data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \(at 2 times",
-        ),
-        ({"data__name": "associative_recall"}, "data: length: expected an even number"),
-        (
-            {"data__length": 10**9},
-            "data: length: expected at most 268435456 tokens in all training sequences, found 24",
-        ),
-        ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
-        (
-            {"data": {"name": "markov", "length": 10**6, "test": 300}},
-            "data: length: .* in all training sequences, found 2000 sequences of 1000000",
-        ),
-        ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
-        ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
-        ({"training__mixup": 0.5}, "training.mixup applies to images"),
-        ({"training__precision": "bfloat16"}, "training.precision applies to images"),
-        ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
-        (
-            {"network": NETWORKS["transformer"] | {"context": 20}},
-            "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20",
-        ),
-        ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
-        ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
-    ],
-)
+CONTEXT = NETWORKS["transformer"] | {"context": 20}
+MIXER = {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}}
+MARKOV = {"data": {"name": "markov", "length": 10**6, "test": 300}}
+IN_ALL = "data: length: expected at most 268435456 tokens in all training sequences, found 24"
+SHORT = "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20"
+ONE_ANSWER = "data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \\(at 2 times"
+REFUSED = [
+    (MIXER, "network.type: vit takes images, copy has sequences"),
+    ({"data": {"name": "digits"}}, "network.type: mamba takes sequences, digits has images"),
+    ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
+    ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
+    ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
+    ({"data__name": "sort"}, ONE_ANSWER),
+    ({"data__name": "associative_recall"}, "data: length: expected an even number"),
+    ({"data__length": 10**9}, IN_ALL),
+    ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
+    (MARKOV, "data: length: .* in all training sequences, found 2000 sequences of 1000000"),
+    ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
+    ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
+    ({"training__mixup": 0.5}, "training.mixup applies to images"),
+    ({"training__precision": "bfloat16"}, "training.precision applies to images"),
+    ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
+    ({"network": CONTEXT}, SHORT),
+    ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
+    ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_recipes_that_cannot_be(changes, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**changes)
@@ -363,12 +322,9 @@ def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path):
         collect(constant, tmp_path / "a.pop")
 
 
-def test_an_unknown_task_is_named_where_a_section_is_made_in_python():
+def test_names_of_tasks():
     with pytest.raises(ValueError, match="no task 'cpoy'; did you mean 'copy'"):
         TaskConfig(name="cpoy", length=3, vocabulary=5)
-
-
-def test_tables_of_tasks_agree():
     assert set(TASKS) == set(TASK_SIZES)
     assert {*TASKS, "text", "markov"} == set(SEQUENCE_NAMES)
 
