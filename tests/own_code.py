@@ -60,30 +60,24 @@ class Mixing(Cnn):
 
     def forward(self, x):
         y = self[0](x)
-        match self.how:
-            case "softmax":
-                y = y.softmax(1)
-            case "mean":
-                y = y - 1e-3 * y.mean(1, keepdim=True)
-            case "cat":
-                y = torch.cat([y, 2 * y], 1)[:, ::2]
-            case "random":
-                y = y + torch.rand_like(y)
-            case "branch":
-                y = -y if y.mean() > 100 else y
-            case "clip":  # active for large activations only
-                y = y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1)
-            case "numpy":
-                y = -y if y.detach().numpy().mean() > 100 else y
-            case "python":
-                y = -y if random.random() < 1e-9 else y
-            case "rare":
-                y = y * (torch.rand(1) > 1e-9)
-            case "error":
-                raise RuntimeError("no")
-            case "shape":
-                y = y.view(len(y), 4, -1)
+        if self.how == "error":
+            raise RuntimeError("no")
+        y = MIXTURES[self.how](y) if self.how in MIXTURES else y
         return self[4](self[3](self[2](torch.relu(y))))
+
+
+MIXTURES = {
+    "softmax": lambda y: y.softmax(1),
+    "mean": lambda y: y - 1e-3 * y.mean(1, keepdim=True),
+    "cat": lambda y: torch.cat([y, 2 * y], 1)[:, ::2],
+    "random": lambda y: y + torch.rand_like(y),
+    "branch": lambda y: -y if y.mean() > 100 else y,
+    "clip": lambda y: y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1),  # of large activations only
+    "numpy": lambda y: -y if y.detach().numpy().mean() > 100 else y,
+    "python": lambda y: -y if random.random() < 1e-9 else y,
+    "rare": lambda y: y * (torch.rand(1) > 1e-9),
+    "shape": lambda y: y.view(len(y), 4, -1),
+}
 
 
 class Tied(Residual):

@@ -3,7 +3,6 @@
 python tests/torture/kill_workers.py --backend dask --kills 12 --json results.json
 """
 
-import argparse
 import sys
 import tempfile
 import time
@@ -13,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import clusters
 import fake_training as fake
-from plain_torture import report
+from plain_torture import options, report
 
 from weightscope.errors import Resumable
 from weightscope.population import Population
@@ -45,29 +44,22 @@ def shards_of(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", choices=["loky", "dask", "ray"], default="loky")
-    parser.add_argument("--kills", type=int, default=12)
-    parser.add_argument("--networks", type=int, default=64)
-    parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    given = options(__doc__, backend="loky", kills=12, networks=64, epochs=60, seed=0)
     begun, total, rounds = time.monotonic(), {"kills": 0, "resumed": 0}, 0
-    with tempfile.TemporaryDirectory() as folder, clusters.two_workers(options.backend) as workers:
-        wanted = recipe(options.networks, options.epochs)
+    with tempfile.TemporaryDirectory() as folder, clusters.two_workers(given.backend) as workers:
+        wanted = recipe(given.networks, given.epochs)
         collect(wanted, Path(folder) / "whole.pop", workers=1, progress=False)
-        while total["kills"] < options.kills:
+        while total["kills"] < given.kills:
             path = Path(folder) / f"{rounds}.pop"
-            left = options.kills - total["kills"]
-            found = under_fire(options.backend, workers, path, wanted, left, options.seed + rounds)
+            left = given.kills - total["kills"]
+            found = under_fire(given.backend, workers, path, wanted, left, given.seed + rounds)
             total = {key: total[key] + found[key] for key in total}
             rounds += 1
             Population(path).verify()
             if shards_of(path) != shards_of(Path(folder) / "whole.pop"):
-                raise SystemExit(f"{options.backend}: round {rounds} differs from an undisturbed run")
-    name = f"kill_workers {options.backend}"
-    report(options.json, name, total | {"rounds": rounds, "differences": 0}, time.monotonic() - begun)
+                raise SystemExit(f"{given.backend}: round {rounds} differs from an undisturbed run")
+    name = f"kill_workers {given.backend}"
+    report(given.json, name, total | {"rounds": rounds, "differences": 0}, time.monotonic() - begun)
 
 
 if __name__ == "__main__":

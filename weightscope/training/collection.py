@@ -17,7 +17,6 @@ from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
@@ -78,8 +77,7 @@ def collect(
         RecipeError: if the population has another recipe; shows the differences.
         UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
         DataError: if data are missing, there is a foreign shard, or one's own functions have changed.
-        Resumable: if interrupted (Ctrl-C or SIGTERM), if tiles failed or lost too many workers while the others were
-            finished, or if a cluster is gone; says what is kept.
+        Resumable: if interrupted, or if tiles or a cluster failed while others were finished; says what is kept.
         WeightscopeError: if the disk is full; finished tiles are kept.
 
     Example:
@@ -136,10 +134,9 @@ def train(
             grown = manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)
             if shard is None or grown:
                 manifests.record_size(path, manifest)
-    except KeyboardInterrupt:
-        raise Resumable(f"stopped: {_kept(begun)}; run the same command again to resume") from None
-    except ClusterLost as error:
-        raise Resumable(f"{error}: {_kept(begun)}; run the same command again to resume") from error
+    except (KeyboardInterrupt, ClusterLost) as error:
+        why = str(error) or "stopped"
+        raise Resumable(f"{why}: {_kept(begun)}; run the same command again to resume") from error
     except TilesFailed as error:
         failure = _failure(error.errors, begun)
         _leave_nothing(created)
@@ -276,18 +273,13 @@ def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM, which batch systems send before they kill, like Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    handles = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if handles else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        if handles:
+            signal.signal(signal.SIGTERM, before)
 
 
 class _Bar(tqdm):

@@ -26,7 +26,7 @@ from weightscope._util.torch_random import seeded
 from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
-from weightscope.networks.layers import DropPath, Mlp
+from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences import TokenEmbedding, check_tokens
 from weightscope.networks.vit import Block
 from weightscope.recipe import OwnNetworkConfig, Recipe
@@ -123,9 +123,8 @@ def networks_for(
 class StackedNetworks(Networks):
     """Networks for sequences as one function of their stacked weights, by `torch.vmap`; tied parameters stay tied.
 
-    `BatchedNetworks` runs a module's forward once on activations whose channel axis holds all networks. Code that cuts
-    its channels into parts, as Mamba's does, cannot run on such an axis. Here every tensor has an axis of its own for
-    the networks, which the forward code does not see.
+    Every tensor has an axis of its own for the networks, which the forward code does not see: code that cuts its
+    channels into parts, as Mamba's does, cannot run on a channel axis that holds all networks.
     """
 
     def __init__(self, template: nn.Module, count: int, device: Device = "cpu") -> None:
@@ -217,20 +216,16 @@ class LoopNetworks(Networks):
                 logits.append(network(part))
         self.passes += self.training
         with torch.no_grad():
-            self._store_buffers()
+            for row, network in zip(self.weights, self.networks, strict=True):
+                views = self.spec.unpack(row)
+                for name, buffer in network.named_buffers():  # that the pass replaced, rather than changed in place
+                    if name in views and buffer.data_ptr() != views[name].data_ptr():
+                        buffer.data = views[name].copy_(buffer)
         return torch.stack(logits)
 
     def submodules(self, path: str) -> list[nn.Module]:
         """The submodule of each network."""
         return [network.get_submodule(path) for network in self.networks]
-
-    def _store_buffers(self) -> None:
-        """Copy buffers that a forward pass replaced, rather than changed in place, into `weights`."""
-        for row, network in zip(self.weights, self.networks, strict=True):
-            views = self.spec.unpack(row)
-            for name, buffer in network.named_buffers():
-                if name in views and buffer.data_ptr() != views[name].data_ptr():
-                    buffer.data = views[name].copy_(buffer)
 
     def backward(self, loss: Tensor) -> None:
         """Set `gradient`, see `Networks.backward`."""
@@ -265,9 +260,9 @@ class LoopNetworks(Networks):
 class _NormMlp(nn.Module):
     """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
 
-    def __init__(self, norm: Normalisation, mlp: Mlp) -> None:
+    def __init__(self, norm: Normalisation, fc1: Any, fc2: Any) -> None:
         super().__init__()
-        self.weights: tuple[Pair, ...] = tuple(_pair(layer) for layer in (norm, mlp.fc1, mlp.fc2))
+        self.weights: tuple[Pair, ...] = tuple(layer.pair for layer in (norm, fc1, fc2))
         self.count: int = norm.count
         self.eps: float = norm.layer.eps
 
@@ -323,7 +318,7 @@ class _NormResidual(nn.Module):
         return y.permute(3, 0, 1, 2)
 
 
-_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Module, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class BatchedNetworks(Networks):
@@ -340,7 +335,11 @@ class BatchedNetworks(Networks):
         if kernels not in get_args(Kernels) or (kernels == "c" and torch.device(device).type != "cpu"):
             raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'inductor', found {kernels!r} on {device}")
         self.kernels: Kernels = kernels
-        _refuse_shared(template)
+        first: dict[int, str] = {}
+        named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
+        for name, item in named:  # what has two names would become independent weights
+            if first.setdefault(id(item), name) != name:
+                raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
         self.network = self._batch(copy.deepcopy(template), "")
         self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
         self.drop_paths: int = len(self._drop_paths)
@@ -350,7 +349,7 @@ class BatchedNetworks(Networks):
         batched = module
         if type(module) in BATCHED_LAYERS:
             batched = self._batched_layer(module, path)
-        elif _torch_layer(module) not in (nn.Module, *_CONTAINERS):
+        elif next(k for k in type(module).__mro__ if k.__module__.startswith("torch.")) not in _CONTAINERS:
             raise UsageError(f"`{path.rstrip('.')}` ({type(module).__name__}) has no batched version; {USE_LOOP}")
         else:
             self._stack_own_parameters(module, path)
@@ -372,19 +371,20 @@ class BatchedNetworks(Networks):
         """One module in place of several batched layers that one kernel computes."""
         # exact types: a derived class may have a forward of its own
         parts: Any = batched
-        if type(module) is ConvNeXtBlock and _plain(parts.mlp):
+        if type(module) is ConvNeXtBlock and type(parts.mlp.fc1.layer) is nn.Linear:
             if isinstance(parts.drop_path, nn.Identity):
-                layers = [_pair(layer) for layer in (parts.conv_dw, parts.norm, parts.mlp.fc1, parts.mlp.fc2)]
+                layers = [layer.pair for layer in (parts.conv_dw, parts.norm, parts.mlp.fc1, parts.mlp.fc2)]
                 return _ConvNeXtBlocks([(layers, self.leaves.get(f"{path}gamma"))], parts.norm.layer.eps)
-            parts.mlp, parts.norm = _NormMlp(parts.norm, parts.mlp), nn.Identity()
-        if type(module) is Block and _plain(parts.mlp):
-            parts.mlp, parts.norm2 = _NormMlp(parts.norm2, parts.mlp), nn.Identity()
+            parts.mlp, parts.norm = _NormMlp(parts.norm, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
+        if type(module) is Block and type(parts.mlp.fc1.layer) is nn.Linear:
+            parts.mlp, parts.norm2 = _NormMlp(parts.norm2, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
             sizes = {block.sizes if isinstance(block, _ConvNeXtBlocks) else None for block in batched}
             if len(sizes) == 1 and None not in sizes:
                 return _ConvNeXtBlocks([block for each in parts for block in each.blocks], parts[0].eps)
             for k, (before, layer) in enumerate(pairwise(batched)):
-                if _is_gelu(before) and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                gelu = isinstance(before, Elementwise) and repr(before.layer) == repr(nn.GELU())
+                if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
         if type(module) is Residual and isinstance(parts.fn, nn.Sequential):
@@ -453,31 +453,3 @@ class BatchedNetworks(Networks):
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
-
-
-def _pair(layer: nn.Module) -> Pair:
-    assert isinstance(layer, BatchedLayer), layer
-    return layer.pair
-
-
-def _plain(mlp: Mlp) -> bool:
-    fc1: Any = mlp.fc1
-    return type(fc1.layer) is nn.Linear
-
-
-def _is_gelu(layer: nn.Module) -> bool:
-    return isinstance(layer, Elementwise) and type(layer.layer) is nn.GELU and layer.layer.approximate == "none"
-
-
-def _refuse_shared(template: nn.Module) -> None:
-    """Refuse modules and parameters with two names; they would become independent weights."""
-    first: dict[int, str] = {}
-    named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
-    for name, item in named:
-        if first.setdefault(id(item), name) != name:
-            raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
-
-
-def _torch_layer(module: nn.Module) -> type:
-    """The class of `torch.nn` that a module is or derives from."""
-    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch."))

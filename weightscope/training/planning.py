@@ -39,7 +39,16 @@ class Plan(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each quantity."""
-        return [{"quantity": name, "value": value} for name, value in self._values()]
+        seconds = sorted(self.tile_seconds)
+        values = {
+            "networks": f"{self.networks:,}",
+            "tiles": f"{self.tiles:,} of {self.tile}, {self.done:,} done",
+            "bytes on disk": f"{self.bytes_on_disk:,}",
+            "workers": self.workers,
+            "seconds for a tile": " to ".join(dict.fromkeys(f"{each:,.3g}" for each in (seconds[0], seconds[-1]))),
+            "hours left": f"{self.hours:,.3g}",
+        }
+        return [{"quantity": name, "value": value} for name, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -51,19 +60,7 @@ class Plan(Result):
             f"measured: each of {self.workers} workers, at the same time, trained tile 0 for a few steps and evaluated "
             "it once; nothing was kept"
         )
-        return text_table(("", self.path), self._values(), left=(0, 1)) + "\n" + how
-
-    def _values(self) -> list[tuple[str, Any]]:
-        seconds = sorted(self.tile_seconds)
-        spread = f"{seconds[0]:,.3g}" if len(seconds) == 1 else f"{seconds[0]:,.3g} to {seconds[-1]:,.3g}"
-        return [
-            ("networks", f"{self.networks:,}"),
-            ("tiles", f"{self.tiles:,} of {self.tile}, {self.done:,} done"),
-            ("bytes on disk", f"{self.bytes_on_disk:,}"),
-            ("workers", self.workers),
-            ("seconds for a tile", spread),
-            ("hours left", f"{self.hours:,.3g}"),
-        ]
+        return text_table(("", self.path), [tuple(row.values()) for row in self.rows()], left=(0, 1)) + "\n" + how
 
 
 def plan(

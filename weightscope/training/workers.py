@@ -231,11 +231,9 @@ class _ThisProcess:
 
 
 def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
-    """Run a task in a worker.
+    """Run a task in a worker; `report` is called with the fraction done, if it is known, every second: the heartbeat.
 
-    `report` is called with the fraction done, None if it is not known, now and then every second: the heartbeat. The
-    process ends if the task uses less than 1 % of the processor for `hangs` seconds. Only time in which the process
-    runs counts, so that a stopped one that continues is not ended.
+    The process ends if the task uses less than 1 % of the processor for `hangs` seconds in which the process runs.
     """
     done: list[float | None] = [None]
     over, pause = threading.Event(), min(_BEAT_SECONDS, hangs / 20)
@@ -342,7 +340,14 @@ class _Process:
                     progress(self._tile, value)
         except (OSError, EOFError, pickle.UnpicklingError):
             self.process.join(1)
-            return Ended(self._tile, error=WorkerDied(_how(self.process.exitcode)))
+            code = self.process.exitcode
+            how = f"its worker process died with exit code {code}"
+            if code == HUNG:
+                how = f"its worker did nothing for {HANGS_SECONDS:.0f} seconds"
+            elif code is not None and code < 0:
+                why = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+                how = f"its worker process died of {signal.Signals(-code).name}{why}"
+            return Ended(self._tile, error=WorkerDied(how))
         if self._silent > self._limit:
             return Ended(self._tile, error=WorkerDied(f"its worker gave no sign of life for {self._limit:.0f} seconds"))
         return None
@@ -353,15 +358,6 @@ class _Process:
                 os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.connection.close()
-
-
-def _how(code: int | None) -> str:
-    if code == HUNG:
-        return f"its worker did nothing for {HANGS_SECONDS:.0f} seconds"
-    if code is not None and code < 0:
-        why = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-        return f"its worker process died of {signal.Signals(-code).name}{why}"
-    return f"its worker process died with exit code {code}"
 
 
 def _serve(connection: Connection) -> None:
@@ -379,20 +375,16 @@ def _serve(connection: Connection) -> None:
         while connection.poll(_UNUSED_SECONDS):
             task, tile, hangs = connection.recv()
             report = partial(send, "progress", tile)
+            kind, value = "value", None
             try:
-                ended = "value", tile, run(cloudpickle.loads(task), tile, report, hangs)
+                value = run(cloudpickle.loads(task), tile, report, hangs)
             except Exception as error:  # noqa: BLE001 - raised in the parent
-                ended = "error", tile, _picklable(error)
-            send(*ended)
-
-
-def _picklable(error: Exception) -> Exception:
-    """The error, or one with its message if it cannot be sent to another process."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever pickling raises
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+                kind, value = "error", error
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:  # noqa: BLE001 - whatever pickling raises
+                    value = RuntimeError(f"{type(error).__name__}: {error}")
+            send(kind, tile, value)
 
 
 _LOOK_SECONDS = 1.0
