@@ -158,16 +158,6 @@ def work(folder, trouble, tile, *, progress):
     return 10 * tile
 
 
-def work_in_much_memory(folder, tile, **options):
-    """A task after which its process keeps 200 MB more than before, and takes longer than a second."""
-    _kept.append(np.ones(25_000_000))
-    time.sleep(1.2)
-    (folder / str(tile)).touch()
-
-
-_kept: list[np.ndarray] = []
-
-
 def train_tile_or_raise(recipe, tile, **options):
     if tile % 2:
         raise RuntimeError("odd")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from functools import partial
 
 import clusters
@@ -116,16 +115,6 @@ def test_a_process_that_is_used_again_has_the_new_task(tmp_path):
         assert len(list(spread(partial(fake.work, tmp_path / name, "raises"), [0, 2, 3], two))) == 3
     ids = {name: {(tmp_path / name / str(tile)).read_text() for tile in (0, 2, 3)} for name in ("a", "b")}
     assert ids["a"] & ids["b"]
-
-
-@clusters.torture
-def test_warnings_as_errors_and_growing_memory_stop_no_worker(tmp_path):
-    """joblib's executor ends workers whose memory grows, warns in a thread, and hangs if warnings are errors."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        task = partial(fake.work_in_much_memory, tmp_path)
-        found = dict(spread(task, range(6), Workers("loky", 2)))
-    assert sorted(found) == list(range(6))
 
 
 @pytest.mark.slow

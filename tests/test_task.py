@@ -101,15 +101,16 @@ def registered(monkeypatch):
     monkeypatch.setitem(SECTIONS._entries, "line", LineConfig)
 
 
+PLAIN = {
+    "network": {"type": two_layers, "width": 8},
+    "data": {"name": "line", "size": 3},
+    "training": {"epochs": 20, "batch_size": 16, "learning_rate": 0.03},
+    "population": {"networks": 5, "tile": 4, "seed": 1},
+}
+
+
 def recipe(**training):
-    return Recipe.parse(
-        {
-            "network": {"type": two_layers, "width": 8},
-            "data": {"name": "line", "size": 3},
-            "training": {"epochs": 20, "batch_size": 16, "learning_rate": 0.03, **training},
-            "population": {"networks": 5, "tile": 4, "seed": 1},
-        }
-    )
+    return Recipe.parse({**PLAIN, "training": PLAIN["training"] | training})
 
 
 @pytest.mark.slow

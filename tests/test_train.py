@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from plain import train_alone
+from scipy import stats
 from tiny import NETWORKS, assert_same_metrics, assert_same_weights, recipe
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -226,8 +227,6 @@ def test_a_sweep_gives_each_network_its_own_rates_and_initialiser():
 
 def test_swept_ranges_are_log_uniform():
     """Kolmogorov-Smirnov on 2,000 draws; false-alarm rate 1e-3, seed fixed."""
-    from scipy import stats
-
     low_high = recipe(training__learning_rate={"low": 1e-4, "high": 1e-1}).training.learning_rate
     draws = [np.log10(swept(low_high, 0, k, 0)) for k in range(2000)]
     assert stats.kstest(draws, stats.uniform(-4, 3).cdf).pvalue > 1e-3
