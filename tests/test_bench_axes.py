@@ -445,7 +445,7 @@ def test_no_value_is_all_images_or_none() -> None:
     rows = [{**row, "cell": {"network.learned_sum": value, "data.train": None}} for value in (None, 0.0)]
     ax = plots.metric_along(rows, "network.learned_sum")
     ax.figure.canvas.draw()
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["none", "0"]
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "none"]
     assert list(plots.comparisons._lines(rows, "data.train")) == [
         ("default", "learned_sum=none"),
         ("default", "learned_sum=0"),

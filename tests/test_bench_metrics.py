@@ -461,11 +461,7 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
         plots.accuracy_by_length({1: result.arms, 2: result.arms * 2})
 
 
-def test_a_distribution_and_curves_of_a_population_have_the_unit() -> None:
-    ax = plots.metric_distribution(BASE, metric=BITS)
-    assert ax.get_xlabel() == "cross entropy (bits per token)"
-    assert f"median: {np.median(BASE):.3f} bits per token" in [text.get_text() for text in ax.get_legend().get_texts()]
-    assert sum(patch.get_height() for patch in ax.patches if hasattr(patch, "get_height")) >= SEEDS
+def test_curves_of_a_population_have_the_unit() -> None:
     curves = plots.training_curves(np.stack([BASE + 1, BASE], axis=1), metric=BITS)
     assert curves.get_ylabel() == "cross entropy (bits per token)"
     assert max(float(tick.get_text()) for tick in curves.get_yticklabels()) < 4, "not in per cent"

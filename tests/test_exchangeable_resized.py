@@ -268,6 +268,12 @@ def test_the_standalone_export_draws_fused_projections(tmp_path: Path) -> None:
     draws_alike_alone(result, make, PopulationInit(result), tmp_path / "vit_init.py")
 
 
+def test_the_spec_of_the_whole_network_is_stored_where_only_some_tensors_were_fitted(law: Exchangeable) -> None:
+    part = law.spec.select("*.mlp.fc?.weight")
+    fitted = Exchangeable.fit(planted(40)[0][:, law.spec.columns(part)], part, **Exchangeable.context(law.spec, part))
+    assert Exchangeable.from_tensors(fitted.to_tensors(), part).network == law.spec
+
+
 def test_default_deviations_are_those_of_torch() -> None:
     torch.manual_seed(0)
     networks = [convnext(32) for _ in range(60)]

@@ -74,23 +74,10 @@ def linear_probe(
     One step changes the classifier's matrix by about 4e-6 batch of its norm. Published numbers are for 50,000 images or
     more; a thousand need some hundred epochs.
 
-    Args:
-        recipe: see `bench`; its data, network and batch size are used, not its training.
-        inits: see `bench`; the others are compared with the first.
-        out: see `bench`; named after the recipe if None. Each network's result is stored when it is there, and calling
-            again resumes.
-        epochs: of the classifier; several make arms of several lengths.
-        data: see `bench`.
-        device: see `bench`.
-        workers: of no effect.
-        progress: of no effect.
-        given: `seeds`, `seed`, `control`, `vary`, `grid` and `metric`, as in `bench`. Fields of the training, which
-            would change nothing, may have one value; in the recipe's [bench] table they are left out.
-
-    Raises:
-        DataError: if `out` holds a probe of another recipe, data or weights.
-        UsageError: see `bench`; for sequences; if the network's last linear layer does not give the logits; for
-            `frozen`, since the whole network is.
+    The arguments are those of `bench`; `workers` and `progress` have no effect. Of the recipe, data, network and batch
+    size are used, not the training: fields of the training, which would change nothing, may have one value in `vary`,
+    and are left out of the recipe's [bench] table. `epochs` are the classifier's. Each network's result is stored when
+    it is there, and calling again resumes.
 
     Source: selection paper, section 5, Table 8, after He et al., Masked autoencoders are scalable vision learners,
     2021, Table 10 (which augments images by random resized crops and flips).

@@ -23,7 +23,7 @@ from torch.utils._triton import has_triton
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.names import unknown
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training import network_check

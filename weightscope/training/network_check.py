@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope import networks
 from weightscope._util.names import matching, shortened
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
