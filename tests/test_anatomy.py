@@ -693,7 +693,7 @@ def test_wrong_shapes_names_and_types():
         table.write(torch.zeros(1, 17, WIDTH))
     with pytest.raises(UsageError, match="one of 'q', 'k', 'v', 'o', found 'w'"):
         part.read("w")
-    with pytest.raises(UsageError, match="plain MLP: expected one of fc1, fc2"):
+    with pytest.raises(UsageError, match=r"`blocks.0.mlp`: part: expected one of 'fc1', 'fc2', found 'gate'"):
         mlp.read("gate")
     with pytest.raises(AnatomyError, match="expected a module, a mapping"):
         anatomy.attention([1, 2])
