@@ -86,8 +86,8 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
     blocks that took one block's law are zero, and the sum of the branches is as strongly correlated with the rest of
     the network as it was.
 
-    Returns the structure of the tensors that could be resized, None if there are none, whose diagnostics say under
-    "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
+    Returns the structure of the tensors that could be resized (None if there are none), with what was rescaled, taken
+    from another depth and dropped under "resized" of its diagnostics; and tensor -> why it could not be resized.
     """
     tensors = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
     permutations = _permutations(structure, network, tensors)
@@ -226,16 +226,16 @@ def _block(name: str) -> str:
 def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     """The mean (D,): each fixed entry's, times the ratio of deviations."""
     structure, new = plan.structure, plan.permutations.types[0]
-    old = structure.permutations.types[0]
     if new.groups:  # signed tensors only
         return np.zeros(spec.size)
+    slices = structure.permutations.types[0].slices
     part = next(invariant_parts(structure.mean[None], structure.spec, structure.permutations))[0]  # (C,)
     columns = []
     for view in new.views:
         origin = plan.origins[view.name]
         away, before = (prod(v.shape) / v.copies for v in (view, origin))
-        columns.append(part[old.slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
-    return mean_vector({(): np.concatenate(columns)[None]}, spec, plan.permutations)
+        columns.append(part[slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
+    return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
 def _scale_notes(plan: _Plan) -> list[str]:
@@ -271,26 +271,18 @@ def _depth_notes(plan: _Plan) -> list[str]:
 
 
 def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
-    """A fit for a network of another width or depth; see `resized`.
+    """A fit for a network of another width or depth, all of whose tensors are given; see `resized`.
 
     Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
     The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
-    and what was rescaled, taken from another depth, and dropped.
-
-    Args:
-        result: fitted to a population.
-        network: all tensors of the other network.
-
-    Raises:
-        SpecError: if the depth differs and the permutation specification is not that of a known architecture.
+    and what was rescaled, taken from another depth, and dropped. A SpecError if the depth differs and the permutation
+    specification is not that of a known architecture.
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
         >>> print(wide.resized)
     """
-    groups: list[Group] = []
-    problems: dict[str, str] = {}
-    notes: list[str] = []
+    groups, problems, notes = list[Group](), dict[str, str](), list[str]()
     for group in result.groups:
         structure, made = group.structure, None
         if isinstance(structure, Exchangeable) and group.varying is None and _differs(structure, network):
@@ -299,8 +291,10 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
                 problems |= why
             except AnatomyError as error:
                 problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
-        groups.append(group if made is None else replace(group, spec=made.spec, structure=made))
-        notes += [] if made is None else made.diagnostics["resized"]
+        if made is not None:
+            group = replace(group, spec=made.spec, structure=made)
+            notes += made.diagnostics["resized"]
+        groups.append(group)
     tensors = {tensor.name: tensor for group in groups for tensor in group.spec.tensors}
     order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
     spec = WeightSpec(tensors[name] for name in order)
