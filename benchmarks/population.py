@@ -27,8 +27,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from weightscope._util.environment import usable_cores
 from weightscope.data import load
 from weightscope.data.augment import normalise
-from weightscope.data.catalog import dataset_info
 from weightscope.data.dataset import Dataset
+from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe

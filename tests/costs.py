@@ -9,7 +9,7 @@ import torch
 
 from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig, sequence_length
 from weightscope.networks import building
 from weightscope.recipe import NetworkConfig, Recipe

@@ -1,6 +1,7 @@
 import copy
 import json
 import math
+from functools import partial
 
 import families
 import numpy as np
@@ -12,12 +13,12 @@ from torch import nn
 import weightscope
 from weightscope import attention_maps, plots
 from weightscope.analysis import attention_maps as maps_module
-from weightscope.analysis.runnable import images_for, runnable_transformer
+from weightscope.analysis.runnable import images_for, runnable
 from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init import impulse_attention_, mimetic_attention_
+from weightscope.init import mimetic_attention_
 from weightscope.networks import ConvMixer, ViT
 from weightscope.networks.sequences import CausalTransformer
 from weightscope.population import Population
@@ -81,6 +82,13 @@ def test_maps_and_ranks_equal_plain_numpy(pool):
     np.testing.assert_allclose(np.stack([layer.stable_ranks for layer in found.layers]), ranks, rtol=1e-5)
     entropy = -(maps * np.log(maps)).sum(-1).mean(-1) / np.log(maps.shape[-1])
     assert all((layer.entropy <= e + 1e-6).all() for layer, e in zip(found.layers, entropy, strict=True))  # concave
+    for layer, row in zip(found.layers, found.condition(), strict=True):  # D >= k f^2 for f = 3
+        k = float(np.mean(layer.stable_ranks))
+        assert row["needed"] == pytest.approx(9 * k)
+        assert (row["holds"], row["share"]) == (k * 9 <= 48, np.mean(layer.stable_ranks * 9 <= 48))
+        assert row["largest_f"] % 2 == 1
+        assert row["largest_f"] ** 2 * k <= 48 < (row["largest_f"] + 2) ** 2 * k
+        assert (row["enough_heads"], row["enough_copies"]) == (False, k <= 16)
 
 
 @pytest.mark.parametrize("name", VISION)
@@ -186,18 +194,6 @@ def test_mimetic_attention_looks_at_itself_and_default_attention_at_everything()
     assert min(row["expected_r"] for row in after.rows() if row["layer"] == 0) > 0.9
 
 
-def test_impulse_heads_peak_at_their_offset():
-    """Attention on the codes alone: the mean by relative place has its maximum where the head was told to look."""
-    torch.manual_seed(0)
-    vit = ViT(32, 4, 64, 1, 2, 10)
-    impulse_attention_(vit, offsets=[(0, 1), (-1, 0)], generator=torch.Generator().manual_seed(0))
-    nn.init.zeros_(vit.patch_embed.proj.weight)
-    nn.init.zeros_(vit.patch_embed.proj.bias)
-    places = attention_maps(vit, images(2)).offsets()
-    assert places.shape == (1, 2, 15, 15)
-    assert [np.unravel_index(p.argmax(), p.shape) for p in places[0]] == [(7, 8), (6, 7)]
-
-
 def test_offsets_and_neighbours_equal_loops():
     found = attention_maps(small(pool="token"), images(), filter_size=3)
     block = found.layers[1].maps[2, 1:, 1:].reshape(4, 4, 4, 4)
@@ -236,16 +232,8 @@ def test_stable_ranks_of_known_matrices():
     assert maps_module.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
 
 
-def test_the_condition_is_d_at_least_k_f_squared():
+def test_a_condition_that_does_not_hold_is_said():
     found = attention_maps(small(), images(8), filter_size=3)
-    for layer, row in zip(found.layers, found.condition(), strict=True):
-        k = float(np.mean(layer.stable_ranks))
-        assert row["needed"] == pytest.approx(9 * k)
-        assert row["holds"] == (k * 9 <= 48)
-        assert row["share"] == np.mean(layer.stable_ranks * 9 <= 48)
-        assert row["largest_f"] % 2 == 1
-        assert row["largest_f"] ** 2 * k <= 48 < (row["largest_f"] + 2) ** 2 * k
-        assert (row["enough_heads"], row["enough_copies"]) == (False, k <= 16)
     assert {row["holds"] for row in found.condition()} == {True, False}
     assert "D < k f^2" in found.text()
 
@@ -257,7 +245,7 @@ def hooks(model):
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_left_as_it_was_and_its_mode_does_not_matter():
     vit = small()
     vit.train()
     vit.blocks[1].eval()
@@ -268,6 +256,9 @@ def test_the_model_is_left_as_it_was():
     assert hooks(vit) == 0
     assert all(torch.equal(value, before[name]) for name, value in vit.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in vit.parameters())
+    vit.patch_embed = nn.Sequential(vit.patch_embed, nn.Dropout(0.5))
+    one, other = attention_maps(vit.eval(), images()), attention_maps(vit.train(), images())
+    np.testing.assert_array_equal(one.layers[1].maps, other.layers[1].maps)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()])
@@ -283,13 +274,6 @@ def test_hooks_are_removed_when_the_forward_pass_fails(error):
         attention_maps(vit, images(), forward=forward)
     assert hooks(vit) == 0
     assert all(m.training for m in vit.modules())
-
-
-def test_training_mode_does_not_matter():
-    model = families.FAMILIES["timm-vit"].make()
-    model.pos_drop = nn.Dropout(0.5)
-    one, other = attention_maps(model.eval(), images()), attention_maps(model.train(), images())
-    np.testing.assert_array_equal(one.layers[1].maps, other.layers[1].maps)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -346,28 +330,31 @@ def test_attention_that_does_more_than_its_weights_tell_is_refused():
     assert hooks(vit) == 0
 
 
-def test_rotated_and_normalised_attention_is_left_out_by_name():
+def _vision_transformer(**options):
     families.shims.timm()
     from timm.models.vision_transformer import VisionTransformer
 
-    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, qk_norm=True)
-    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`: queries and keys are normalised"):
-        attention_maps(model, images())
+    return VisionTransformer(img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=3, **options)
 
 
-@pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map"])
-def test_maps_with_gates_or_convolutions_are_not_taken_for_those_of_queries_and_keys(kind):
-    with pytest.raises(AnatomyError, match=r"`blocks.0.attn`: gates or convolutions enter its map"):
-        attention_maps(ViT(32, 8, 48, 2, 3, 10, attention=kind), images())
-
-
-def test_attention_in_windows_is_refused():
+def _swin():
     families.shims.timm()
     from timm.models.swin_transformer import SwinTransformer
 
-    model = SwinTransformer(img_size=32, patch_size=4, embed_dim=24, depths=(1,), num_heads=(3,), window_size=4)
-    with pytest.raises(DataError, match="attention within windows"):
-        attention_maps(model, images())
+    return SwinTransformer(img_size=32, patch_size=4, embed_dim=24, depths=(1,), num_heads=(3,), window_size=4)
+
+
+NO_MAPS = [(lambda: _vision_transformer(qk_norm=True), AnatomyError, r"`blocks.0.attn`: queries and keys are normal")]
+NO_MAPS += [(_swin, DataError, "attention within windows")]
+for kind in ("gpsa", "conv-logits", "conv-map"):
+    build = partial(ViT, 32, 8, 48, 2, 3, 10, attention=kind)
+    NO_MAPS.append((build, AnatomyError, r"`blocks.0.attn`: gates or convolutions enter its map"))
+
+
+@pytest.mark.parametrize(("build", "error", "match"), NO_MAPS)
+def test_maps_that_are_not_those_of_queries_and_keys_are_refused(build, error, match):
+    with pytest.raises(error, match=match):
+        attention_maps(build(), images())
 
 
 # --- the result ----------------------------------------------------------------------------------------------------
@@ -406,35 +393,25 @@ def test_attention_grid_colours_are_units_of_uniform_attention():
     assert {"a", "b", "x", "y", "z"} <= texts
 
 
-def test_large_maps_are_averaged_and_the_picture_says_so():
-    maps = np.random.default_rng(0).dirichlet(np.ones(300), size=(1, 1, 300))
-    figure = plots.attention_grid(maps, uniform=1 / 300)
-    assert figure.axes[0].images[0].get_array().shape == (150, 150)
-    assert any("means over 2 × 2 of 300 × 300" in text.get_text().replace("\n", " ") for text in figure.texts)
-
-
 def test_rank_condition_draws_means_and_bounds():
     ax = plots.rank_condition([[1.0, 3.0], [4.0, 4.0]], 36, filter_sizes=(3, 5))
     lines = [line.get_ydata() for line in ax.lines]
     np.testing.assert_allclose(lines[0], [2, 4])
     assert sorted(float(y[0]) for y in lines[1:]) == pytest.approx([36 / 25, 4])
-    ax = plots.rank_condition([[1.0, 2.0]], 16, filter_sizes=(3, 5))
-    low, high = ax.get_ylim()
-    assert all(low < text.xy[1] < high for text in ax.texts)
 
 
-def test_bad_pictures():
-    good = np.full((1, 1, 4, 4), 0.25)
-    with pytest.raises(DataError, match="negative or non-finite"):
-        plots.attention_grid(-good, uniform=0.25)
-    with pytest.raises(DataError, match="negative or non-finite"):
-        plots.attention_grid(good * np.nan, uniform=0.25)
-    with pytest.raises(UsageError, match="a probability > 0"):
-        plots.attention_grid(good, uniform=0)
-    with pytest.raises(UsageError, match="row_labels: expected 1 or none, found 2"):
-        plots.attention_grid(good, uniform=0.25, row_labels=["a", "b"])
-    with pytest.raises(DataError, match="stable ranks > 0"):
-        plots.rank_condition([[0.0]], 4)
+@pytest.mark.parametrize(
+    ("maps", "options", "error", "match"),
+    [
+        (-1.0, {}, DataError, "negative or non-finite"),
+        (np.nan, {}, DataError, "negative or non-finite"),
+        (0.25, {"uniform": 0}, UsageError, "a probability > 0"),
+        (0.25, {"row_labels": ["a", "b"]}, UsageError, "row_labels: expected 1 or none, found 2"),
+    ],
+)
+def test_bad_pictures(maps, options, error, match):
+    with pytest.raises(error, match=match):
+        plots.attention_grid(np.full((1, 1, 4, 4), maps), **{"uniform": 0.25} | options)
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -484,7 +461,7 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
     with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
-        runnable_transformer(folder / "hf")
+        runnable(folder / "hf")
 
 
 def test_the_command_runs_a_folder_of_transformers(folder, capsys):
@@ -493,14 +470,33 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
     assert code == 0
     assert "warning:" in text
     assert "the file lacks `embeddings.cls_token`, which have random values" in text
-    model, note = runnable_transformer(folder / "hf")
-    assert "cls_token" in note
-    batch = images_for(folder / "hf", name="digits", count=4)
+    assert "noise" not in text
+    model, batch, notes = runnable(folder / "hf", images="digits", count=4)
+    assert "cls_token" in notes[0]
     data = load("digits", train=1, test=4)
     torch.testing.assert_close(batch, (data.test_images.float() / 255 - 0.5) / 0.25)
     wanted = attention_maps(model, batch).rows()
     found = json.loads((folder / "hf.json").read_text())["heads"]
     np.testing.assert_allclose([row["near"] for row in found], [row["near"] for row in wanted])
+
+
+def test_without_images_the_command_runs_on_noise_and_says_so(folder, capsys, tmp_path):
+    code, text, _ = run("attention-maps", folder / "hf", "--count", 3, "-o", tmp_path / "a.png", capsys=capsys)
+    assert (code, "means over heads and 3 images" in text) == (0, True)
+    assert "warning: without --images FOLDER, FILE or DATA SET, the images are noise" in text
+
+
+def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(256, size=(2, 8, 8), dtype=np.uint8)
+    (tmp_path / "deep").mkdir()
+    for name, picture in zip(("a.png", "deep/b.png"), pixels, strict=True):
+        Image.fromarray(picture).save(tmp_path / name)
+    wanted = (torch.from_numpy(pixels)[:, None] / 255 - 0.5) / 0.25
+    torch.testing.assert_close(images_for(folder / "hf", str(tmp_path)), wanted)
+    torch.testing.assert_close(images_for(folder / "hf", str(tmp_path / "a.png")), wanted[:1])
+    assert images_for(folder / "hf", str(tmp_path), size=16).shape == (2, 1, 16, 16)
 
 
 @pytest.mark.parametrize(
@@ -510,13 +506,13 @@ def test_the_command_runs_a_folder_of_transformers(folder, capsys):
         (("hf", "--images", "digits", "--network", "1"), "the option applies to populations"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "cifar11"), "cifar1"),
+        (("hf", "--images", "hf"), "hf: expected pictures"),
     ],
 )
-def test_what_the_command_refuses(folder, arguments, message, capsys):
+def test_what_the_command_refuses(folder, arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
     code, _, err = run("attention-maps", folder / arguments[0], *arguments[1:], "-o", folder / "x.png", capsys=capsys)
-    assert code != 0
-    assert message in err
-    assert err.count("\n") == 1
+    assert (code != 0, message in err, err.count("\n")) == (True, True, 1), err
 
 
 def test_images_of_a_population_are_those_that_its_networks_were_evaluated_on(tmp_path):

@@ -437,7 +437,7 @@ BAD_INPUT = [
     (small_vit, None, {"alpha_qk": 0.2}, UsageError, "need the name of an initialiser"),
     (small_vit, "mimetic_attention", {"preset": "audio"}, UsageError, "preset: expected one of"),
     (small_mixer, "conv_covariance", {}, UsageError, "missing sigma0, v, a"),
-    (small_mixer, "mimetic_attention", {}, AnatomyError, "expected self-attention, found none"),
+    (small_mixer, "mimetic_attention", {}, AnatomyError, "expected attention modules, found 3 depthwise"),
     (small_vit, "random_filters", {}, AnatomyError, "expected depthwise convolutions"),
     (small_vit, "mimetic_ssm", {}, AnatomyError, "expected state-space layers"),
     (lambda _: small_vit(0).state_dict(), "xavier", {"config": {"num_heads": 3}}, UsageError, "needs a module"),

@@ -110,7 +110,7 @@ def test_positions_that_networks_start_from_are_undecidable():
         report = audit(model, "sinusoidal_positions", gamma=gamma)
         assert report.outcomes == {"sinusoidal_positions": "undecidable"}
         assert not report.passed
-        assert "the network's default start may be the same: pos_embed positions" in str(report)
+        assert "the network's default start may be the same: `pos_embed positions`" in str(report)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)
         assert "sinusoidal_positions" not in [n for n, fits in audit(model).verdicts.items() if fits]
@@ -381,7 +381,7 @@ def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     assert report.passed
     assert len(report.unparsed) == 8
     assert "not audited, look like parts and were not read: blocks.0.attn.qk.weight" in str(report)
-    assert "does not apply, mimetic_attention: expected" in str(audit(model))
+    assert "does not apply, expected attention modules that can be read, found 8" in str(audit(model))
 
 
 def test_mlps_and_filters_that_cannot_be_read():

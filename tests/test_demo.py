@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_the_demo_writes_a_report_and_resumes(tmp_path: Path) -> None:
+def test_the_demo_writes_a_report_and_resumes(tmp_path):
     lines: list[str] = []
     options = {"networks": 16, "epochs": 1, "seeds": 3, "workers": 1, "device": "cpu", "progress": False}
     report = run_demo(tmp_path, say=lines.append, **options)
@@ -34,24 +34,24 @@ def test_the_demo_writes_a_report_and_resumes(tmp_path: Path) -> None:
     assert report.read_text() == text
 
 
-def test_too_few_networks_are_refused(tmp_path: Path) -> None:
+def test_too_few_networks_are_refused(tmp_path):
     with pytest.raises(UsageError, match="networks: expected an integer >= 16, found 3"):
         run_demo(tmp_path, networks=3)
 
 
-def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path: Path) -> None:
+def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path):
     lines: list[str] = []
     with pytest.raises(UsageError, match="seeds: expected an integer >= 2, found 1"):
         run_demo(tmp_path, networks=16, epochs=1, seeds=1, say=lines.append)
     assert not lines
 
 
-def test_the_demos_networks_are_those_of_the_population_recipe() -> None:
+def test_the_demos_networks_are_those_of_the_population_recipe():
     demo = Recipe.load(ROOT / "weightscope/cli/demo.toml")
     assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
 
 
-def test_a_population_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_population_is_not_overwritten(tmp_path):
     path = tmp_path / "a-folder"
     fake.write_population(path, fake.recipe())
     before = {p: p.read_bytes() for p in path.rglob("*") if p.is_file()}

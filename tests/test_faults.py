@@ -25,13 +25,13 @@ def absent(row: str) -> list[str]:
     return [f"{file}::{name}" for file, name in TEST.findall(row) if name not in defined(file)]
 
 
-def test_rows_are_numbered_without_gaps() -> None:
+def test_rows_are_numbered_without_gaps():
     assert len(ROWS) >= 60
     assert [int(row.split("|")[1]) for row in ROWS] == list(range(1, len(ROWS) + 1))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.split("|")[1].strip())
-def test_each_fault_has_an_expectation_and_tests_that_exist(row: str) -> None:
+def test_each_fault_has_an_expectation_and_tests_that_exist(row):
     _, _, fault, expected, tests, _ = row.split("|")
     assert fault.strip()
     assert expected.strip()
@@ -40,7 +40,7 @@ def test_each_fault_has_an_expectation_and_tests_that_exist(row: str) -> None:
     assert absent(row) == []
 
 
-def test_a_test_that_does_not_exist_is_found() -> None:
+def test_a_test_that_does_not_exist_is_found():
     name = "test_rows_are_numbered_without_gaps"
     assert absent(f"`tests/test_faults.py::{name}`, `tests/test_faults.py::{name}_x`") == [
         f"tests/test_faults.py::{name}_x"

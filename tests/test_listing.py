@@ -10,7 +10,7 @@ import weightscope.init
 from weightscope import networks
 from weightscope.cli import catalogue as listing
 from weightscope.cli.catalogue import catalogue
-from weightscope.data.catalog import DATASETS
+from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.errors import UsageError
 from weightscope.fits import STRUCTURES

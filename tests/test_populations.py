@@ -11,7 +11,7 @@ from costs import benchmark_cost, command_cost, forward_cost, planned_command, t
 from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import Design
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import SequenceConfig
 from weightscope.errors import RecipeError
 from weightscope.recipe import Recipe

@@ -8,14 +8,14 @@ import families
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
 from matplotlib.text import Text
+from programs import run
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
 from torch import nn
 
-from weightscope import cli, plots
+from weightscope import plots
 from weightscope.analysis.attention_products import products
 from weightscope.anatomy import attention, ssms
 from weightscope.anatomy.factored_products import FactoredProduct
@@ -27,7 +27,6 @@ from weightscope.networks.sequences import Mamba, Mamba2
 
 ROOT = Path(__file__).parent.parent
 VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
-needs_vit = pytest.mark.skipif(not VIT_S.is_dir(), reason="../shared/models/vit-small-patch14 is not here")
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -48,7 +47,7 @@ def close(row: dict, expected: dict[str, float], tolerance: float = 1e-5) -> Non
 
 
 @pytest.mark.parametrize(("d", "r"), [(40, 7), (40, 20), (40, 21), (40, 40), (30, 64), (600, 600), (5, 1), (1, 1)])
-def test_statistics_equal_those_of_the_formed_matrix(d: int, r: int) -> None:
+def test_statistics_equal_those_of_the_formed_matrix(d, r):
     a, b = randn(d, r), randn(d, r, seed=1) + 0.3 * randn(d, r)
     product = FactoredProduct(a, b)
     found = product.statistics()
@@ -61,7 +60,7 @@ def test_statistics_equal_those_of_the_formed_matrix(d: int, r: int) -> None:
     torch.testing.assert_close(product.singular_values(), values, atol=1e-7 * float(values[0]), rtol=1e-7)
 
 
-def test_many_products_at_once_are_those_one_by_one() -> None:
+def test_many_products_at_once_are_those_one_by_one():
     for d, r in ((24, 5), (24, 20)):
         a, b = randn(2, 3, d, r), randn(2, 3, d, r, seed=1)
         both, alone = FactoredProduct(a, b), FactoredProduct(a[1, 2], b[1, 2])
@@ -70,7 +69,7 @@ def test_many_products_at_once_are_those_one_by_one() -> None:
         torch.testing.assert_close(both.singular_values()[1, 2], alone.singular_values())
 
 
-def test_a_balanced_change_of_basis_within_a_head_changes_nothing_of_the_product() -> None:
+def test_a_balanced_change_of_basis_within_a_head_changes_nothing_of_the_product():
     a, b, t = randn(30, 6), randn(30, 6, seed=1), randn(6, 6, seed=2)
     plain, changed = FactoredProduct(a, b), FactoredProduct(a @ t, b @ torch.linalg.inv(t).T)
     for name in ("beta", "alpha", "effective_rank", "asymmetry", "z_rotated"):
@@ -78,24 +77,20 @@ def test_a_balanced_change_of_basis_within_a_head_changes_nothing_of_the_product
 
 
 @pytest.mark.parametrize("r", [4, 30])
-def test_exact_structures_are_recognised(r: int) -> None:
-    d = 30
-    q = torch.linalg.qr(randn(d, d)).Q[:, :r]
-    symmetric = FactoredProduct(q, q)
-    found = symmetric.statistics()
-    assert float(found["effective_rank"]) == pytest.approx(r)
-    assert float(found["asymmetry"]) == pytest.approx(0, abs=1e-7)
-    assert float(found["beta"]) == pytest.approx(r / d)
-    torch.testing.assert_close(symmetric.singular_values(), torch.ones(r, dtype=torch.float64))
-    if r == d:
-        assert float(found["alpha"]) == pytest.approx(0, abs=1e-6)
-        assert float(found["offdiagonal_norm"]) == pytest.approx(0, abs=1e-6)
+def test_exact_structures_are_recognised(r):
+    q = torch.linalg.qr(randn(30, 30)).Q[:, :r]
+    found = {name: float(value) for name, value in FactoredProduct(q, q).statistics().items()}
+    assert found["effective_rank"] == pytest.approx(r)
+    assert found["asymmetry"] == pytest.approx(0, abs=1e-7)
+    assert found["beta"] == pytest.approx(r / 30)
+    torch.testing.assert_close(FactoredProduct(q, q).singular_values(), torch.ones(r, dtype=torch.float64))
+    if r == 30:
+        assert (found["alpha"], found["offdiagonal_norm"]) == pytest.approx((0, 0), abs=1e-6)
 
 
-def test_factors_with_dependent_columns_have_zero_singular_values() -> None:
+def test_factors_with_dependent_columns_have_zero_singular_values():
     a, b = randn(30, 6), randn(30, 6, seed=1)
-    a[:, 5] = 0
-    a[:, 4] = a[:, 3]
+    a[:, 5], a[:, 4] = 0, a[:, 3]
     values = FactoredProduct(a, b).singular_values()
     torch.testing.assert_close(values, torch.linalg.svdvals(a @ b.T)[:6], atol=1e-6, rtol=1e-6)
     nothing = FactoredProduct(torch.zeros(30, 6), b)
@@ -105,7 +100,7 @@ def test_factors_with_dependent_columns_have_zero_singular_values() -> None:
 
 
 @pytest.mark.parametrize("r", [4, 30])
-def test_one_product_that_is_not_finite_leaves_the_others_alone(r: int) -> None:
+def test_one_product_that_is_not_finite_leaves_the_others_alone(r):
     a, b = randn(3, 30, r), randn(3, 30, r, seed=1)
     expected = FactoredProduct(a, b).statistics()
     a[1, 0, 0] = math.nan
@@ -123,7 +118,7 @@ def test_one_product_that_is_not_finite_leaves_the_others_alone(r: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "r"), [(32, 8), (32, 32)])
-def test_z_is_standard_normal_for_independent_gaussian_factors(d: int, r: int) -> None:
+def test_z_is_standard_normal_for_independent_gaussian_factors(d, r):
     """Kolmogorov-Smirnov over 4,000 products; a correct score fails each of these with probability 1e-4."""
     n = 4000
     a, b = 3 * randn(n, d, r), 0.01 * randn(n, d, r, seed=1)
@@ -132,11 +127,10 @@ def test_z_is_standard_normal_for_independent_gaussian_factors(d: int, r: int) -
         assert stats.kstest(found[name].numpy(), "norm").pvalue > 1e-4, name
 
 
-def test_only_the_rotated_z_allows_unequal_columns() -> None:
+def test_only_the_rotated_z_allows_unequal_columns():
     """With all energy in one of 16 columns, z is sqrt(16) times too wide, and z_rotated is still standard normal."""
-    n, d, r = 4000, 32, 16
-    scale = torch.tensor([100.0] + [0.01] * (r - 1), dtype=torch.float64)
-    found = FactoredProduct(randn(n, d, r) * scale, randn(n, d, r, seed=1) * scale).statistics()
+    scale = torch.tensor([100.0] + [0.01] * 15, dtype=torch.float64)
+    found = FactoredProduct(randn(4000, 32, 16) * scale, randn(4000, 32, 16, seed=1) * scale).statistics()
     assert float(found["z"].std()) == pytest.approx(4, rel=0.1)
     assert stats.kstest(found["z_rotated"].numpy(), "norm").pvalue > 1e-4
 
@@ -146,7 +140,7 @@ def test_only_the_rotated_z_allows_unequal_columns() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", families.rows("attention"), ids=lambda family: family.name)
-def test_every_family_equals_the_reference(family: families.Family) -> None:
+def test_every_family_equals_the_reference(family):
     model = family.build()
     parts = [part for part in attention(model) if part.kind == "self"]
     if not parts:
@@ -171,7 +165,7 @@ def test_every_family_equals_the_reference(family: families.Family) -> None:
         assert (whole["width"], whole["rank"]) == (part.width, part.kv_heads * part.value_width)
 
 
-def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
+def test_a_checkpoint_gives_what_the_module_gives(tmp_path):
     model = vit()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     torch.save(model.state_dict(), tmp_path / "vit.pt")
@@ -182,7 +176,7 @@ def test_a_checkpoint_gives_what_the_module_gives(tmp_path: Path) -> None:
     assert strip[0] == strip[1] == strip[2] == strip[3]
 
 
-def test_a_fused_tensor_is_read_once(tmp_path: Path) -> None:
+def test_a_fused_tensor_is_read_once(tmp_path):
     model = vit(depth=3)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     checkpoint = Checkpoint(tmp_path / "model.safetensors")
@@ -192,7 +186,7 @@ def test_a_fused_tensor_is_read_once(tmp_path: Path) -> None:
     assert checkpoint.bytes_read - before == 4 * (block.qkv.weight.numel() + block.proj.weight.numel())
 
 
-def test_mimetic_initialisation_shows_what_it_promises() -> None:
+def test_mimetic_initialisation_shows_what_it_promises():
     torch.manual_seed(0)
     model = ViT(32, 8, 192, 2, 3, 5)
     found = products(mimetic_attention_(model, generator=torch.Generator().manual_seed(0)))
@@ -204,32 +198,16 @@ def test_mimetic_initialisation_shows_what_it_promises() -> None:
     assert found.count("vo", layers=True).surely_negative == 2
 
 
-def test_default_initialisation_is_the_null() -> None:
-    """|z| > 5 in one of 26 products has probability 1.5e-5."""
-    torch.manual_seed(0)
-    found = products(ViT(32, 8, 96, 2, 6, 5))
-    assert len(found.records) == 26
-    assert max(abs(row["z"]) for row in found.records) < 5
-
-
-@needs_vit
-def test_the_vit_of_the_study_as_counted_by_hand() -> None:
-    found = products(VIT_S)
+@pytest.mark.skipif(not VIT_S.is_dir(), reason="../shared/models/vit-small-patch14 is not here")
+def test_the_vit_of_the_study_as_counted_by_hand():
+    found, folded = products(VIT_S), products(VIT_S, fold_scales=True, clip=None)
     qk, vo = found.count("qk"), found.count("vo", layers=True)
-    assert (qk.positive, qk.n) == (65, 72)
-    assert (vo.negative, vo.n) == (8, 12)
+    assert (qk.positive, qk.n, vo.negative, vo.n) == (65, 72, 8, 12)
     assert "65 of 72" in found.text()
-    checkpoint = Checkpoint(VIT_S)
-    names = "encoder.layer.7.attention.attention.{}.weight"
-    q, k = (checkpoint[names.format(name)].numpy().T[:, 128:192] for name in ("query", "key"))
-    row = next(r for r in found.select("qk") if (r["layer"], r["head"]) == (7, 2))
-    close(row, statistics(q, k))
-    v = checkpoint[names.format("value")].numpy().T
-    o = checkpoint["encoder.layer.7.attention.output.dense.weight"].numpy().T
-    close(next(r for r in found.select("vo", layers=True) if r["layer"] == 7), statistics(v, o.T))
+    assert folded.count("vo", layers=True).surely_negative == 11  # LayerScale hides the signs
 
 
-def test_spectra() -> None:
+def test_spectra():
     model = vit()
     part = attention(model)[1]
     v, o = part.read("v").double(), part.read("o").double()
@@ -279,7 +257,7 @@ PRE_NORM = [
 
 
 @pytest.mark.parametrize("name", PRE_NORM)
-def test_folding_takes_the_gain_of_the_normalisation_that_attention_reads(name: str) -> None:
+def test_folding_takes_the_gain_of_the_normalisation_that_attention_reads(name):
     family = families.FAMILIES[name]
     model = family.build()
     norms = capture_norms(family, model)
@@ -311,13 +289,13 @@ def test_folding_takes_the_gain_of_the_normalisation_that_attention_reads(name: 
 
 
 @pytest.mark.parametrize("name", ["hf-bert", "hf-distilbert", "torch-encoder"])
-def test_models_that_normalise_after_attention_are_not_folded(name: str) -> None:
+def test_models_that_normalise_after_attention_are_not_folded(name):
     with pytest.raises(AnatomyError, match="no normalisation whose gain could be folded"):
         products(families.FAMILIES[name].build(), fold_norms=True)
 
 
 @pytest.mark.parametrize("family", ["hf-llama", "hf-phi3", "hf-neox"])
-def test_rotary_products_give_the_logits_of_the_model(family: str) -> None:
+def test_rotary_products_give_the_logits_of_the_model(family):
     """`x W_Q R(m - n) W_K^T y^T`, of a query at m and a key at n, is what transformers' own rotation computes."""
     model = families.FAMILIES[family].build()
     part = attention(model)[0]
@@ -343,19 +321,18 @@ def test_rotary_products_give_the_logits_of_the_model(family: str) -> None:
         np.testing.assert_allclose(corner, late[head] @ early[head // group].T, atol=1e-5)
 
 
-def test_average_over_positions_is_the_mean_of_the_products() -> None:
+def test_average_over_positions_is_the_mean_of_the_products():
     model = families.FAMILIES["hf-llama"].build()
-    label = "m"
-    key = (label, 1, "qk", 2, "self")
-    one = [products(model, labels=[label], rotary=t).corners[key] for t in range(5)]
-    found = products(model, labels=[label], rotary=range(5))
-    np.testing.assert_allclose(found.corners[key], np.mean(one, 0), atol=1e-6)
-    zero = products(model, labels=[label])
+    key = ("m", 1, "qk", 2, "self")
+    one = [products(model, labels=["m"], rotary=t).corners[key] for t in range(5)]
+    np.testing.assert_allclose(products(model, labels=["m"], rotary=range(5)).corners[key], np.mean(one, 0), atol=1e-6)
+    zero = products(model, labels=["m"])
     np.testing.assert_array_equal(zero.corners[key], one[0])
     assert products(model, rotary="average").records != zero.records
+    assert products(vit(), rotary="average").records == products(vit()).records  # which does not rotate
 
 
-def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero() -> None:
+def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero():
     state = families.FAMILIES["hf-llama"].build().state_dict()
     config = {"num_attention_heads": 4, "rope_theta": 1e4, "model_type": "mystery"}
     assert products(state, config=config).records[0]["rotary"]
@@ -366,11 +343,7 @@ def test_rotation_of_an_unknown_kind_is_refused_except_at_position_zero() -> Non
         products(state, config=scaled, rotary=3)
 
 
-def test_rotary_changes_nothing_without_rotation() -> None:
-    assert products(vit(), rotary="average").records == products(vit()).records
-
-
-def test_cross_attention_is_left_out_unless_asked_for() -> None:
+def test_cross_attention_is_left_out_unless_asked_for():
     model = families.FAMILIES["torch-decoder"].build()
     found = products(model)
     assert {row["kind"] for row in found.records} == {"self"}
@@ -381,25 +354,23 @@ def test_cross_attention_is_left_out_unless_asked_for() -> None:
     both.plot(view="grid")
 
 
-BAD_OPTIONS = {
-    "no source": (lambda: products(), "at least one model"),
-    "labels": (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
-    "same labels": (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected a list of 2 unique names"),
-    "rotary": (lambda: products(vit(), rotary="circle"), "rotary: expected"),
-    "rotary range": (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
-    "spectra": (lambda: products(vit(), spectra="some"), "spectra: expected"),
-    "clip": (lambda: products(vit(), clip=0), "clip: expected"),
-    "layer": (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of \[0, 1\], found 7"),
-    "view": (lambda: products(vit()).plot(view="pie"), "view: expected"),
-    "source": (lambda: products(vit()).plot(source="x"), "source: expected"),
-    "nothing kept": (lambda: products(vit(), clip=None).plot(), "clip=64"),
-}
+BAD_OPTIONS = [
+    (lambda: products(), "at least one model"),
+    (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
+    (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected a list of 2 unique names"),
+    (lambda: products(vit(), rotary="circle"), "rotary: expected"),
+    (lambda: products(vit(), rotary=range(0)), "rotary: expected"),
+    (lambda: products(vit(), spectra="some"), "spectra: expected"),
+    (lambda: products(vit(), clip=0), "clip: expected"),
+    (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of \[0, 1\], found 7"),
+    (lambda: products(vit()).plot(view="pie"), "view: expected"),
+    (lambda: products(vit()).plot(source="x"), "source: expected"),
+    (lambda: products(vit(), clip=None).plot(), "clip=64"),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", BAD_OPTIONS)
-def test_invalid_options_are_errors(case: str) -> None:
-    call, message = BAD_OPTIONS[case]
+@pytest.mark.parametrize(("call", "message"), BAD_OPTIONS)
+def test_invalid_options_are_errors(call, message):
     with pytest.raises(UsageError, match=message):
         call()
 
@@ -407,8 +378,19 @@ def test_invalid_options_are_errors(case: str) -> None:
 # --- bad models ----------------------------------------------------------------------------------------------------
 
 
+def test_everything_nan():
+    model = vit()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(math.nan)
+    found = products(model)
+    assert "no finite product" in found.text()
+    found.plot(view="grid")
+    found.plot(view="depth")
+
+
 @pytest.mark.slow
-def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_path: Path) -> None:
+def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_path):
     model = vit()
     with torch.no_grad():
         model.blocks[0].attn.qkv.weight[0, :5] = math.nan  # queries of head 0
@@ -429,36 +411,21 @@ def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_p
         assert (tmp_path / f"{view}.png").stat().st_size > 10_000
 
 
-def test_everything_nan() -> None:
-    model = vit()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(math.nan)
-    found = products(model)
-    assert "no finite product" in found.text()
-    found.plot(view="grid")
-    found.plot(view="depth")
-
-
-def test_a_model_without_attention() -> None:
-    with pytest.raises(AnatomyError, match=r"^ConvMixer: expected attention modules, found .*depthwise") as error:
-        products(ConvMixer(8, 2, 3, 4, 5))
-    assert "\n" not in str(error.value)
-
-
-def test_queries_and_keys_of_different_widths() -> None:
+def test_models_without_products_are_refused_in_one_line():
     state = {f"layers.0.self_attn.{p}_proj.weight": randn(32, 32) for p in "qvo"}
-    config = {"num_attention_heads": 4}
+    cases = [(ConvMixer(8, 2, 3, 4, 5), r"^ConvMixer: expected attention modules, found .*depthwise")]
     for shape, message in (((32, 24), "queries read 32 channels and keys 24"), ((20, 32), "do not divide")):
+        cases.append((state | {"layers.0.self_attn.k_proj.weight": randn(*shape)}, message))
+    for model, message in cases:
         with pytest.raises(AnatomyError, match=message) as error:
-            products(state | {"layers.0.self_attn.k_proj.weight": randn(*shape)}, config=config)
+            products(model, config={"num_attention_heads": 4})
         assert "\n" not in str(error.value)
 
 
 # --- results -------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_flat_json_with_the_stated_names() -> None:
+def test_rows_are_flat_json_with_the_stated_names():
     found = products(vit(), biases=True)
     written = json.loads(json.dumps(found.to_dict(), allow_nan=False))
     wanted = {"layer", "head", "part", "diagonal_mean", "diagonal_std", "offdiagonal_norm", "alpha", "beta", "z"}
@@ -469,18 +436,16 @@ def test_rows_are_flat_json_with_the_stated_names() -> None:
     assert [len(s) if s else None for s in written["spectra"]] == ([16] * 6 + [None]) * 2
 
 
-def test_results_are_for_further_work() -> None:
+def test_results_are_for_further_work():
     found = products(vit(), labels=["a"])
-    assert len(repr(found)) < 200
     assert repr(found).startswith("<ProductsResult: 14 products of a; a: QK diagonal")
     frame = found.to_pandas()
     assert list(frame["beta"]) == [row["beta"] for row in found.records]
-    assert found._repr_html_().count("<tr>") == 15
     assert frame["participation"].between(0, 1).all()
 
 
 @pytest.mark.slow
-def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
+def test_several_models_in_one_table_and_figure(tmp_path):
     found = products(vit(depth=3), vit(seed=1), mimetic_attention_(vit(seed=2)))
     assert [info.label for info in found.sources] == ["ViT", "ViT (2)", "ViT (3)"]
     assert "mean over" in found.text()
@@ -505,7 +470,7 @@ def test_several_models_in_one_table_and_figure(tmp_path: Path) -> None:
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 
-def test_the_grid_holds_the_products() -> None:
+def test_the_grid_holds_the_products():
     model = vit()
     found = products(model, labels=["m"])
     q, k = (attention(model)[1].read(p).double() for p in "qk")
@@ -517,25 +482,23 @@ def test_the_grid_holds_the_products() -> None:
         plots.product_grid({})
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path, capsys):
     save_file(vit().state_dict(), tmp_path / "small.safetensors")
     out, table = tmp_path / "figure.png", tmp_path / "rows.json"
-    arguments = ["products", str(tmp_path / "small.safetensors"), "--num-heads", "3", "-o", str(out)]
-    run = CliRunner().invoke(cli.cli, [*arguments, "--json", str(table)], catch_exceptions=False)
-    assert run.exit_code == 0
-    assert "of 6 heads" in run.output
+    arguments = ("products", tmp_path / "small.safetensors", "--num-heads", "3", "-o", out, "--json", table)
+    code, text, _ = run(*arguments, capsys=capsys)
+    assert (code, "of 6 heads" in text) == (0, True)
     assert out.stat().st_size > 10_000
     assert len(json.loads(table.read_text())["rows"]) == 14
-    both = [*arguments, str(tmp_path / "small.safetensors"), "--rotary", "3", "--layer", "1", "--biases"]
-    run = CliRunner().invoke(cli.cli, both, catch_exceptions=False)
-    assert "small (2)" in run.output
+    both = (*arguments, tmp_path / "small.safetensors", "--rotary", "3", "--layer", "1", "--biases")
+    assert "small (2)" in run(*both, capsys=capsys)[1]
 
 
 SCALED = {"hf-dinov2": "layer_scale1.lambda1", "ours-vit": "ls1.gamma"}
 
 
 @pytest.mark.parametrize("family", SCALED)
-def test_folding_layer_scale_gives_what_is_added_to_the_residual_stream(family: str) -> None:
+def test_folding_layer_scale_gives_what_is_added_to_the_residual_stream(family):
     torch.manual_seed(0)
     ours = families.scramble(ViT(32, 8, 48, 2, 3, 5, layer_scale=1.0))
     model = ours if family == "ours-vit" else families.FAMILIES[family].build()
@@ -561,13 +524,6 @@ def test_folding_layer_scale_gives_what_is_added_to_the_residual_stream(family: 
             part.read_bias("v").double().numpy().reshape(-1) @ o.reshape(48, 48) + part.read_bias("o").double().numpy()
         )
         assert row["bias_on_output"] == pytest.approx(np.linalg.norm(bias * scale) / 48**0.5, rel=1e-5)
-
-
-@needs_vit
-def test_layer_scale_hides_the_negative_diagonal_of_the_vit_of_the_study() -> None:
-    found = products(VIT_S, fold_scales=True, clip=None)
-    assert found.count("vo", layers=True).surely_negative == 11
-    assert found.count("qk").positive == 65
 
 
 # --- state-space layers --------------------------------------------------------------------------------------------

@@ -23,29 +23,26 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: dict[str, list[str]] = {}
+        self.tags, self.open, self.words = [], [], {}
         self.feed(text)
         self.close()
         assert not self.open
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
+        self.open += [tag] * (tag not in VOID)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         for tag in self.open:
             self.words.setdefault(tag, []).append(data)
 
-    def all(self, tag: str) -> list[dict[str, str | None]]:
+    def all(self, tag):
         return [attributes for name, attributes in self.tags if name == tag]
 
-    def text(self, tag: str) -> str:
+    def text(self, tag):
         return "".join(self.words.get(tag, []))
 
 
@@ -60,32 +57,23 @@ def arm(init: str, difference: float | None, beyond: float | None = None) -> dic
 def page(path: Path, pairs: int = 20) -> Parsed:
     score = {"group": "all", "structure": NASTY, "parameters": 12345, "log_prob": -1.5, "difference": 0.0}
     failed = dict.fromkeys(("parameters", "log_prob", "difference", "difference_se"))
+    table = [score | {"difference_se": 0.0, "failed": None}]
+    table.append({"group": "all", "structure": "failed one", "failed": "why", **failed})
+    pair = {"correlation": -0.5, "low": -0.6, "high": -0.4, "z": float("inf")}
+    arms = {"benchmark": 0.021, "benchmark-width": -0.021}
     write_report(
         path,
         pictures=dict.fromkeys(("training", "block", "whole", "scores", "benchmark", "benchmark-width"), PNG),
         contents={"done": 256, "dimension": 1234567, "quantiles": {"test_accuracy": {"0.5": 0.9871}}, "diverged": 0},
-        pairs=[
-            {"in words": f"pair {i} {NASTY}", "correlation": -0.5, "low": -0.6, "high": -0.4, "z": float("inf"), "p": p}
-            for i, p in enumerate([0.01] * pairs + [0.5])
-        ],
-        fits={
-            "networks": 204,
-            "settings": {"held_out": 51},
-            "table": [
-                score | {"difference_se": 0.0, "failed": None},
-                {"group": "all", "structure": "failed one", "failed": "why", **failed},
-            ],
-        },
-        benchmarks={
-            "benchmark": [arm("default", None), arm(FITTED, 0.021, 0.0025)],
-            "benchmark-width": [arm("default", None), arm(FITTED, -0.021, 0.0025)],
-        },
+        pairs=[pair | {"in words": f"{i} {NASTY}", "p": p} for i, p in enumerate([0.01] * pairs + [0.5])],
+        fits={"networks": 204, "settings": {"held_out": 51}, "table": table},
+        benchmarks={folder: [arm("default", None), arm(FITTED, d, 0.0025)] for folder, d in arms.items()},
         gain=3.0,
     )
     return Parsed(path.read_text())
 
 
-def test_the_page_is_well_formed_and_self_contained(tmp_path: Path) -> None:
+def test_the_page_is_well_formed_and_self_contained(tmp_path):
     found = page(tmp_path / "report.html")
     assert {"script", "link", "iframe", "object", "form"}.isdisjoint(tag for tag, _ in found.tags)
     assert len(found.all("img")) == 6
@@ -104,7 +92,7 @@ def test_the_page_is_well_formed_and_self_contained(tmp_path: Path) -> None:
     assert len(scrolling) == len(found.all("table")) + len(found.all("img"))
 
 
-def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path: Path) -> None:
+def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     found = page(tmp_path / "report.html")
     assert found.text("dd") == "2561,234,56798.70"
     cells = found.words["td"]
@@ -119,13 +107,13 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path: Path) -> N
     assert found.text("figcaption").count("Source: ") == len(found.all("figure")) == 6 + 4
 
 
-def test_without_correlated_pairs_there_is_a_sentence_in_place_of_their_table(tmp_path: Path) -> None:
+def test_without_correlated_pairs_there_is_a_sentence_in_place_of_their_table(tmp_path):
     found = page(tmp_path / "report.html", pairs=0)
     assert "No pair of tensors is significantly correlated" in found.text("p")
     assert len(found.all("table")) == 3
 
 
-def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_is_an_error(tmp_path):
     for name in ("a.html", "b.html"):
         page(tmp_path / name)
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
@@ -133,50 +121,38 @@ def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_i
         page(tmp_path / "none" / "report.html")
 
 
-def test_numbers_that_are_missing_or_not_finite_say_so() -> None:
+def test_numbers_that_are_missing_or_not_finite_say_so():
     assert [number(v, ".1f", 100) for v in (None, float("nan"), -0.015)] == ["–", "not finite", "−1.5"]
 
 
 # Verdicts
 
 
-@pytest.mark.parametrize(
-    ("difference", "ci95", "p", "n", "words"),
-    [
-        (
-            0.021,
-            (0.015, 0.027),
-            2e-9,
-            64,
-            "better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)",
-        ),
-        (-0.021, (-0.027, -0.015), 0.0123, None, "worse by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 0.012)"),
-        (
-            0.0025,
-            (-0.004, 0.009),
-            0.44,
-            64,
-            "not significantly different: +0.2 percentage points (95 % CI -0.4 to +0.9",
-        ),
-        (
-            0.01,
-            (0.001, 0.019),
-            0.09,
-            None,
-            "not significantly different after correction for multiple comparisons: +1.0 ",
-        ),
-        (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 1e-300)"),
-        (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.00 percentage points"),
-        (None, None, None, None, "the reference of the comparison"),
-        (0.02, (-np.inf, np.inf), np.nan, 1, "cannot be judged: no confidence interval with one seed"),
-        (0.02, None, None, None, "cannot be judged: no confidence interval"),
-    ],
-)
-def test_verdicts_claim_what_the_numbers_do(difference: Any, ci95: Any, p: Any, n: int | None, words: str) -> None:
+VERDICTS = [
+    (
+        0.021,
+        (0.015, 0.027),
+        2e-9,
+        64,
+        "better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)",
+    ),
+    (-0.021, (-0.027, -0.015), 0.0123, None, "worse by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 0.012)"),
+    (0.0025, (-0.004, 0.009), 0.44, 64, "not significantly different: +0.2 percentage points (95 % CI -0.4 to +0.9"),
+    (0.01, (0.001, 0.019), 0.09, None, "not significantly different after correction for multiple comparisons: +1.0 "),
+    (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 1e-300)"),
+    (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.00 percentage points"),
+    (None, None, None, None, "the reference of the comparison"),
+    (0.02, (-np.inf, np.inf), np.nan, 1, "cannot be judged: no confidence interval with one seed"),
+    (0.02, None, None, None, "cannot be judged: no confidence interval"),
+]
+
+
+@pytest.mark.parametrize(("difference", "ci95", "p", "n", "words"), VERDICTS)
+def test_verdicts_claim_what_the_numbers_do(difference, ci95, p, n: int | None, words):
     assert verdict(difference, ci95, p, n).startswith(words)
 
 
-def test_no_verdict_claims_more_than_its_interval() -> None:
+def test_no_verdict_claims_more_than_its_interval():
     """Over a grid of intervals: "better" only when the interval is above zero, "worse" only when below."""
     for low, width, p in itertools.product(
         (-0.03, -0.01, 0.001, 0.02), (0.002, 0.02, 0.05), (0.001, 0.049, 0.051, 0.9)

@@ -45,6 +45,21 @@ def usable_cores() -> int:
     return int(joblib.cpu_count())
 
 
+def available_memory() -> int:
+    """Bytes that can still be allocated on this machine, and in this container."""
+    machine, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if machine.is_file():
+        lines = dict(line.split(":") for line in machine.read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+    else:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = group / "memory.max"
+    if limit.is_file() and (most := limit.read_text().strip()) != "max":
+        held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, int(most) - int((group / "memory.current").read_text()) + int(held["inactive_file"]))
+    return free
+
+
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """Run NumPy, SciPy and torch on one thread within the block.

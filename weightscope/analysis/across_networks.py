@@ -1,4 +1,4 @@
-"""Covariances of weights over the networks of a population, in memory or on disk, and their leading eigenpairs."""
+"""`covariance`: over the networks of a population, in memory or on disk, or within networks; leading eigenpairs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -33,31 +33,19 @@ _MLP = "*.mlp.fc?.weight"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PopulationCovariance(Result):
-    """A covariance or correlation matrix over networks, with the stripe ratios of the matrices in it.
+    """A covariance or correlation matrix over networks, with the stripe ratios of the matrices in it."""
 
-    Attributes:
-        matrix: (D', D'), in the precision of accumulation.
-        mean: (D',) float64.
-        n: number of networks used.
-        excluded: networks left out because they diverged or contain a non-finite number.
-        spec: names and shapes of the D' coordinates; its slices are the blocks of the matrix.
-        kind: `"covariance"` (divisor n - 1) or `"correlation"`.
-        diagnostics: plain numbers and texts: `precision`, `folded_norms`, `constant` (coordinates without
-            variance; their correlations are NaN), `rank_bound` (an upper bound of the rank), and
-            `without_stripes` (tensor -> reason) if stripe ratios could not be computed.
-        stripes: name of a tensor with two axes -> its stripe ratios; empty from `joint_covariance`.
-        transposed: name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with
-            W2[j, i].
-    """
-
-    matrix: np.ndarray
-    mean: np.ndarray
-    n: int
-    excluded: int
-    spec: WeightSpec
-    kind: Kind
+    matrix: np.ndarray  # (D', D'), in the precision of accumulation
+    mean: np.ndarray  # (D',) float64
+    n: int  # networks used
+    excluded: int  # networks left out because they diverged or contain a non-finite number
+    spec: WeightSpec  # names and shapes of the D' coordinates; its slices are the blocks of the matrix
+    kind: Kind  # `"covariance"` (divisor n - 1) or `"correlation"`
+    # `precision`, `folded_norms`, `constant` (coordinates without variance; their correlations are NaN), `rank_bound`,
+    # and `without_stripes` and `without_transposed` (tensor -> reason) where these could not be computed
     diagnostics: dict[str, Any]
-    stripes: dict[str, StripeResult] = field(default_factory=dict)
+    stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with two axes
+    # name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with W2[j, i]
     transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
 
     @property
@@ -73,7 +61,6 @@ class PopulationCovariance(Result):
         return self.matrix[self.blocks[names[0]], self.blocks[names[1]]]
 
     def summary(self) -> str:
-        """Kind, size and number of networks."""
         return f"{self.kind} of {self.spec.size:,} coordinates in {len(self.spec)} tensors over {self.n:,} networks"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -111,28 +98,21 @@ class PopulationCovariance(Result):
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, without the matrix."""
+        out = {"n": self.n, "excluded": self.excluded, "kind": self.kind, "diagnostics": self.diagnostics}
         stripes = {
             name: {kind: {"ratio": x.value, "ci95": list(x.ci95), "p": x.p} for kind, x in result.ratios.items()}
             for name, result in self.stripes.items()
         }
-        return {
-            "n": self.n,
-            "excluded": self.excluded,
-            "kind": self.kind,
-            "blocks": {name: [part.start, part.stop] for name, part in self.blocks.items()},
-            "diagnostics": self.diagnostics,
-            "stripes": stripes,
-            "transposed": {name: asdict(found) for name, found in self.transposed.items()},
-        }
+        transposed = {name: asdict(found) for name, found in self.transposed.items()}
+        blocks = {name: [part.start, part.stop] for name, part in self.blocks.items()}
+        return out | {"blocks": blocks, "stripes": stripes, "transposed": transposed}
 
     def plot(self, path: str | Path | None = None, *, means: bool | None = None) -> "Figure":
         """Draw the matrix, its blocks ruled off (MLP paper, Fig. 1), or the covariance of group means.
 
-        Args:
-            path: a .png, .pdf or .svg file to write; None to return the figure only.
-            means: average over hidden units, which shows stripes that the noise of single entries hides. None: where
-                stripe ratios were computed, or single entries do not fit into the picture.
+        Means over hidden units show stripes that the noise of single entries hides; by default they are drawn where
+        stripe ratios were computed, or single entries do not fit into the picture. The file (.png, .pdf, .svg) is
+        written if there is a path.
         """
         from weightscope import plots
 
@@ -258,10 +238,7 @@ def joint_covariance(
             read-only memory map of it. The data are read once, and once more for every panel that fits into `memory`.
         memory: bytes to use with `file`.
 
-    Raises:
-        UsageError: if a pattern or an expression matches nothing, `kind` is unknown, `memory` is too small, or both
-            `file` and `device` are given.
-        DataError: if fewer than 2 networks are usable.
+    UsageError for invalid or contradictory options; DataError if fewer than 2 networks are usable.
 
     Example:
         >>> result = joint_covariance(Population("digits.pop"), "stages.0.blocks.0.mlp.fc*.weight")
@@ -282,13 +259,11 @@ def joint_covariance(
             found.update(rows)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = (found.correlation if correlation else found.covariance)(destroy=True)
+    elif device is not None:
+        raise UsageError(f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them")
+    elif Path(file).suffix != ".npy":
+        raise UsageError(f"file: expected a name that ends in .npy, found {file}")
     else:
-        if device is not None:
-            raise UsageError(
-                f"file: a covariance on disk is computed on the CPU, found device {device}; omit one of them"
-            )
-        if Path(file).suffix != ".npy":
-            raise UsageError(f"file: expected a name that ends in .npy, found {file}")
         with atomic.replacing(file) as out:
             found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
         mean, n, variance = found.mean, found.n, found.variance()
@@ -350,19 +325,12 @@ class Correlation:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FilterMLPCorrelation(Result):
-    """Central pixels against diag(W2 W1), in each block and over all blocks.
+    """Central pixels against diag(W2 W1), in each block and over all blocks."""
 
-    Attributes:
-        total: over all networks, blocks and channels.
-        blocks: each block by itself.
-        n: networks.
-        excluded: networks left out because they diverged or are not finite.
-    """
-
-    total: Correlation
+    total: Correlation  # over all networks, blocks and channels
     blocks: tuple[Correlation, ...]
-    n: int
-    excluded: int
+    n: int  # networks
+    excluded: int  # networks left out because they diverged or are not finite
 
     columns: ClassVar = {
         "central pixel against diag(W2 W1)": "{block}",
@@ -373,7 +341,6 @@ class FilterMLPCorrelation(Result):
     }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each block, and one for all."""
         return [
             {"block": x.name, "channels": x.channels, "correlation": x.correlation, "error": x.error}
             | {"low": x.ci95[0], "high": x.ci95[1], "p": x.p}
@@ -381,11 +348,9 @@ class FilterMLPCorrelation(Result):
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
         return {"networks": self.n, "excluded": self.excluded, "correlations": self.rows()}
 
     def summary(self) -> str:
-        """The correlation over all blocks."""
         found, (low, high) = self.total, self.total.ci95
         excluded = f" ({self.excluded} excluded)" if self.excluded else ""
         r = f"r = {found.correlation:+.3f} ({low:+.3f} to {high:+.3f})"
@@ -407,13 +372,8 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     d^2 in network k, and A, B and C over all; interval and p-value are Student's with N - 1 degrees of freedom
     on Fisher's scale.
 
-    Args:
-        source: a `Population` of ConvNeXts, or an array with a spec.
-
-    Raises:
-        AnatomyError: if the networks have no depthwise convolution with an MLP of as many channels in its block.
-        UsageError: if the filters have no central pixel.
-        DataError: if fewer than 3 networks are usable, or pixels or diagonals of a block do not vary.
+    AnatomyError if the networks have no depthwise convolution with an MLP of as many channels in its block, UsageError
+    if the filters have no central pixel, DataError if fewer than 3 networks are usable or numbers do not vary.
 
     Source: thesis 3.4.3, Fig. 3.40.
 

@@ -29,55 +29,29 @@ Kind = Literal["maps", "expected", "offsets", "ranks"]
 
 @dataclass(frozen=True, eq=False)
 class LayerMaps:
-    """One attention layer on a batch of B images or sequences with n tokens.
+    """One attention layer on a batch of B images or sequences with n tokens."""
 
-    Attributes:
-        layer: index in the order in which the model calls its layers, from 0.
-        name: path of the attention module.
-        maps: (H, n, n), attention probabilities, mean over images; rows (queries) sum to 1.
-        entropy: (H,), mean entropy of single images' rows, in units of log n: 1 for uniform attention.
-        beta: (H,), `tr(W_Q W_K^T) / d`, the least-squares beta of `W_Q W_K^T ~ alpha Z + beta I`.
-        expected: (H, n, n), thesis Eq. 3.19 with these beta; None without a position table.
-        stable_ranks: (B,), of the layer's input, patch tokens only (see `AttentionMaps.condition`).
-        width: D.
-    """
-
-    layer: int
-    name: str
-    maps: np.ndarray
-    entropy: np.ndarray
-    beta: np.ndarray
-    expected: np.ndarray | None
-    stable_ranks: np.ndarray
-    width: int
-
-    @property
-    def heads(self) -> int:
-        """H."""
-        return len(self.maps)
+    layer: int  # index in the order in which the model calls its layers, from 0
+    name: str  # path of the attention module
+    maps: np.ndarray  # (H, n, n), attention probabilities, mean over images; rows (queries) sum to 1
+    entropy: np.ndarray  # (H,), mean entropy of single images' rows, in units of log n: 1 for uniform attention
+    beta: np.ndarray  # (H,), `tr(W_Q W_K^T) / d`, the least-squares beta of `W_Q W_K^T ~ alpha Z + beta I`
+    expected: np.ndarray | None  # (H, n, n), thesis Eq. 3.19 with these beta; None without a position table
+    stable_ranks: np.ndarray  # (B,), of the layer's input, patch tokens only (see `AttentionMaps.condition`)
+    width: int  # D
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AttentionMaps(Result):
-    """Mean attention maps of every layer and head, and the maps expected from Eq. 3.19.
+    """Mean attention maps of every layer and head, and the maps expected from Eq. 3.19."""
 
-    Attributes:
-        layers: in the order of the model's calls.
-        tokens: arrangement of the tokens: special ones first, then the grid row by row.
-        images: B, number of images or sequences.
-        filter_size: f, of the neighbourhood and the rank condition.
-        positions: name of the position table P of Eq. 3.19; "none" without one.
-        skipped: path of an attention module -> why it is left out.
-        inputs: what the maps are means over, "images" or "sequences".
-    """
-
-    layers: tuple[LayerMaps, ...]
-    tokens: TokenGrid
-    images: int
-    filter_size: int
-    positions: str
-    skipped: Mapping[str, str] = field(default_factory=dict)
-    inputs: Literal["images", "sequences"] = "images"
+    layers: tuple[LayerMaps, ...]  # in the order of the model's calls
+    tokens: TokenGrid  # special ones first, then the grid row by row
+    images: int  # B, number of images or sequences
+    filter_size: int  # f, of the neighbourhood and the rank condition
+    positions: str  # name of the position table P of Eq. 3.19; "none" without one
+    skipped: Mapping[str, str] = field(default_factory=dict)  # path of an attention module -> why it is left out
+    inputs: Literal["images", "sequences"] = "images"  # what the maps are means over
 
     @property
     def taps(self) -> int:
@@ -90,20 +64,15 @@ class AttentionMaps(Result):
         return "f^2" if self.inputs == "images" else "f"
 
     def summary(self) -> str:
-        """Number of layers, heads and images."""
-        heads = sum(layer.heads for layer in self.layers)
+        heads = sum(len(layer.maps) for layer in self.layers)
         return f"attention of {heads} heads in {len(self.layers)} layers on {self.images} {self.inputs}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and head.
 
-        - self: mean weight of a patch token on itself;
-        - near: on the f x f tokens around it, itself included; of sequences on the f tokens around it, or, if attention
-          is causal, on itself and the f - 1 before;
-        - special: on the special tokens (class token, registers);
-        - entropy: see `LayerMaps`;
-        - beta: see `LayerMaps`;
-        - expected_r: correlation of the entries of the mean map and of Eq. 3.19, patch tokens only; None without one.
+        `self` is the mean weight of a patch token on itself; `near` on the f x f tokens around it, itself included (of
+        sequences the f tokens around it or, if attention is causal, itself and the f - 1 before); `special` on class
+        token and registers; `expected_r` the correlation of the patch tokens' entries with Eq. 3.19, None without one.
         """
         near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
         rows: list[dict[str, Any]] = []
@@ -131,9 +100,8 @@ class AttentionMaps(Result):
         the paper splits it into two conditions: H >= f^2 different maps, and D/H >= k copies of each. For sequences,
         whose filters have f taps, f takes the place of f^2.
 
-        Keys: `stable_rank` (mean over images) with `low` and `high` (5 % and 95 %), `needed` (k f^2), `width` (D),
-        `holds`, `share` (of images for which it holds), `largest_f` (largest odd f for which it holds, 0 for none),
-        `enough_heads`, `enough_copies`.
+        `low` and `high` are quantiles of 5 % and 95 % over images, `needed` is k f^2, `share` that of the images for
+        which it holds, `largest_f` the largest odd f for which it holds (0 for none).
         """
         rows = []
         for layer in self.layers:
@@ -144,7 +112,7 @@ class AttentionMaps(Result):
             row |= {"needed": k * self.taps, "width": layer.width, "holds": layer.width >= k * self.taps}
             row |= {"share": float(np.mean(layer.width >= layer.stable_ranks * self.taps))}
             row |= {"largest_f": reach - (reach + 1) % 2 if reach else 0}
-            enough = {"enough_heads": layer.heads >= self.taps, "enough_copies": layer.width / layer.heads >= k}
+            enough = {"enough_heads": len(layer.maps) >= self.taps, "enough_copies": layer.width / len(layer.maps) >= k}
             rows.append(row | enough)
         return rows
 
@@ -174,11 +142,9 @@ class AttentionMaps(Result):
         heads, table = self.rows(), []
         for row in self.condition():
             mine = [head for head in heads if head["layer"] == row["layer"]]
-            mean = {
-                key: np.mean([head[key] for head in mine]) for key in ("self", "near", "special", "entropy", "beta")
-            }
-            known = [head["expected_r"] for head in mine if head["expected_r"] is not None]
-            row |= mean | {"expected_r": np.mean(known) if known else None}
+            for key in ("self", "near", "special", "entropy", "beta", "expected_r"):
+                known = [head[key] for head in mine if head[key] is not None]
+                row[key] = np.mean(known) if known else None
             table.append(row | {"verdict": "" if row["holds"] else f"D < k {self._taps}"})
         around = f"the {f} x {f} tokens around it" if images else f"the {near} tokens"
         lines = [
@@ -197,13 +163,10 @@ class AttentionMaps(Result):
 
     def finding(self) -> str:
         """One sentence about the rank condition."""
-        rows, f = self.condition(), self.filter_size
-        good = sum(row["holds"] for row in rows)
-        heads = sum(row["enough_heads"] for row in rows)
-        return (
-            f"D >= k {self._taps} holds in {good} of {len(rows)} layers for f = {f}; "
-            f"{heads} of {len(rows)} have the {self._taps} = {self.taps} heads that as many filters need"
-        )
+        rows = self.condition()
+        good, heads = (sum(row[key] for row in rows) for key in ("holds", "enough_heads"))
+        holds = f"D >= k {self._taps} holds in {good} of {len(rows)} layers for f = {self.filter_size}"
+        return f"{holds}; {heads} of {len(rows)} have the {self._taps} = {self.taps} heads that as many filters need"
 
     def _title(self, kind: str) -> str:
         """The finding of a picture in numbers."""
@@ -226,26 +189,16 @@ class AttentionMaps(Result):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types, without the maps."""
         grid = {"rows": self.tokens.rows, "columns": self.tokens.columns, "special": self.tokens.prefix}
-        return {
-            self.inputs: self.images,
-            "tokens": grid,
-            "filter_size": self.filter_size,
-            "positions": self.positions,
-            "heads": self.rows(),
-            "layers": [{"name": a.name} | b for a, b in zip(self.layers, self.condition(), strict=True)],
-            "skipped": dict(self.skipped),
-        }
+        out = {self.inputs: self.images, "tokens": grid, "filter_size": self.filter_size, "positions": self.positions}
+        layers = [{"name": a.name} | b for a, b in zip(self.layers, self.condition(), strict=True)]
+        return out | {"heads": self.rows(), "layers": layers, "skipped": dict(self.skipped)}
 
     def plot(self, path: str | Path | None = None, kind: Kind = "maps", *, title: str | None = None) -> "Figure":
-        """Draw the maps (thesis Fig. 3.18, per head).
+        """Draw the maps (thesis Fig. 3.18, per head); the file (.png, .pdf, .svg) is written if there is a path.
 
-        Args:
-            path: a .png, .pdf or .svg file to write; None to return the figure only.
-            kind: `"maps"`, or `"expected"` for Eq. 3.19: layers across, heads down; `"offsets"` the same by relative
-                position; `"ranks"`: stable ranks against the layer.
-            title: instead of the finding in numbers.
+        Kinds are `"maps"`, or `"expected"` for Eq. 3.19, layers across and heads down; `"offsets"` the same by relative
+        position; `"ranks"`, stable ranks against the layer.
         """
         from weightscope import plots
 
@@ -257,7 +210,11 @@ class AttentionMaps(Result):
             ranks, width = [layer.stable_ranks for layer in self.layers], max(layer.width for layer in self.layers)
             figure = plots.root_figure(plots.rank_condition(ranks, width, title=title))
         else:
-            panels = self._panels(kind)
+            expected = [layer.expected for layer in self.layers if layer.expected is not None]
+            if kind == "expected" and len(expected) < len(self.layers):
+                raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
+            maps = [layer.maps for layer in self.layers]
+            panels = self.offsets() if kind == "offsets" else _stack(expected if kind == "expected" else maps)
             figure = plots.attention_grid(
                 panels.transpose(1, 0, 2, 3),
                 column_labels=[f"layer {layer.layer}" for layer in self.layers],
@@ -268,17 +225,6 @@ class AttentionMaps(Result):
         if path is not None:
             plots.save(figure, path)
         return figure
-
-    def _panels(self, kind: Kind) -> np.ndarray:
-        """(L, H, n, n), or by relative position."""
-        if kind == "offsets":
-            return self.offsets()
-        if kind == "maps":
-            return _stack([layer.maps for layer in self.layers])
-        expected = [layer.expected for layer in self.layers if layer.expected is not None]
-        if len(expected) < len(self.layers):
-            raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
-        return _stack(expected)
 
 
 def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
@@ -390,10 +336,7 @@ def _rotates(module: nn.Module) -> bool:
 
 
 def stable_ranks(x: Tensor) -> Tensor:
-    """`sum s_i^2 / s_1^2` over the singular values of each matrix of (B, n, d): float64 (B,); 0 for a zero matrix.
-
-    Source: impulse paper, Remark 1.
-    """
+    """`sum s_i^2 / s_1^2` of each matrix of (B, n, d): float64 (B,), 0 for a zero matrix (impulse paper, Remark 1)."""
     wide = x.double()
     gram = wide @ wide.mT if x.shape[1] <= x.shape[2] else wide.mT @ wide
     largest = torch.linalg.eigvalsh(gram)[:, -1]
@@ -497,15 +440,13 @@ def attention_maps(
     Args:
         model: a network of weightscope, timm, torchvision or transformers, or any that `anatomy` supports.
         inputs: images (B, c, height, width), normalised as the model expects; or tokens (B, n) of an integer type.
-        filter_size: f, odd, of the neighbourhood in `statistics` and the condition D >= k f^2.
+        filter_size: f, odd, of the neighbourhood and of the condition D >= k f^2.
         batch_size: images or sequences at a time; affects memory only.
         forward: how to call the model, `(model, inputs) -> anything`; `model(inputs)` if None.
         config: for models whose attributes do not contain the number of heads.
 
-    Raises:
-        AnatomyError: if the model has no attention whose map can be computed; names the reason.
-        DataError: if inputs do not fit the model, or an output is not finite or not reproduced by the map.
-        UsageError: if the model is not a module or an option is invalid.
+    AnatomyError if no map can be computed, with the reason; DataError if inputs do not fit the model, or an output is
+    not finite or not reproduced by the map; UsageError for an invalid option.
 
     Source: thesis section 3.2.2, Fig. 3.18 and Eq. 3.19; impulse paper, Remark 1 and Proposition 1.
 
@@ -532,9 +473,15 @@ def attention_maps(
         raise DataError(f"expected the same number of tokens in all layers, found {counts}: the model merges tokens")
     tokens = layouts.pop()
     layers = []
-    for i, recorder in enumerate(found):
-        codes, origin = _codes(model, tokens, recorder.part.width)
-        layers.append(_layer(i, recorder, codes))
+    for number, recorder in enumerate(found):
+        part, images = recorder.part, recorder.images
+        codes, origin = _codes(model, tokens, part.width)
+        q, k = part.read("q").double().cpu(), part.read("k").double().cpu()
+        beta = torch.stack([(q[h] * k[part.kv_head(h)]).sum() for h in range(part.heads)]).numpy() / part.width
+        maps, entropy = (recorder.maps / images).numpy(), (recorder.entropy / images).numpy()
+        expected = None if codes is None else expected_map(codes, beta, part.scale)
+        ranks = torch.cat(recorder.ranks).numpy()
+        layers.append(LayerMaps(number, part.name, maps, entropy, beta, expected, ranks, part.width))
     kind: Literal["images", "sequences"] = "sequences" if sequences else "images"
     return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, kind)
 
@@ -580,15 +527,13 @@ def _patch(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
         found = patch_embeddings(model)
     except AnatomyError:
         return None
-    height, width = batch.shape[2:]
-    fitting = [part for part in found if part.channels == batch.shape[1]]
-    if not fitting:
+    part = next((part for part in found if part.channels == batch.shape[1]), None)
+    if part is None:
         raise DataError(f"`{found[0].name}`: expected images of {found[0].channels} channels, found {batch.shape[1]}")
-    rows, columns = fitting[0].patch
+    (rows, columns), (height, width) = part.patch, batch.shape[2:]
     if height % rows or width % columns:
-        raise DataError(
-            f"`{fitting[0].name}`: expected images divisible into {rows} x {columns} patches, found {height} x {width}"
-        )
+        wanted = f"expected images divisible into {rows} x {columns} patches"
+        raise DataError(f"`{part.name}`: {wanted}, found {height} x {width}")
     return height // rows, width // columns
 
 
@@ -615,29 +560,10 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     """`softmax(scale (beta d I + beta P P^T))` for each beta (H,) and codes P (n, d): (H, n, n).
 
     The approximate expectation of attention for inputs X + P with X ~ N(0, I) and `W_Q W_K^T = alpha Z + beta I`: of
-    the products in the logits only X X^T, with mean d I, and P P^T have a mean. The softmax of a mean is not the mean
-    of the softmax, so the result is approximate.
-
-    Source: thesis Eq. 3.19, where the scale is 1 / sqrt(k).
+    the products in the logits only X X^T, with mean d I, and P P^T have a mean (thesis Eq. 3.19, scale 1 / sqrt(k)).
     """
     n, d = codes.shape
     logits = scale * np.asarray(beta, dtype=np.float64)[:, None, None] * (codes @ codes.T + d * np.eye(n))
     logits -= logits.max(axis=-1, keepdims=True)
     weights = np.exp(logits)
     return weights / weights.sum(axis=-1, keepdims=True)
-
-
-def _layer(number: int, recorder: _Recorder, codes: np.ndarray | None) -> LayerMaps:
-    part, images = recorder.part, recorder.images
-    q, k = part.read("q").double().cpu(), part.read("k").double().cpu()
-    beta = torch.stack([(q[h] * k[part.kv_head(h)]).sum() for h in range(part.heads)]).numpy() / part.width
-    return LayerMaps(
-        layer=number,
-        name=part.name,
-        maps=(recorder.maps / images).numpy(),
-        entropy=(recorder.entropy / images).numpy(),
-        beta=beta,
-        expected=None if codes is None else expected_map(codes, beta, part.scale),
-        stable_ranks=torch.cat(recorder.ranks).numpy(),
-        width=part.width,
-    )

@@ -47,10 +47,8 @@ def covariance(
             see `weightscope.analysis.across_networks.joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, `separability`, see `weightscope.analysis.within_network.covariance_within`.
 
-    Raises:
-        UsageError: for an invalid option, or an option of the other kind of source.
-        DataError: if a source cannot be read, or too few networks or samples are finite.
-        AnatomyError: if a network has no such part; lists the parts it has.
+    UsageError for an invalid option, or one of the other kind of source; DataError if a source cannot be read, or too
+    few networks or samples are finite; AnatomyError, with the parts that there are, if a network has no such part.
 
     Example:
         >>> covariance("digits.pop", "*.mlp.fc1.weight", kind="correlation").plot("stripes.png", means=True)

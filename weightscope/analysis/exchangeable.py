@@ -20,19 +20,12 @@ from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExchangeableCovariance(Result):
-    """One small covariance for each type of invariant part of a network's weights.
+    """One small covariance for each type of invariant part of a network's weights."""
 
-    Attributes:
-        types: the covariances; `kind.groups` is the set S of permuted axes whose deviations it is about.
-        permutations: the specification that was averaged over.
-        n: networks.
-        excluded: networks left out because they diverged or are not finite.
-    """
-
-    types: tuple[TypeCovariance, ...]
-    permutations: PermutationSpec
-    n: int
-    excluded: int
+    types: tuple[TypeCovariance, ...]  # `kind.groups` is the set S of permuted axes whose deviations it is about
+    permutations: PermutationSpec  # that was averaged over
+    n: int  # networks
+    excluded: int  # networks left out because they diverged or are not finite
 
     @cached_property
     def _pairs(self) -> list[Pair]:
@@ -43,7 +36,6 @@ class ExchangeableCovariance(Result):
         return list(self._pairs)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The pairs as records."""
         return [
             {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
             | {"low": pair.ci95[0], "high": pair.ci95[1], "z": pair.z, "p": pair.p, "in words": self.words(pair)}
@@ -51,16 +43,11 @@ class ExchangeableCovariance(Result):
         ]
 
     def summary(self) -> str:
-        """Networks, types and pairs."""
         significant = sum(pair.p < 0.05 for pair in self._pairs)
         return f"{self.n} networks, {len(self.types)} types, {significant} of {len(self._pairs)} pairs with p < 0.05"
 
     def text(self, most: int = 20) -> str:
-        """What crosses tensors, strongest first.
-
-        Args:
-            most: rows of the table.
-        """
+        """What crosses tensors, strongest first, in a table of at most so many rows."""
         lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
         kinds = [(found.kind, found.samples) for found in self.types]
         cells = [(_label(kind.groups), kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
@@ -88,7 +75,6 @@ class ExchangeableCovariance(Result):
         return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: `types` and `pairs`."""
         types = [
             {"groups": list(found.kind.groups), "dimension": found.kind.dimension, "samples": found.samples}
             | {"tensors": [[view.name, view.copies] for view in found.kind.views]}
@@ -104,9 +90,7 @@ class ExchangeableCovariance(Result):
     def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
         """The correlation matrix over the copies of one type, tensors ruled off in network order.
 
-        Args:
-            path: a .png, .pdf or .svg file; None only returns the axes.
-            groups: of the type; by default that of one group with the most copies, the residual channels.
+        The type is given by its groups, and by default that of one group with the most copies, the residual channels.
         """
         from weightscope import plots
 
@@ -149,11 +133,8 @@ def exchangeable_covariance(
             source; by default that of their names. One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
 
-    Raises:
-        AnatomyError: if the architecture is not known and no specification is given.
-        SpecError: if the specification does not fit the tensors, or renumbering changes the network's function.
-        UsageError: if a pattern matches nothing.
-        DataError: if no usable network is left.
+    AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
+    tensors, or renumbering changes the network's function; DataError if no usable network is left.
 
     Example:
         >>> found = exchangeable_covariance(Population("digits.pop"))

@@ -12,32 +12,79 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
+<<<<<<< HEAD
 from weightscope._util.sources import is_population
 from weightscope._util.torch_random import seeded
+=======
+from weightscope._util.sources import is_population, population_member
+>>>>>>> main
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.data import load
 from weightscope.data.augment import normalise
+from weightscope.data.images import SUFFIXES, read_images
 from weightscope.data.sequence_config import TASK_SIZES, sequence_length
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, UsageError
-from weightscope.networks.sequences import Mamba2Mixer, MambaMixer
-from weightscope.population import Population, population_in
+from weightscope.population import population_in
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for folders without a preprocessor config
+_MOST_BYTES = 1 << 24  # of a file of tokens
 
 
-def runnable_transformer(source: str | Path, network: int | None = None) -> tuple[nn.Module, str]:
-    """A network that can be run, and a note on tensors that its file lacks; empty if it has all."""
-    if is_population(source):
-        return population_in(source).network(network or 0), ""
-    if network is not None:
+def runnable(
+    source: str | Path,
+    network: int | None = None,
+    *,
+    images: str | None = None,
+    tokens: str | None = None,
+    count: int = 64,
+    size: int | None = None,
+    data: Path | None = None,
+) -> tuple[nn.Module, Tensor, list[str]]:
+    """A network, images or tokens (see `images_for`, `tokens_for`) for it, and notes on what was made up.
+
+    `source` is a population (`network` is one of its networks), `"PATH.pop::k"`, a model's folder of transformers or,
+    with tokens, a checkpoint of Mamba or Mamba-2. Without tokens, a population's networks for sequences take the first
+    held-out ones of its recipe, at the training length. `data` is searched first for data sets.
+    """
+    if (member := population_member(source)) is not None:
+        if network not in (None, member[1]):
+            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
+        source, network = member
+    population = population_in(source) if is_population(source) else None
+    if network is not None and population is None:
         raise UsageError("network: this source is a single model; the option applies to populations")
-    folder = Path(source)
+    section: Any = None if population is None else population.recipe.data
+    sequences = tokens is not None or (section is not None and section.what == "sequences")
+    if sequences and (images is not None or size is not None):
+        raise UsageError("sequences: --images and --size are for images only")
+    if population is not None and (images is not None or size is not None):
+        raise UsageError("a population's networks take the images of its recipe; leave out --images and --size")
+    notes: list[str] = []
+    if population is not None:
+        model = population.network(network or 0)
+        if tokens is None:
+            batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
+            return model, images_for(source, count=count, root=data) if batch is None else batch, notes
+    elif sequences:
+        ours = not (Path(source) / "config.json").is_file() or find_state_spaces(named_tensors(source))
+        model, notes = (rebuilt(source), []) if ours else _transformer(Path(source))
+    else:
+        batch = images_for(source, images, count=count, size=size, root=data)
+        model, notes = _transformer(Path(source))
+        if images is None:
+            notes.append("without --images FOLDER, FILE or DATA SET, the images are noise: normal numbers of seed 0")
+        return model, batch, notes
+    return model, tokens_for(str(tokens), model, count), notes
+
+
+def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
+    """A model of transformers, and a note on tensors that its file lacks."""
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{source}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of other "
+            f"{folder}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of other "
             "models, call weightscope.attention_maps(module, images) in Python"
         )
     try:
@@ -53,21 +100,16 @@ def runnable_transformer(source: str | Path, network: int | None = None) -> tupl
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )
     except ImportError as error:
-        reason = _brief(_first_cause(error))
-        raise UsageError(f"{source}: transformers cannot import the model's class: {reason}") from error
+        cause: BaseException = error  # transformers' own error says only that an import failed
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UsageError(f"{folder}: transformers cannot import the model's class: {_brief(cause)}") from error
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{source}: transformers cannot read the model: {_brief(error)}") from error
+        raise DataError(f"{folder}: transformers cannot read the model: {_brief(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     missing = listing(sorted(facts["missing_keys"]))
-    return model, f"{source}: the file lacks {missing}, which have random values of seed 0" if missing else ""
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """What an import failed of; transformers' own error says only that it did."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return model, [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
 
 
 def _brief(error: BaseException) -> str:
@@ -75,34 +117,33 @@ def _brief(error: BaseException) -> str:
 
 
 def images_for(
-    source: str | Path, *, name: str | None = None, count: int = 64, size: int | None = None, root: Any = None
+    source: str | Path, images: str | None = None, *, count: int = 64, size: int | None = None, root: Any = None
 ) -> Tensor:
-    """The first test images of a data set, normalised as a model expects: float32 (B, c, S, S).
+    """Images for a population's networks or a model's folder, normalised as it expects: float32 (B, c, S, S).
 
-    A population's images are those that its networks were tested on. For a model's folder they are scaled bicubically
-    to the size of its config, and normalised by its preprocessor_config.json or by the numbers of ImageNet.
-
-    Args:
-        source: as in `runnable_transformer`.
-        name: of the data set; None for the population's own, or CIFAR-10.
-        count: B.
-        size: S in pixels; None for the population's, or the one in the config.
-        root: folder searched first for the data set.
+    Of a population, the first test images of its recipe. For a folder, a picture, a folder of pictures or the test
+    images of a data set, scaled to the size of its config and normalised by its preprocessor_config.json or by the
+    numbers of ImageNet; normal numbers if `images` is None.
     """
     if is_population(source):
-        if name is not None or size is not None:
-            raise UsageError("a population's networks take the images of its recipe; leave out their name and size")
-        population: Population = population_in(source)
-        recipe = population.recipe
-        data = recipe.images.load(root)
-        return normalise(data.test_images[:count], data.mean, data.std)
-    folder = Path(source)
-    pixels = load(name or "cifar10", root, train=1, test=count).test_images.float() / 255
-    side = size or _stated(folder / "config.json").get("image_size") or pixels.shape[-1]
-    scaled = F.interpolate(pixels, size=side, mode="bicubic", antialias=True).clamp(0, 1)
-    known = _stated(folder / "preprocessor_config.json")
+        dataset = population_in(source).recipe.images.load(root)
+        return normalise(dataset.test_images[:count], dataset.mean, dataset.std)
+    config, known = (_stated(Path(source) / name) for name in ("config.json", "preprocessor_config.json"))
+    side, channels = size or config.get("image_size"), config.get("num_channels", 3)
     mean, std = (torch.tensor(known.get(key, value)) for key, value in (("image_mean", MEAN), ("image_std", STD)))
-    return normalise(scaled, mean, std)
+    if images is not None and not Path(images).exists():
+        pixels = load(images, root, train=1, test=count).test_images.float() / 255
+        scaled = F.interpolate(pixels, size=side or pixels.shape[-1], mode="bicubic", antialias=True)
+        return normalise(scaled.clamp(0, 1), mean, std)
+    if not isinstance(side, int):
+        raise UsageError(f"size: {source}/config.json has no image_size; give the pixels per side (--size)")
+    if images is None:
+        return torch.randn(count, channels, side, side, generator=torch.Generator().manual_seed(0))
+    found = sorted(Path(images).rglob("*")) if Path(images).is_dir() else [Path(images)]
+    pictures = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()][:count]
+    if not pictures:
+        raise DataError(f"{images}: expected pictures ({', '.join(sorted(SUFFIXES))}), found none")
+    return normalise(torch.from_numpy(read_images(pictures, side, channels, images)), mean, std)
 
 
 def _stated(file: Path) -> Mapping[str, Any]:
@@ -116,33 +157,11 @@ def _stated(file: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_MOST_BYTES = 1 << 24  # of a file of tokens
-
-
-def runnable_sequence_model(source: str | Path, network: int | None = None) -> nn.Module:
-    """A network that takes tokens: of a population, rebuilt from a checkpoint of Mamba or Mamba-2, or a Transformer."""
-    if is_population(source):
-        return population_in(source).network(network or 0)
-    if network is not None:
-        raise UsageError("network: this source is a single model; the option applies to populations")
-    if (Path(source) / "config.json").is_file() and not find_state_spaces(named_tensors(source)):
-        return runnable_transformer(source)[0]
-    return rebuilt(source)
-
-
-def has_state_spaces(network: nn.Module) -> bool:
-    """Whether a network has layers of Mamba or Mamba-2."""
-    return any(isinstance(layer, MambaMixer | Mamba2Mixer) for layer in network.modules())
-
-
 def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
     """Tokens (B, n), int64: those of a file, or `count` sequences of a task.
 
-    Args:
-        wanted: a text file with one sequence of whole numbers in each line, all of the same length; or `TASK:LENGTH`,
-            such as "copy:20", whose vocabulary is the network's.
-        network: with an embedding of the tokens.
-        count: B, for a task.
+    `wanted` is a text file with one sequence of whole numbers in each line, all of the same length; or `TASK:LENGTH`,
+    such as "copy:20", whose vocabulary is that of the network's embedding.
 
     Example:
         >>> tokens_for("copy:20", Mamba(32, 16, 2), 4).shape
@@ -175,12 +194,3 @@ def tokens_for(wanted: str, network: nn.Module, count: int = 64) -> Tensor:
     if not rows.size:
         raise DataError(f"{path}: expected a sequence of tokens in each line, found none")
     return torch.from_numpy(rows)
-
-
-def held_out(source: str | Path, count: int = 64, root: str | Path | None = None) -> Tensor:
-    """The first `count` held-out sequences (B, n) of a population's recipe, at its training length."""
-    config = population_in(source).recipe.data
-    if config.what != "sequences":
-        raise UsageError(f"data.name: expected sequences of tokens, found {config.name}, which has {config.what}")
-    found: Tensor = config.load(root).held_out[1][0].tokens[:count]
-    return found

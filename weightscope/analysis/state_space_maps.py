@@ -25,30 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StateSpaceLayer:
-    """One state-space layer on sequences of n tokens.
+    """One state-space layer on sequences of n tokens."""
 
-    Attributes:
-        layer: number of the network's layer, from its path: 1 and 3 in a hybrid with attention in 0 and 2; the index
-            among the state-space layers if their paths have no growing numbers.
-        name: path of the mixer.
-        map: (n, n), (1/D) sum_d M_d, mean over sequences; rows are outputs, columns inputs.
-        mask: (n, n), (1 / D N) sum_d sum_n prod_k exp(Delta[k, d] A[d, n]), mean over sequences: 1 on the diagonal.
-        error: largest difference of the layer's output from the one that its maps give, over the largest output.
-    """
-
+    # number of the network's layer, from its path: 1 and 3 in a hybrid with attention in 0 and 2; the index among the
+    # state-space layers if their paths have no growing numbers
     layer: int
-    name: str
-    map: np.ndarray
-    mask: np.ndarray
-    error: float
+    name: str  # path of the mixer
+    map: np.ndarray  # (n, n), (1/D) sum_d M_d, mean over sequences; rows are outputs, columns inputs
+    mask: np.ndarray  # (n, n), mean over d, n and sequences of prod_k exp(Delta[k, d] A[d, n]): 1 on the diagonal
+    error: float  # largest difference of the layer's output from the one that its maps give, over the largest output
 
     def statistics(self) -> dict[str, Any]:
         """Numbers of the maps.
 
-        - reach: mean of the mask below the diagonal, 1 if no state decays (linear attention), 0 if all do at once;
-        - self: share of sum |map| on the diagonal;
-        - offset: the distance i - j > 0 with the largest mean |map|, None for a single token;
-        - offset_share: share of sum |map| at this distance.
+        `reach` is the mean of the mask below the diagonal, 1 if no state decays (linear attention), 0 if all do;
+        `self` the share of sum |map| on the diagonal; `offset` the distance i - j > 0 with the largest mean |map|, None
+        for a single token; `offset_share` the share of sum |map| at this distance.
         """
         weights, n = np.abs(self.map), len(self.map)
         total = float(weights.sum()) or 1.0
@@ -65,17 +57,11 @@ class StateSpaceLayer:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class StateSpaceMaps(Result):
-    """Mean maps and masks of every state-space layer of a model.
-
-    Attributes:
-        layers: in order.
-        sequences: B.
-        tokens: n.
-    """
+    """Mean maps and masks of every state-space layer of a model; rows are `StateSpaceLayer.statistics`."""
 
     layers: tuple[StateSpaceLayer, ...]
-    sequences: int
-    tokens: int
+    sequences: int  # B
+    tokens: int  # n
 
     columns: ClassVar = {
         "layer": "{layer}",
@@ -86,25 +72,17 @@ class StateSpaceMaps(Result):
     }
 
     def summary(self) -> str:
-        """Numbers of layers, sequences and tokens."""
         return f"maps of {len(self.layers)} state-space layers on {self.sequences} sequences of {self.tokens} tokens"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer; see `StateSpaceLayer.statistics`."""
         return [layer.statistics() for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types, without the maps."""
         layers = [{"name": layer.name, "error": layer.error, **layer.statistics()} for layer in self.layers]
         return {"sequences": self.sequences, "tokens": self.tokens, "layers": layers}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """Draw the mean maps and, below them, the mean masks, layers across (thesis Fig. 3.24 and 3.34).
-
-        Args:
-            path: a .png, .pdf or .svg file to write; None to return the figure only.
-            title: instead of the one in numbers.
-        """
+        """Draw the mean maps and, below them, the mean masks, layers across (thesis Fig. 3.24 and 3.34)."""
         from weightscope import plots
 
         if title is None:
@@ -185,10 +163,9 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
         tokens: int64 (B, n).
         config: of the model, for mappings and files without one; Mamba-2 needs its number of groups if not 1.
 
-    Raises:
-        AnatomyError: if the model has no state-space layer, or cannot be rebuilt from its tensors.
-        DataError: if the tokens are not (B, n), or an output is not reproduced by the maps.
-        UsageError: if a token is outside the vocabulary, or B n^2 is above 2^26.
+    AnatomyError if the model has no state-space layer or cannot be rebuilt from its tensors; DataError if the tokens
+    are not (B, n), or an output is not reproduced by the maps; UsageError if a token is outside the vocabulary, or
+    B n^2 is above 2^26.
 
     Source: thesis Eq. 3.34 and 3.3.1; Ali et al. 2024.
 
@@ -201,8 +178,7 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     if batch.ndim != 2 or 0 in batch.shape or batch.is_floating_point():
         raise DataError(f"expected tokens (B, n) of an integer type, found {tuple(batch.shape)} of {batch.dtype}")
     check_size(*batch.shape)
-    ours = isinstance(model, nn.Module) and any(isinstance(m, (MambaMixer, Mamba2Mixer)) for m in model.modules())
-    network = (copy.deepcopy(model) if ours else rebuilt(model, config)).cpu().double().eval()
+    network = (copy.deepcopy(model) if has_state_spaces(model) else rebuilt(model, config)).cpu().double().eval()
     mixers = {name: m for name, m in network.named_modules() if isinstance(m, (MambaMixer, Mamba2Mixer))}
     inputs: dict[str, tuple[Tensor, Tensor]] = {}
     hooks = [
@@ -218,6 +194,11 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
         for hook in hooks:
             hook.remove()
     return StateSpaceMaps(tuple(layers), *batch.shape)
+
+
+def has_state_spaces(model: Any) -> bool:
+    """Whether a model is a module with layers of weightscope's Mamba or Mamba-2."""
+    return isinstance(model, nn.Module) and any(isinstance(m, MambaMixer | Mamba2Mixer) for m in model.modules())
 
 
 def check_size(sequences: int, tokens: int) -> None:

@@ -44,41 +44,23 @@ class KroneckerShare(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """One layer of one network; see `covariance_within` for the definition of its n samples.
+    """One layer of one network; see `covariance_within` for the definition of its n samples."""
 
-    Attributes:
-        source: label of the network.
-        name: path of the layer.
-        group: matrix of the layer, or channel; empty if there is one.
-        layer: index among the layers of the same kind, from 0.
-        depth: number of these layers.
-        stage: of a depthwise layer; None elsewhere.
-        stride: of a depthwise layer of a module (files of weights do not contain it); None elsewhere.
-        shape: (channels, kh, kw) of a filter or patch, (P,) of a row or column.
-        nonfinite: number of weights that are NaN or infinite.
-        moments: None if fewer than 2 samples are finite.
-        focus: None for rows and columns.
-        kronecker: for filters and patches of one channel whose covariance is kept; None elsewhere.
-        separability: Monte Carlo test, if asked for; None elsewhere.
-        examples: (m, channels, kh, kw), some of the samples, in the precision in which they are stored.
-        problem: why there are no moments.
-    """
-
-    source: str
-    name: str
-    group: str
-    layer: int
-    depth: int
-    stage: int | None
-    stride: int | None
-    shape: tuple[int, ...] = ()
-    nonfinite: int = 0
-    moments: SliceMoments | None = None
-    focus: Focus | None = None
-    kronecker: KroneckerShare | None = None
-    separability: SeparabilityTest | None = None
-    examples: np.ndarray | None = None
-    problem: str | None = None
+    source: str  # label of the network
+    name: str  # path of the layer
+    group: str  # matrix of the layer, or channel; empty if there is one
+    layer: int  # index among the layers of the same kind, from 0
+    depth: int  # number of these layers
+    stage: int | None = None  # of a depthwise layer
+    stride: int | None = None  # of a depthwise layer of a module; files of weights do not contain it
+    shape: tuple[int, ...] = ()  # (channels, kh, kw) of a filter or patch, (P,) of a row or column
+    nonfinite: int = 0  # weights that are NaN or infinite
+    moments: SliceMoments | None = None  # None if fewer than 2 samples are finite
+    focus: Focus | None = None  # None for rows and columns
+    kronecker: KroneckerShare | None = None  # of images of one channel whose covariance is kept
+    separability: SeparabilityTest | None = None  # Monte Carlo test, if asked for
+    examples: np.ndarray | None = None  # (m, channels, kh, kw), some of the samples, as they are stored
+    problem: str | None = None  # why there are no moments
 
     @property
     def relative_depth(self) -> float:
@@ -109,9 +91,8 @@ class Layer:
 
     def row(self) -> dict[str, Any]:
         """The layer as a flat record, the shape as text."""
-        places = ("source", "layer", "depth", "stage", "stride", "name", "group")
-        out: dict[str, Any] = {key: getattr(self, key) for key in places}
-        out |= {"shape": "x".join(map(str, self.shape)), "nonfinite": self.nonfinite, "problem": self.problem}
+        places = ("source", "layer", "depth", "stage", "stride", "name", "group", "nonfinite", "problem")
+        out: dict[str, Any] = {key: getattr(self, key) for key in places} | {"shape": "x".join(map(str, self.shape))}
         if (m := self.moments) is not None:
             out |= {"n": m.n, "excluded": m.excluded, "dead": m.dead}
             out |= {key: finite_or_none(value) for key, value in self.statistics.items()}
@@ -156,18 +137,12 @@ def _series(layers: Sequence[Layer]) -> list[tuple[str, list[Layer]]]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NetworkCovariances(Result):
-    """Covariances of one part of one or several networks, layer by layer.
+    """Covariances of one part of one or several networks, layer by layer."""
 
-    Attributes:
-        part: the part of the networks; see `covariance_within`.
-        labels: of the networks.
-        layers: network by network, in depth order.
-        unverified: label of a network at a hub -> its files of which only byte ranges were read.
-    """
-
-    part: str
-    labels: tuple[str, ...]
-    layers: tuple[Layer, ...]
+    part: str  # of the networks; see `covariance_within`
+    labels: tuple[str, ...]  # of the networks
+    layers: tuple[Layer, ...]  # network by network, in depth order
+    # label of a network at a hub -> its files of which only byte ranges were read
     unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, label: str, group: str | None = None) -> list[Layer]:
@@ -186,7 +161,6 @@ class NetworkCovariances(Result):
         return any(row.focus is not None for row in self.layers)
 
     def summary(self) -> str:
-        """Part, number of layers and networks."""
         return f"{self.part} of {', '.join(self.labels)}, {len(self.layers)} layers"
 
     def rows(self) -> list[dict[str, Any]]:
@@ -195,20 +169,18 @@ class NetworkCovariances(Result):
         keys = dict.fromkeys(key for record in records for key in record)
         return [{key: record.get(key) for key in keys} for record in records]
 
-    def warnings(self) -> list[str]:
-        """One line for each tensor with non-finite numbers."""
+    def notes(self) -> list[str]:
         out = []
+        if dead := sum(row.moments.dead for row in self.layers if row.moments is not None):
+            out.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
         for row in self.layers:
-            where = f"{row.source}: `{row.name}`" + (f" {row.group}" if row.group else "")
-            if row.moments is None:
-                out.append(f"warning: {where}: {row.problem}")
+            where = f"warning: {row.source}: `{row.name}`" + (f" {row.group}" if row.group else "")
+            if (m := row.moments) is None:
+                out.append(f"{where}: {row.problem}")
             elif row.nonfinite:
-                total = row.moments.n + row.moments.excluded
-                out.append(
-                    f"warning: {where}: {row.nonfinite} weights are not finite; {row.moments.excluded} of {total} "
-                    "samples are left out"
-                )
-        return out
+                counts = f"{m.excluded} of {m.n + m.excluded} samples are left out"
+                out.append(f"{where}: {row.nonfinite} weights are not finite; {counts}")
+        return out + [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
 
     def finding(self) -> str:
         """The result in one line: medians over layers, and what independent entries would give."""
@@ -219,11 +191,12 @@ class NetworkCovariances(Result):
         elif len(found) == 1:
             known = [x.focus for x in self.layers if x.focus is not None and math.isfinite(x.focus.relative_spread)]
             near = sum(f.relative_spread + 1.96 * f.relative_spread_se < 1 for f in known)
-            return (
-                f"{self.labels[0]}: variance is nearer the centre than even in {near} of {len(known)} layers "
-                "(95 % intervals)"
-            )
-        medians = [f"{name} {_median(rows, key)}".lstrip() for name, rows in found]
+            layers = f"{near} of {len(known)} layers (95 % intervals)"
+            return f"{self.labels[0]}: variance is nearer the centre than even in {layers}"
+        medians = []
+        for name, rows in found:
+            values = [value for row in rows if math.isfinite(value := row.statistics.get(key, math.nan))]
+            medians.append(f"{name} {np.median(values):.3g}" if values else f"{name} -")
         return f"{what} (independent entries: 1), median over layers: {', '.join(medians)}"
 
     def text(self) -> str:
@@ -234,11 +207,8 @@ class NetworkCovariances(Result):
             kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
             columns = [column for column in columns if column[0] in kept]
         table = self._table({head: cell for head, cell, _ in columns})
-        lines = [self.finding(), "", *table, "", *(legend for _, _, legend in columns if legend)]
-        if dead := sum(row.moments.dead for row in self.layers if row.moments is not None):
-            lines.append(f"{dead} samples are dead: their norm is below a thousandth of the median; they are included")
-        said = [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
-        return "\n".join(lines + self.warnings() + said)
+        meanings = [legend for _, _, legend in columns if legend]
+        return "\n".join([self.finding(), "", *table, "", *meanings, *self.notes()])
 
     def _table(self, columns: Mapping[str, str]) -> list[str]:
         """One line for each layer; several networks, which share index and group, side by side."""
@@ -257,23 +227,17 @@ class NetworkCovariances(Result):
         return [*legend, row_table(heads, [lines[key] for key in sorted(lines)], left=(1, 2))]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: `part`, `labels`, `finding` and one row for each layer."""
-        rows = [row.to_dict() for row in self.layers]
-        return {"part": self.part, "labels": list(self.labels), "finding": self.finding(), "rows": rows} | (
-            {"unverified": {label: list(files) for label, files in self.unverified.items()}} if self.unverified else {}
-        )
+        out: dict[str, Any] = {"part": self.part, "labels": list(self.labels), "finding": self.finding()}
+        out |= {"rows": [row.to_dict() for row in self.layers]}
+        return out | ({"unverified": {k: list(v) for k, v in self.unverified.items()}} if self.unverified else {})
 
     def plot(
         self, path: str | Path | None = None, picture: Picture | None = None, *, title: str | None = None
     ) -> "Figure":
-        """Draw the layers.
+        """Draw the layers; the file (.png, .pdf, .svg) is written if there is a path.
 
-        Args:
-            path: a .png, .pdf or .svg file to write; None to return the figure only.
-            picture: `"maps"`, the covariances in block form (thesis Fig. 3.1); `"depth"`, the statistics against
-                depth; `"samples"`, the filters (thesis Fig. 2.4-2.6). By default maps of one network and the depth
-                of several.
-            title: instead of the finding.
+        Pictures are `"maps"`, the covariances in block form (thesis Fig. 3.1); `"depth"`, the statistics against depth;
+        `"samples"`, the filters (thesis Fig. 2.4-2.6). By default maps of one network and the depth of several.
         """
         from weightscope import plots
 
@@ -307,11 +271,6 @@ def _place(row: Layer) -> dict[str, str]:
     return {"layer": str(row.layer), "name": f"{name} {row.group}".rstrip(), "shape": "x".join(map(str, sizes))}
 
 
-def _median(rows: Sequence[Layer], key: str) -> str:
-    values = [value for row in rows if math.isfinite(value := row.statistics.get(key, math.nan))]
-    return f"{np.median(values):.3g}" if values else "-"
-
-
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 ACROSS = 8  # panels in a row
@@ -333,10 +292,10 @@ def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
     from weightscope import plots
 
     unkept = [x for x in layers if x.moments is not None and x.moments.covariance is None]
-    large = sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in unkept})
+    large = ", ".join(sorted({f"{x.group or x.name} ({x.shape[-1]:,} coordinates)" for x in unkept}))
     drawn = [x for x in layers if x not in unkept]
     if not any(x.moments is not None for x in drawn):
-        raise UsageError(f"picture: no covariance was kept of {', '.join(large)}; increase keep, or choose depth")
+        raise UsageError(f"picture: no covariance was kept of {large}; increase keep, or choose depth")
 
     def panel(x: Layer) -> "Panel":
         matrix = None if x.moments is None else x.moments.covariance
@@ -344,8 +303,8 @@ def _maps_page(layers: Sequence[Layer], title: str) -> "Figure":
         return plots.Panel(matrix, _label(x), shape, reason="not finite")
 
     rows, labels, notes = _rows(drawn, panel)
-    notes += [f"not kept: {', '.join(large)}"] if large else []
-    return plots.covariance_page(rows, row_labels=labels, title=title, note="; ".join([*notes, *_excluded(layers)]))
+    note = "; ".join([*notes, *[f"not kept: {large}"] * bool(large), *_excluded(layers)])
+    return plots.covariance_page(rows, row_labels=labels, title=title, note=note)
 
 
 def _samples_page(layers: Sequence[Layer], part: str, title: str) -> "Figure":
@@ -443,14 +402,14 @@ def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[_Sampl
     parts = anatomy.mlps(source)
     for p in parts:
         for matrix, names in p.parameters.items():
-            layer = Layer("", p.name, matrix, p.layer, len(parts), None, None)
-            yield _Samples(layer, names, partial(_read, p, matrix, columns=columns))
+            read = partial(_read, p, matrix, columns=columns)
+            yield _Samples(Layer("", p.name, matrix, p.layer, len(parts)), names, read)
 
 
 def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[_Samples]:
     parts = anatomy.patch_embeddings(source)
     for i, p in enumerate(parts):
-        whole = Layer("", p.name, "", i, len(parts), None, None, (p.channels, *p.patch))
+        whole = Layer("", p.name, "", i, len(parts), shape=(p.channels, *p.patch))
         if not channels:
             yield _Samples(whole, p.parameters, partial(_read, p))
             continue
@@ -495,17 +454,8 @@ def skeleton(
     """Layers of the same names and shapes as those of one part of a network, with torch's default initialisation.
 
     A baseline to compare trained weights with, and a module for initialisers: `conv_covariance_(skeleton(path), ...)`.
-    It has no forward pass. Torch's global generator does not change.
-
-    Args:
-        source: as for `covariance_within`.
-        part: see `covariance_within`.
-        seed: of the default initialisation.
-        config: hints for a mapping.
-
-    Raises:
-        UsageError: for an unknown part.
-        AnatomyError: if the network has no such part.
+    It has no forward pass. Torch's global generator does not change. Sources and errors are those of
+    `covariance_within`.
 
     Example:
         >>> covariance_within(path, skeleton(path), labels=["trained", "default"])
@@ -575,17 +525,12 @@ def covariance_within(
         labels: a name for each source; None for its own name.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
-        seed: of the random choice of filters that are kept for pictures, 64 in each layer, and of the test.
+        seed: of the random choice of 64 filters of each layer that are kept for pictures, and of the test.
         separability: simulations of a Monte Carlo test of S = A (x) B in each layer of filters or patches of one
             channel (`separability_test`; 199 are usual, and take seconds per layer); 0 for no test.
 
-    Raises:
-        AnatomyError: if a network has no such part; lists what it has.
-        DataError: if a source cannot be read, no layer of it has 2 finite samples, or a layer's filters do not admit
-            the test.
-        UsageError: if there is no source, or an argument is invalid.
-
-    Source: thesis 3.1.1; MLP paper 3 (rows and columns).
+    AnatomyError, with what there is, if a network has no such part; DataError if a source cannot be read, no layer of
+    it has 2 finite samples, or filters do not admit the test. Source: thesis 3.1.1; MLP paper 3 (rows and columns).
 
     Example:
         >>> found = covariance_within("efficientnet-lite0.pth")

@@ -8,6 +8,7 @@ missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised
 """
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
@@ -69,23 +70,10 @@ def audit(
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
         return _every(tensors, strict)
     wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
-    signatures = [_signature(one) for one in wanted]
-    shares = distribute(signatures, parameters)
-    left: list[str] = []
-    checks: list[Check] = []
-    for one, given in zip(wanted, shares, strict=True):
-        left += _unparsed(tensors, one, given, strict)
-        checks += _checks(tensors, one, {**given, "strict": strict})
-    return AuditReport(tuple(checks), unparsed=tuple(dict.fromkeys(left)))
-
-
-def _unparsed(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> tuple[str, ...]:
-    """What looks like the parts of an initialiser and is not audited; an error if strict."""
-    details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
-    kinds = details.get("reads", ())
-    left = require_read(kinds(given) if callable(kinds) else kinds, tensors, strict=strict, caller=label_of(init))
-    odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
-    return (*left, *(name for part in odd if not part.square for name in part.parameters))
+    shares = distribute([_signature(one) for one in wanted], parameters)
+    found = [_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True)]
+    left = dict.fromkeys(name for _, names in found for name in names)
+    return AuditReport(tuple(check for checks, _ in found for check in checks), unparsed=tuple(left))
 
 
 def _signature(init: Any) -> Signature:
@@ -103,18 +91,25 @@ def _signature(init: Any) -> Signature:
     return found
 
 
-def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any]) -> list[Check]:
-    """The checks of one initialiser, or of a function with expectations."""
+def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> tuple[list[Check], list[str]]:
+    """The checks of one initialiser, or of a function with expectations, and what looks like its parts and is not read.
+
+    The latter is an error if strict.
+    """
     function, signature = EXPECTATIONS.find(init), _signature(init)
-    values = {**signature.defaults, **given}
-    own = Signature.of(function, signature.name)
+    details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
+    kinds = details.get("reads", ())
+    left = [*require_read(kinds(given) if callable(kinds) else kinds, tensors, strict=strict, caller=label_of(init))]
+    odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
+    left += [name for part in odd if not part.square for name in part.parameters]
+    own, values = Signature.of(function, signature.name), {**signature.defaults, **given, "strict": strict}
     if not own.open:
         values = {key: values[key] for key in own.defaults}
     own.require({key: value for key, value in values.items() if value is not REQUIRED})
     found = function(tensors, **values)
     if not isinstance(found, list | tuple) or not all(isinstance(check, Check) for check in found):
         raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}")
-    return list(found)
+    return list(found), left
 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
@@ -123,20 +118,16 @@ def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
     skipped: dict[str, str] = {}
     unparsed: list[str] = []
     for name in EXPECTATIONS:
-        best: list[Check] | None = None
+        variants: list[tuple[float, list[Check]]] = []
         for variant in EXPECTATIONS.details[name].get("variants", ({},)):
             try:
-                unparsed += _unparsed(tensors, name, variant, strict)
-                found = _checks(tensors, name, {**variant, "strict": strict})
+                found, left = _checks(tensors, name, variant, strict)
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
                 continue
-            best = found if best is None or _failed(found) < _failed(best) else best
-        if best is not None:
+            unparsed += left
+            variants.append((sum(not check.passed for check in found) / max(1, len(found)), found))
+        if variants:
             skipped.pop(name, None)
-            checks += best
+            checks += min(variants, key=itemgetter(0))[1]
     return AuditReport(tuple(checks), skipped, everything=True, unparsed=tuple(dict.fromkeys(unparsed)))
-
-
-def _failed(checks: list[Check]) -> float:
-    return sum(not check.passed for check in checks) / max(1, len(checks))

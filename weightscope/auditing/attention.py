@@ -6,7 +6,7 @@ values are shared evenly between them, and no two heads have the same noise.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
@@ -15,8 +15,16 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import AttentionPart, ModuleTensors, NamedTensors, PositionEmbedding, chosen_layers, positions
-from weightscope.anatomy.attention_modules import chosen_heads, find
+from weightscope.anatomy import (
+    AttentionPart,
+    ModuleTensors,
+    NamedTensors,
+    PositionEmbedding,
+    chosen_layers,
+    positions,
+    self_attention,
+)
+from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import (
@@ -33,18 +41,8 @@ from weightscope.auditing.intervals import (
 )
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
+from weightscope.init import impulse_attention as impulse
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS, query_key, same_random, table_codes
-from weightscope.init.impulse_attention import (
-    PENALTY,
-    attention_map,
-    filter_offsets,
-    impulse_matrix,
-    masked,
-    nearest_table,
-    normalised,
-    position_codes,
-    span,
-)
 from weightscope.networks.layers import TEMPERATURE
 
 IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
@@ -61,14 +59,6 @@ _STATISTICS = {
     "asymmetry": "asymmetry",
     "participation": "participation",
 }
-
-
-def self_attention(source: NamedTensors) -> list[AttentionPart]:
-    """The self-attention parts; raises AnatomyError if there are none."""
-    found = [part for part in find(source) if part.kind == "self"]
-    if not found:
-        raise AnatomyError("expected self-attention, found none")
-    return found
 
 
 # --- mimetic attention ------------------------------------------------------------------------------------------------
@@ -105,8 +95,7 @@ class Null:
         most = _LARGEST if self.group == 1 else _LARGEST // 2
         if self.width <= most:
             return self
-        exact = [d for d in range(most, most // 2, -1) if self.rank * d % self.width == 0]
-        d = exact[0] if exact else most
+        d = next((d for d in range(most, most // 2, -1) if self.rank * d % self.width == 0), most)
         return replace(self, width=d, rank=max(1, round(self.rank * d / self.width)))
 
     def draw(self, g: torch.Generator) -> dict[str, float]:
@@ -120,8 +109,7 @@ class Null:
         """Statistics of a product of factors with independent entries, of Frobenius norm sqrt(d) norm."""
         a, b = (torch.randn(self.width, self.rank, generator=g) for _ in range(2))
         scale = math.sqrt(norm * math.sqrt(self.width) / float((a @ b.T).norm()))
-        a, b = a * scale, b * scale
-        return product_statistics(a, b) | {"imbalance": imbalance(a[None], b[None])}
+        return product_statistics(a * scale, b * scale) | {"imbalance": imbalance(a[None], b[None])}
 
 
 @lru_cache(maxsize=256)
@@ -134,32 +122,23 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float
     small, g = null.scaled(), torch.Generator().manual_seed(_SEED)
     ratio, scale = small.width / null.width, max(null.alpha, abs(null.beta))
     norms = [math.hypot(draw["diagonal mean"], draw["alpha"]) for draw in (small.draw(g) for _ in range(12))]
-    wrong = {UNTOUCHED: partial(small.independent, sum(norms) / len(norms), g)}
+    wrong: dict[str, Callable[[torch.Generator], dict[str, float]]]
+    wrong = {UNTOUCHED: partial(small.independent, sum(norms) / len(norms))}
     for name in ("alpha", "beta"):
         if getattr(null, name) and (name == "beta" or null.construction == "svd"):
-            other = replace(small, **{name: 1.2 * getattr(small, name)})
-            wrong[error_in(f"{name}_{kind}")] = partial(other.draw, g)
+            wrong[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)}).draw
     draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
-    drawn = Simulated.of(lambda: small.draw(g), wrong, draws, draws // 4)
+    drawn = Simulated.of(lambda draw: draw(g), small.draw, wrong, draws)
     # For half precision, an approximate SVD, and the finite width of the simulation.
     base = 2e-3 + (1 / small.width if ratio < 1 else 0)
-    out = {}
+    out = {"imbalance": (IMBALANCE, drawn.power("imbalance", IMBALANCE, shrink=ratio))}
     for name in _STATISTICS:
         factor = math.sqrt(ratio) if name == "diagonal std" else 1.0
         shrink = factor if name == "diagonal std" else ratio
         slack = base * factor * (1 if name in ("asymmetry", "participation") else scale)
         limits = drawn.interval(name, factor=factor, shrink=shrink, slack=slack)
         out[name] = limits, drawn.power(name, limits, factor=factor, shrink=ratio)
-    return {**out, "imbalance": (IMBALANCE, drawn.power("imbalance", IMBALANCE, shrink=ratio))}
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One product of a model: its checks, the image of its noise, and the group of products that share a factor."""
-
-    checks: list[Check]
-    image: Tensor  # (16 d,)
-    group: tuple[str, int]
+    return out
 
 
 @EXPECTATIONS.register(
@@ -183,70 +162,77 @@ def mimetic_attention_checks(
     choice("parts", parts, PARTS)
     if preset is not None:
         alpha_qk, beta_qk, alpha_vo, beta_vo = PRESETS[choice("preset", preset, PRESETS)]
-    queries_keys: list[_Product] = []
-    values_outputs: list[_Product] = []
-    for part in chosen_heads(chosen_layers(self_attention(source), layers), heads):
-        if parts != "vo":
-            queries_keys += _query_key(part, alpha_qk, beta_qk, construction)
-        if parts != "qk":
-            values_outputs.append(_value_output(part, alpha_vo, -beta_vo, construction))
-    checks = [check for product in (*queries_keys, *values_outputs) for check in product.checks]
-    return checks + _resemblances(queries_keys) + _resemblances(values_outputs)
+    found = list(chosen_heads(chosen_layers(self_attention(source), layers), heads))
+    checks: list[Check] = []
+    if parts != "vo":
+        checks += _checks("qk", [p for part in found for p in _query_key(part)], alpha_qk, beta_qk, construction)
+    if parts != "qk":
+        checks += _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
+    return checks
 
 
-def _query_key(part: AttentionPart, alpha: float, beta: float, construction: str) -> list[_Product]:
+@dataclass(frozen=True)
+class _Product:
+    """One product `A B^T` of a model, of rank at most r."""
+
+    part: AttentionPart
+    head: int | None
+    a: Tensor  # (d, r)
+    b: Tensor  # (d, r)
+    group: int  # number of products that share B
+    uneven: float  # the imbalance of the factors
+
+    @property
+    def shared(self) -> tuple[str, int]:
+        """What products that share B have in common."""
+        return self.part.name, self.part.kv_head(self.head or 0)
+
+    def checks(self, kind: str, rows: list[Row]) -> list[Check]:
+        number = None if self.head is None else self.part.numbers[self.head]
+        return checks_of("mimetic_attention", kind, self.part.layer, number, self.part.name, rows)
+
+
+def _query_key(part: AttentionPart) -> Iterator[_Product]:
     q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
     group = part.heads // part.kv_heads
-    null = Null(part.width, part.head_width, group, alpha, beta, construction)
-    out = []
     for head in range(part.heads):
         key, first = k[part.kv_head(head)], head // group * group
-        uneven = imbalance(q[first : first + group], key[None])
-        out.append(_product("qk", part, head, q[head], key, null, uneven))
-    return out
+        yield _Product(part, head, q[head], key, group, imbalance(q[first : first + group], key[None]))
 
 
-def _value_output(part: AttentionPart, alpha: float, beta: float, construction: str) -> _Product:
+def _value_output(part: AttentionPart) -> _Product:
     v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
     group, d = part.heads // part.kv_heads, part.width
     shared = o.reshape(part.kv_heads, group, -1, d).permute(1, 3, 0, 2).reshape(group, d, -1)  # (group, d, kv k)
     values = v.permute(1, 0, 2).reshape(d, -1)  # (d, kv k)
-    null = Null(d, part.kv_heads * part.value_width, 1, alpha, beta, construction)
     # The query heads of a group add up, since they share a value head.
-    uneven = imbalance(values[None], shared * math.sqrt(group))
-    return _product("vo", part, None, values, shared.sum(0), null, uneven)
+    return _Product(part, None, values, shared.sum(0), 1, imbalance(values[None], shared * math.sqrt(group)))
 
 
-def _product(
-    kind: str, part: AttentionPart, head: int | None, a: Tensor, b: Tensor, null: Null, uneven: float
-) -> _Product:
-    found = product_statistics(a, b) | {"imbalance": uneven}
-    rows: list[Row] = [(name, found[name], *limits) for name, limits in expected(null, kind).items()]
-    number = None if head is None else part.numbers[head]
-    checks = checks_of("mimetic_attention", kind, part.layer, number, part.name, rows)
-    # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
-    probes = torch.randn(len(b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(a)
-    image = (a @ (b.T @ probes) - found["diagonal mean"] * probes).flatten()
-    return _Product(checks, image / image.norm().clamp_min(1e-30), (part.name, part.kv_head(head or 0)))
-
-
-def _resemblances(products: list[_Product]) -> list[Check]:
-    """A check of each product's largest absolute correlation with another one, which is near 1 if noise was reused.
+def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> list[Check]:
+    """The checks of every product, and of its largest absolute correlation with another, near 1 if noise was reused.
 
     Query heads that share a key are correlated by construction and not compared.
     """
-    out = []
-    for length in {len(product.image) for product in products}:
-        mine = [product for product in products if len(product.image) == length]
-        stack = torch.stack([product.image for product in mine])
+    checks: list[Check] = []
+    images: dict[int, list[tuple[_Product, Tensor]]] = {}
+    for one in products:
+        found = product_statistics(one.a, one.b) | {"imbalance": one.uneven}
+        null = Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction)
+        checks += one.checks(kind, [(name, found[name], *limits) for name, limits in expected(null, kind).items()])
+        # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
+        probes = torch.randn(len(one.b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(one.a)
+        image = (one.a @ (one.b.T @ probes) - found["diagonal mean"] * probes).flatten()
+        images.setdefault(len(image), []).append((one, image / image.norm().clamp_min(1e-30)))
+    for length, mine in images.items():
+        stack = torch.stack([image for _, image in mine])
         cosines = (stack @ stack.T).abs()
-        cosines[torch.tensor([[a.group == b.group for b in mine] for a in mine])] = 0
+        cosines[torch.tensor([[a.shared == b.shared for b, _ in mine] for a, _ in mine])] = 0
         # The correlation of two independent heads has a standard deviation of about 1/d.
-        high = min(0.9, max(0.3, 8 * _PROBES / length))
-        for product, value in zip(mine, cosines.amax(1).tolist(), strict=True):
-            last = product.checks[-1]
-            out.append(replace(last, statistic="resemblance", found=value, low=0.0, high=high, power={}))
-    return out
+        limits = (0.0, min(0.9, max(0.3, 8 * _PROBES / length)))
+        for (one, _), value in zip(mine, cosines.amax(1).tolist(), strict=True):
+            checks += one.checks(kind, [("resemblance", value, limits)])
+    return checks
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
@@ -265,18 +251,19 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     """
     choice("special", special, ("keep", "zero"))
     checks = []
+    limits = (0.99 * abs(gamma), 1.01 * abs(gamma))
     for i, table in enumerate(positions(source)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
         scale, distance = _likeness(ordinary, codes)
-        limits = (0.99 * abs(gamma), 1.01 * abs(gamma))
         name = table.name
         if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
             name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
-        scaled, apart = _untouched(source, table, codes, limits)
-        power = {error_in("gamma"): outside(limits, 1.2 * abs(gamma)), UNTOUCHED: scaled}
+        starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
+        pairs = zip((limits, DISTANCE), zip(*starts, strict=True), strict=True) if starts else ()
+        scaled, apart = [outside_of(interval, draws) for interval, draws in pairs] or (0.0, 0.0)
         rows: list[Row] = [
-            ("gamma", math.sqrt(max(scale, 0.0)), limits, power),
+            ("gamma", scale, limits, {error_in("gamma"): outside(limits, 1.2 * abs(gamma)), UNTOUCHED: scaled}),
             ("distance of inner products", distance, DISTANCE, {UNTOUCHED: apart}),
         ]
         if special == "zero" and table.prefix:
@@ -285,26 +272,22 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     return checks
 
 
-def _untouched(source: NamedTensors, table: PositionEmbedding, codes: Tensor, limits: Interval) -> tuple[float, float]:
-    """The powers of the checks of gamma and of the distance against the network's default start."""
-    starts = [default_start(source, table.name, seed) for seed in range(_STARTS)]
-    if known := [start for start in starts if start is not None]:
-        tables = (start.reshape(table.tokens, table.width)[table.prefix :].cpu().double() for start in known)
-        scales, distances = zip(*(_likeness(start, codes) for start in tables), strict=True)
-        return outside_of(limits, [math.sqrt(max(scale, 0.0)) for scale in scales]), outside_of(DISTANCE, distances)
-    ours = not isinstance(source, ModuleTensors) and table.name.endswith("pos_embed")
-    if ours or not table.trained:
-        return 0.0, 0.0
-    g, size = torch.Generator().manual_seed(0), (min(256, len(codes)), table.width)
-    drawn = [torch.randn(size, generator=g, dtype=torch.float64) for _ in range(_STARTS)]
-    return 0.0, outside_of(DISTANCE, [_likeness(draw, codes[:256])[1] for draw in drawn])
+def _starts(source: NamedTensors, table: PositionEmbedding) -> list[Tensor]:
+    """Draws of what an untouched table starts from (N, d); none where it may be anything."""
+    reset = [default_start(source, table.name, seed) for seed in range(_STARTS)]
+    if known := [start for start in reset if start is not None]:
+        return [start.reshape(table.tokens, table.width)[table.prefix :].cpu().double() for start in known]
+    if not table.trained or (not isinstance(source, ModuleTensors) and table.name.endswith("pos_embed")):
+        return []
+    g, size = torch.Generator().manual_seed(0), (min(256, table.tokens - table.prefix), table.width)
+    return [torch.randn(size, generator=g, dtype=torch.float64) for _ in range(_STARTS)]
 
 
 def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
-    """The s for which `s C C^T` is nearest to `P P^T`, and its relative distance."""
+    """The gamma for which `gamma^2 C C^T` is nearest to `P P^T`, and the relative distance."""
     mine, theirs = table @ table.T, codes @ codes.T
     scale = float((mine * theirs).sum() / theirs.square().sum())
-    return scale, float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
+    return math.sqrt(max(scale, 0.0)), float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
 
 
 def _endpoint_codes(table: Tensor) -> Tensor:
@@ -358,15 +341,16 @@ def impulse_attention_checks(
     checks: list[Check] = []
     for i, part in enumerate(found):
         kind = pseudo_input if i == 0 or following is None else following
-        if part in wanted and kind == "positions":
-            if part.positional:
-                raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
-            codes, tokens = position_codes(part, nearest_table(part, tables), grid)
-            every = filter_offsets(filter_size, tokens.rows > 1)
-            known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
-            known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
-            x = normalised(codes) if normalise else codes.double()
-            checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
+        if part not in wanted or kind != "positions":
+            continue
+        if part.positional:
+            raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
+        codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
+        every = impulse.filter_offsets(filter_size, tokens.rows > 1)
+        known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
+        known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
+        x = impulse.normalised(codes) if normalise else codes.double()
+        checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
@@ -379,11 +363,11 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
     used: dict[Offset, int] = {}
     checks = []
     for head in range(part.heads):
-        found = attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
+        found = impulse.attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
         hits = (targets == found.argmax(1)) & (targets >= 0)
         best = int((hits.sum(1) / (targets >= 0).sum(1).clamp_min(1)).argmax())
         valid = (targets[best] >= 0).nonzero()[:, 0]
-        wanted = impulse_matrix(tokens, known[best]).double()
+        wanted = impulse.impulse_matrix(tokens, known[best]).double()
         used[known[best]] = used.get(known[best], 0) + 1
         copies = sum(torch.equal(q[head], q[h]) and part.kv_heads == part.heads for h in range(head))
         # Of an untouched head's tokens, one in N has its largest weight at a given target.
@@ -408,15 +392,17 @@ def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: 
     """1 / t for the t that minimises the objective of `impulse_attention.solve` on t times the logits; 1 if solved."""
     logits = (x @ q) @ (x @ k).mT * part.scale
     if tokens.causal:
-        logits = masked(logits)
+        logits = impulse.masked(logits)
     # With a shared key only the queries are free, else both grow with sqrt(t).
     powers = (2, 0) if part.kv_heads < part.heads else (1, 1)
-    directions = span(x)
+    directions = impulse.span(x)
     norms = [float((directions @ m).square().sum()) for m in (q, k)]  # outside the span nothing was solved
 
     def objective(log: float) -> float:
         t = math.exp(log)
         error = float((torch.softmax(logits * t, dim=1) - wanted).square().sum()) / tokens.total
-        return error + PENALTY * tokens.total * sum(n * t**power for n, power in zip(norms, powers, strict=True))
+        return error + impulse.PENALTY * tokens.total * sum(
+            n * t**power for n, power in zip(norms, powers, strict=True)
+        )
 
     return math.exp(-optimize.minimize_scalar(objective, bounds=(-3, 3), method="bounded", options={"xatol": 1e-2}).x)

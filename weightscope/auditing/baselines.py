@@ -1,7 +1,7 @@
 """Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -19,21 +19,8 @@ from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init.baselines import (
-    CONVOLUTIONS,
-    FACTOR,
-    QKV,
-    QKVO,
-    centre_tap,
-    fan_sum,
-    matrices_of,
-    zero_matrix,
-)
+from weightscope.init.baselines import CONVOLUTIONS, FACTOR, QKVO, centre_tap, matrices_of, zero_matrix
 
-# Standardised moments 4, 6, 8 of independent entries. Their distribution is known, and drawing matrices again and again
-# costs more than reading them once, so nothing is simulated here.
-_UNIFORM = (9 / 5, 27 / 7, 9.0)
-_NORMAL = (3.0, 15.0, 105.0)
 DEFAULT = "the default start of torch's layers"
 
 
@@ -41,27 +28,29 @@ DEFAULT = "the default start of torch's layers"
 def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
     """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
     gain = math.sqrt(6 / (1 + slope**2))
-    return _each(source, "kaiming_uniform", select, bias, lambda w: uniform_entries(w, gain / math.sqrt(fans(w)[0])))
+    return _each(source, "kaiming_uniform", select, bias, lambda w: _uniform(gain / math.sqrt(fans(w)[0])))
 
 
 @EXPECTATIONS.register("xavier")
 def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
     """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
 
-    def rows(w: Tensor) -> list[Row]:
+    def law(w: Tensor) -> Any:
         std = gain * math.sqrt(2 / sum(fans(w)))
-        return uniform_entries(w, math.sqrt(3) * std) if distribution == "uniform" else entries(w, std, _NORMAL)
+        return _uniform(math.sqrt(3) * std) if distribution == "uniform" else stats.norm(0, std)
 
-    return _each(source, "xavier", select, bias, rows)
+    return _each(source, "xavier", select, bias, law)
 
 
 @EXPECTATIONS.register("trunc_normal")
 def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
     """Checks of normal entries of standard deviation `std` given that they are in [-cut, cut]."""
     edge = min(cut / std, 30.0)
-    m2, m4, m6, m8 = (float(stats.truncnorm.moment(k, -edge, edge)) for k in (2, 4, 6, 8))
-    moments = m4 / m2**2, m6 / m2**3, m8 / m2**4
-    return _each(source, "trunc_normal", select, bias, lambda w: entries(w, std * math.sqrt(m2), moments, cut))
+    return _each(source, "trunc_normal", select, bias, lambda w: stats.truncnorm(-edge, edge, scale=std))
+
+
+def _uniform(bound: float) -> Any:
+    return stats.uniform(-bound, 2 * bound)
 
 
 def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
@@ -73,49 +62,43 @@ def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
     return [matrix for matrix in found if matrix.name in wanted]
 
 
-def _each(source: NamedTensors, name: str, select: str, bias: str, rows: Callable[[Tensor], list[Row]]) -> list[Check]:
+def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Any]) -> list[Check]:
     checks = []
     for i, matrix in enumerate(selected(source, name, select)):
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += checks_of(name, "weight", i, part, matrix.name, _against_default(rows(block.float()), block))
+            checks += checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
-            largest = float(matrix.bias.detach().abs().max())
-            checks.append(Check(name, "weight", i, None, matrix.name, "largest bias", largest, 0.0, limit))
+            row: Row = ("largest bias", float(matrix.bias.detach().abs().max()), (0.0, limit))
+            checks += checks_of(name, "weight", i, None, matrix.name, [row])
     return checks
 
 
-def _against_default(rows: list[Row], w: Tensor) -> list[Row]:
-    """The rows with the power of the variance's check against the entries of torch's layers, U(-1, 1) / sqrt(fan_in).
+def entries(w: Tensor, law: Any, default: str = "") -> list[Row]:
+    """Mean, variance, kurtosis and largest of entries relative to a symmetric law of `scipy.stats`, with intervals.
 
-    `kaiming_uniform` gives the same entries, and passes; that an untouched layer passes, too, is said by this power.
+    With `default`, the power of the variance is also given for torch's own entries, U(-1, 1) / sqrt(fan_in): those of
+    `kaiming_uniform` are the same and pass, and this power says so. The distributions of the statistics are known, and
+    drawing matrices again and again would cost more than reading them once, so nothing is simulated here.
     """
-    (_, found, limits, power) = next(row for row in rows if row[0] == "variance" and len(row) == 4)
-    ratio = found / float(w.double().square().mean().clamp_min(1e-300)) / (3 * fans(w)[0])
-    more = {**power, DEFAULT: outside(limits, ratio, ratio * math.sqrt(0.8 / w.numel()))}
-    return [("variance", found, limits, more) if row[0] == "variance" else row for row in rows]
-
-
-def uniform_entries(w: Tensor, bound: float) -> list[Row]:
-    """`entries` for `U(-bound, bound)`."""
-    return entries(w, bound / math.sqrt(3), _UNIFORM, bound)
-
-
-def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest: float = math.inf) -> list[Row]:
-    """Mean, variance and kurtosis of entries relative to the expected standard deviation, with their intervals."""
     n = w.numel()
     if n == 0:
         raise DataError(f"expected a weight with entries, found the shape {tuple(w.shape)}; it has nothing to audit")
-    m4, m6, m8 = moments
+    std, largest = law.std(), law.support()[1]
+    m4, m6, m8 = (float(law.moment(k)) / std**k for k in (4, 6, 8))  # standardised
     squares = w.square()
     square = float(squares.mean())
     sd = math.sqrt((m4 - 1) / n)
     limits = normal(1.0, sd, slack=2e-3)
+    power = {error_in("the standard deviation"): outside(limits, 1.44, 1.44 * sd)}
+    if default:
+        ratio = 1 / (3 * fans(w)[0] * std**2)
+        power[default] = outside(limits, ratio, ratio * math.sqrt(0.8 / n))
     rows: list[Row] = [
         ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
-        ("variance", square / std**2, limits, {error_in("the standard deviation"): outside(limits, 1.44, 1.44 * sd)}),
+        ("variance", square / std**2, limits, power),
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
@@ -124,6 +107,17 @@ def entries(w: Tensor, std: float, moments: tuple[float, float, float], largest:
     if largest < math.inf:
         rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
     return rows
+
+
+def _branches(source: NamedTensors, parts: str) -> Iterator[tuple[int, str, str, Tensor]]:
+    """Layer, name, letter and matrix (out, in) of the projections of attention and the matrices of MLPs."""
+    for attention in find_attention(source) if parts != "mlp" else []:
+        for letter in QKVO:
+            w = attention.read(letter).cpu()
+            yield attention.layer, attention.name, letter, (w if letter == "o" else w.mT).flatten(0, 1)
+    for mlp in find_mlps(source) if parts != "attention" else []:
+        for name in matrices_of(mlp):
+            yield mlp.layer, mlp.name, name, mlp.read(name).cpu()
 
 
 @EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
@@ -138,40 +132,23 @@ def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
         raise AnatomyError("expected self-attention, found cross-attention only")
     scale = (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
     checks: list[Check] = []
-    for part in attention:
-        for letter in QKVO:
-            w = part.read(letter).cpu()
-            rows = uniform_entries(w, math.sqrt(6 / fan_sum(letter, w.shape)) * (scale if letter in "vo" else 1.0))
-            checks += checks_of("t_fixup", letter, part.layer, None, part.name, rows)
-    for mlp in mlps:
-        for name in matrices_of(mlp):
-            w = mlp.read(name).cpu()
-            rows = uniform_entries(w, math.sqrt(6 / sum(w.shape)) * scale)
-            checks += checks_of("t_fixup", name, mlp.layer, None, mlp.name, rows)
+    for layer, name, letter, w in _branches(source, "both"):
+        bound = math.sqrt(6 / sum(w.shape)) * (1.0 if letter in "qk" else scale)
+        checks += checks_of("t_fixup", letter, layer, None, name, entries(w, _uniform(bound)))
     return checks
 
 
-def _branches(parameters: Mapping[str, Any]) -> tuple[str, ...]:
+def _kinds(parameters: Mapping[str, Any]) -> tuple[str, ...]:
     kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
     return kinds.get(parameters.get("parts", "attention"), ())
 
 
-@EXPECTATIONS.register("zero_init", reads=_branches)
+@EXPECTATIONS.register("zero_init", reads=_kinds)
 def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
-    found: list[tuple[int, str, str, Tensor]] = []  # layer, name, part, (out, in)
-    for attention in find_attention(source) if parts != "mlp" else []:
-        found += [
-            (attention.layer, attention.name, letter, attention.read(letter).cpu().mT.flatten(0, 1)) for letter in QKV
-        ]
-        found.append((attention.layer, attention.name, "o", attention.read("o").cpu().flatten(0, 1)))
-    for mlp in find_mlps(source) if parts != "attention" else []:
-        found += [(mlp.layer, mlp.name, name, mlp.read(name).cpu()) for name in matrices_of(mlp)]
-    if not found:
-        raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
     checks = []
-    for layer, name, part, matrix in found:
+    for layer, name, part, matrix in _branches(source, parts):
         edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
         if part in ("o", "fc2"):
             row: Row = ("largest", float(matrix.abs().max()), (0.0, 0.0), {UNTOUCHED: outside((0.0, 0.0), edge)})
@@ -180,6 +157,8 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
             power = {UNTOUCHED: outside(limits, 1 - edge), error_in("the identities"): outside(limits, 0.2)}
             row = ("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), limits, power)
         checks += checks_of("zero_init", part, layer, None, name, [row])
+    if not checks:
+        raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
     return checks
 
 

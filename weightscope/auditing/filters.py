@@ -1,8 +1,8 @@
 """Expectations of the initialisers of depthwise filters: a covariance for each layer, or fixed patterns."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,7 @@ from weightscope.auditing.intervals import (
     outside,
 )
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
-from weightscope.init.convolution import (
-    BUMP,
-    PRESETS,
-    checked_filters,
-    conv_covariance,
-    conv_covariance_,
-    covariance_root,
-    random_filters_,
-    relative_depths,
-    settings,
-)
+from weightscope.init import INITIALISERS, convolution
 
 _KINDS = ("depthwise convolutions",)
 Spectrum = tuple[np.ndarray, np.ndarray]
@@ -43,7 +33,7 @@ Spectrum = tuple[np.ndarray, np.ndarray]
 
 
 @EXPECTATIONS.register(
-    "conv_covariance", reads=_KINDS, square=True, variants=tuple({"preset": name} for name in PRESETS)
+    "conv_covariance", reads=_KINDS, square=True, variants=tuple({"preset": name} for name in convolution.PRESETS)
 )
 def conv_covariance_checks(
     source: NamedTensors,
@@ -58,19 +48,17 @@ def conv_covariance_checks(
     strict: bool,
 ) -> list[Check]:
     """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`."""
-    curve = settings(preset, sigma0, v, a)
+    curve = convolution.settings(preset, sigma0, v, a)
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
     found = depthwise(source)
     square = [part for part in found if part.square] if not strict else []
-    parts = checked_filters(square or found, BUMP)
+    parts = convolution.checked_filters(square or found, convolution.BUMP)
     checks: list[Check] = []
-    for part, depth in zip(parts, relative_depths(parts, schedule), strict=True):
-        sigma = float(curve(depth))
-        values, vectors = _spectrum(part.kernel[0], sigma, psd)
-        drawn = partial(_conv_covariance_draws, part.kernel[0], sigma, psd, part.channels)
-        rows = _covariance_rows(part, (scale**2 * values, vectors), drawn)
+    for part, depth in zip(parts, convolution.relative_depths(parts, schedule), strict=True):
+        given = {"sigma0": float(curve(depth)), "v": 0.0, "a": 0.0, "scale": scale, "psd": psd}
+        rows = _covariance_rows(part, "conv_covariance", given)
         checks += checks_of("conv_covariance", "filters", part.layer, None, part.name, rows)
     return checks
 
@@ -81,28 +69,23 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
     choice("distribution", distribution, ("normal", "uniform"))
     checks = []
     for part in depthwise(source):
-        size = math.prod(part.kernel)
-        drawn = partial(_random_filters_draws, part.kernel, distribution, gain, part.channels)
-        rows = _covariance_rows(part, (np.full(size, gain**2 / size), np.eye(size)), drawn)
+        rows = _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain})
         if distribution == "uniform":
-            largest = float(part.read().abs().max()) * math.sqrt(size) / gain
+            largest = float(part.read().abs().max()) * math.sqrt(math.prod(part.kernel)) / gain
             rows.append(("largest", largest, (0.0, math.sqrt(3) * 1.01)))
         checks += checks_of("random_filters", "filters", part.layer, None, part.name, rows)
     return checks
 
 
-def _covariance_rows(
-    part: DepthwisePart, spectrum: Spectrum, simulate: Callable[[torch.dtype], Simulated]
-) -> list[Row]:
+def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, Any]) -> list[Row]:
     """Statistics of a layer's filters with their intervals and powers; those do not depend on the scale."""
     x = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
     if bad := int(x.size - np.isfinite(x).sum()):
         return [("NaN or infinite", float(bad), (0.0, 0.0))]
-    found, drawn = covariance_statistics(x, spectrum), simulate(_precision(x))
+    spectrum, drawn = _draws(name, tuple(parameters.items()), part.kernel, part.channels, _precision(x))
+    found = covariance_statistics(x, spectrum)
     limits = _limits(part.channels, found, spectrum, drawn)
-    return [
-        (what, value, limits[what], drawn.power(what, limits[what])) for what, value in found.items() if what in limits
-    ]
+    return [(what, found[what], interval, drawn.power(what, interval)) for what, interval in limits.items()]
 
 
 def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]:
@@ -171,75 +154,53 @@ def _precision(x: np.ndarray) -> torch.dtype:
 
 
 @lru_cache(maxsize=512)
-def _spectrum(k: int, sigma: float, psd: str) -> Spectrum:
-    root = covariance_root(conv_covariance(k, sigma), psd)
-    values, vectors = np.linalg.eigh(root @ root.T)
-    return np.maximum(values, 0), vectors
-
-
-@lru_cache(maxsize=512)
-def _conv_covariance_draws(k: int, sigma: float, psd: str, channels: int, dtype: torch.dtype) -> Simulated:
-    """Untouched filters have the total variance that is expected, which is the hardest to tell."""
-    spectrum = _spectrum(k, sigma, psd)
-    init = partial(conv_covariance_, v=0.0, a=0.0, psd=psd)
-    errors = {"sigma": partial(init, sigma0=1.2 * sigma), "scale": partial(init, sigma0=sigma, scale=1.2)}
-    hardest = k * math.sqrt(3 * float(spectrum[0].mean()))
-    return _draws((k, k), channels, dtype, spectrum, partial(init, sigma0=sigma), errors, hardest)
-
-
-@lru_cache(maxsize=512)
-def _random_filters_draws(
-    kernel: tuple[int, int], distribution: str, gain: float, channels: int, dtype: torch.dtype
-) -> Simulated:
-    size = math.prod(kernel)
-    init = partial(random_filters_, distribution=distribution)
-    errors = {"gain": partial(init, gain=1.2)}
-    return _draws(kernel, channels, dtype, (np.full(size, 1 / size), np.eye(size)), init, errors, 1 / gain)
-
-
 def _draws(
-    kernel: tuple[int, int],
-    channels: int,
-    dtype: torch.dtype,
-    spectrum: Spectrum,
-    correct: Callable[..., Any],
-    errors: Mapping[str, Callable[..., Any]],
-    untouched: float,
-) -> Simulated:
-    """Statistics of a layer after an initialiser, after it with errors, and of a multiple of its default start."""
+    name: str, parameters: tuple[tuple[str, Any], ...], kernel: tuple[int, int], channels: int, dtype: torch.dtype
+) -> tuple[Spectrum, Simulated]:
+    """The expected spectrum, and statistics of a layer after an initialiser, after it with errors, and before it."""
+    given, size = dict(parameters), math.prod(kernel)
+    if name == "conv_covariance":
+        covariance = given["scale"] ** 2 * convolution.conv_covariance(kernel[0], given["sigma0"])
+        root = convolution.covariance_root(covariance, given["psd"])
+        values, vectors = np.linalg.eigh(root @ root.T)
+        numbers: tuple[str, ...] = ("sigma0", "scale")
+        edge = math.sqrt(3 * float(np.maximum(values, 0).mean()))  # the expected total variance is the hardest to tell
+    else:
+        values, vectors = np.full(size, given["gain"] ** 2 / size), np.eye(size)
+        numbers = ("gain",)
+        edge = 1 / math.sqrt(size)  # of torch's default entries
+    wrong = {error_in(name.removesuffix("0")): {name: 1.2 * given[name]} for name in numbers}
+    spectrum = np.maximum(values, 0), vectors
     layer = nn.Conv2d(channels, channels, kernel, groups=channels, bias=False, dtype=dtype)
-    g = torch.Generator().manual_seed(0)
-    edge = 1 / math.sqrt(math.prod(kernel))
+    g, init = torch.Generator().manual_seed(0), INITIALISERS[name]
 
-    def drawn(init: Callable[..., Any]) -> dict[str, float]:
-        init(layer, generator=g)
+    def drawn(changes: dict[str, Any] | None) -> dict[str, float]:
+        if changes is None:
+            layer.weight.detach().uniform_(-edge, edge, generator=g)
+        else:
+            init(layer, **(given | changes), generator=g)
         return covariance_statistics(layer.weight.detach().double().flatten(1).numpy(), spectrum)
 
-    def default(_: nn.Module, *, generator: torch.Generator) -> None:
-        layer.weight.detach().uniform_(-edge, edge, generator=generator).mul_(untouched)
-
-    wrong = {error_in(name): partial(drawn, init) for name, init in errors.items()}
-    return Simulated.of(partial(drawn, correct), {UNTOUCHED: partial(drawn, default), **wrong})
+    return spectrum, Simulated.of(drawn, {}, {UNTOUCHED: None, **wrong})
 
 
 @EXPECTATIONS.register("impulse_filters", reads=_KINDS)
 def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
     """Checks that every filter has one pixel of 1 and the others 0, with the central pixels used evenly."""
     checks = []
+    one = (1.0, 1.0)
     for part in depthwise(source):
         x = part.read().cpu()
-        flat = x.flatten(1)
         sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
         rows, columns = (slice((n - f) // 2, (n - f) // 2 + f) for n, f in zip(part.kernel, sizes, strict=True))
         central, taps = x[:, rows, columns].flatten(1), math.prod(sizes)
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
         most = max(float(stats.binom.isf(LEVEL / taps, part.channels, 1 / taps)), math.ceil(part.channels / taps))
-        one = (1.0, 1.0)
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are within +-edge
         power = {UNTOUCHED: outside(one, edge), error_in("the impulses"): outside(one, 1.2)}
         found: list[Row] = [
-            ("largest entry", _worst(flat.amax(1), one), one, power),
-            ("sum", _worst(flat.abs().sum(1), one), one),
+            ("largest entry", _worst(x.flatten(1).amax(1), one), one, power),
+            ("sum", _worst(x.flatten(1).abs().sum(1), one), one),
             ("central sum", _worst(central.sum(1), one), one),
             ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
         ]
@@ -251,11 +212,11 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
 def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
     """Checks that every entry of every filter is the value."""
     checks = []
-    limits = (value - 0.004 * abs(value), value + 0.004 * abs(value))  # half precision
+    low, high = limits = value - 0.004 * abs(value), value + 0.004 * abs(value)  # half precision
     for part in depthwise(source):
         x = part.read().cpu()
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are uniform within +-edge
-        within = max(0.0, min(edge, limits[1]) - max(-edge, limits[0])) / (2 * edge)
+        within = max(0.0, min(edge, high) - max(-edge, low)) / (2 * edge)
         power = {UNTOUCHED: 1 - within ** x.numel()}
         if value:
             power[error_in("value")] = outside(limits, 1.2 * value)

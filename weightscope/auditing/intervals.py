@@ -23,7 +23,6 @@ from weightscope.anatomy import ModuleTensors, NamedTensors
 # Per check. A report of 5,000 checks (36 heads have about 300) then has a false-alarm rate below 0.5 %.
 LEVEL = 1e-6
 DRAWS = 48  # of a correct construction; the t quantile of LEVEL is 5.6
-WRONG_DRAWS = 12  # of each wrong one
 # An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
 DECIDED = 0.99
 UNTOUCHED = "an untouched network"
@@ -61,18 +60,15 @@ def f_ratio(over: float, under: float, *, level: float = LEVEL) -> Interval:
     return float(stats.f.ppf(level / 2, over, under)), float(stats.f.isf(level / 2, over, under))
 
 
-def predicted(draws: Sequence[float], *, shrink: float = 1.0, slack: float = 0.0, level: float = LEVEL) -> Interval:
-    """Prediction interval of one more draw, given draws of a correct construction.
-
-    `shrink` is the deviation at the audited size over that at the simulated size; `slack` is added on each side.
-    """
+def predicted(draws: Sequence[float], *, shrink: float = 1.0, level: float = LEVEL) -> Interval:
+    """Prediction interval of one more draw, whose deviation is `shrink` times that of the n given ones."""
     n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(shrink**2 + 1 / n) + slack
+    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(shrink**2 + 1 / n)
     return mean - half, mean + half
 
 
 def outside(limits: Interval, mean: float, sd: float = 0.0, dof: float = math.inf) -> float:
-    """The power of a check: the probability that a normal statistic of a wrong network is outside the interval.
+    """The power of a check: the probability that a statistic of a wrong network is outside the interval.
 
     P(x < low) + P(x > high),   x ~ N(mean, sd^2), or mean + sd t with `dof` degrees;   0 or 1 for sd = 0
     """
@@ -83,10 +79,7 @@ def outside(limits: Interval, mean: float, sd: float = 0.0, dof: float = math.in
 
 
 def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0) -> float:
-    """The power of a check by n simulated wrong networks: the probability that one more is outside the interval.
-
-    x ~ mean + sd sqrt(1 + 1/n) t_(n-1),   the predictive distribution of a normal statistic
-    """
+    """The power of a check by n simulated wrong networks: x ~ mean + sd sqrt(1 + 1/n) t_(n-1) is outside."""
     n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
     return outside(limits, mean, sd * shrink * math.sqrt(1 + 1 / n), dof=n - 1)
 
@@ -101,33 +94,31 @@ class Simulated:
     @classmethod
     def of(
         cls,
-        correct: Callable[[], Mapping[str, float]],
-        wrong: Mapping[str, Callable[[], Mapping[str, float]]],
+        draw: Callable[[Any], Mapping[str, float]],
+        correct: Any,
+        wrong: Mapping[str, Any],
         draws: int = DRAWS,
-        wrong_draws: int = WRONG_DRAWS,
+        wrong_draws: int | None = None,
     ) -> "Simulated":
-        """Draw from functions that make a part and measure it."""
-        return cls(
-            _columns(correct() for _ in range(draws)),
-            {error: _columns(make() for _ in range(wrong_draws)) for error, make in wrong.items()},
-        )
+        """`draw` makes a part by a construction and measures it; a quarter as many draws of each wrong construction."""
+        fewer = draws // 4 if wrong_draws is None else wrong_draws
+        right = _columns(draw(correct) for _ in range(draws))
+        return cls(right, {error: _columns(draw(make) for _ in range(fewer)) for error, make in wrong.items()})
 
     def interval(
         self, statistic: str, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0, slack: float = 0.0
     ) -> Interval:
         """The prediction interval of a statistic, about normal under `via`; `factor` is on its mean and deviation."""
-        forth, back = via
-        low, high = predicted([forth(factor * x) for x in self.correct[statistic]], shrink=shrink)
-        return back(low) - slack, back(high) + slack
+        low, high = predicted([via[0](factor * x) for x in self.correct[statistic]], shrink=shrink)
+        return via[1](low) - slack, via[1](high) + slack
 
     def power(
         self, statistic: str, limits: Interval, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0
     ) -> dict[str, float]:
         """Error -> the probability that the statistic of a part with that error is outside the limits."""
-        forth = via[0]
-        ends = tuple(forth(x) if math.isfinite(x) else x for x in limits)
+        low, high = (via[0](x) if math.isfinite(x) else x for x in limits)
         return {
-            error: outside_of((ends[0], ends[1]), [forth(factor * x) for x in values[statistic]], shrink=shrink)
+            error: outside_of((low, high), [via[0](factor * x) for x in values[statistic]], shrink=shrink)
             for error, values in self.wrong.items()
             if statistic in values
         }
@@ -142,10 +133,7 @@ def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:
-    """The value that the constructor of a module gives a tensor, by `reset_parameters` of a copy of its owner.
-
-    None if it is not known: for tensors without a module, or a module without `reset_parameters`.
-    """
+    """What `reset_parameters` of a copy of its module gives a tensor; None without a module that has this method."""
     if not isinstance(source, ModuleTensors):
         return None
     path, _, attribute = name.rpartition(".")

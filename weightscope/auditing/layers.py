@@ -59,9 +59,8 @@ def mimetic_mlp_checks(
             if mode == "anticorrelated":
                 rows = _anticorrelated(fc1, part)
             else:
-                table = Table.of(fc1)
-                rows = _row_means(table, sigma) if mode == "rows" else _mean(table, b)
-                tables.setdefault(name, []).append(table)
+                tables.setdefault(name, []).append(table := Table.of(fc1))
+                rows = table.row_means(sigma) if mode == "rows" else table.constant(b)
             checks += checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
     for name, found in tables.items():
         if len(found) > 1:
@@ -100,22 +99,28 @@ class Table:
         """Standard deviation of the mean of independent entries."""
         return math.sqrt(self.noise / (self.p * self.n))
 
-    @property
-    def rest(self) -> int:
-        """Degrees of freedom of the noise."""
-        return (self.p - 1) * (self.n - 1)
+    def constant(self, b: float) -> list[Row]:
+        """The mode "scalar": the mean is b units."""
+        rest, b = (self.p - 1) * (self.n - 1), b * self.unit
+        limits = normal(b, self.error, slack=0.005 * abs(b))
+        power = {UNTOUCHED: outside(limits, 0.0, self.error), error_in("b"): outside(limits, 1.2 * b, self.error)}
+        return [
+            ("mean", self.mean, limits, power),
+            ("input means", self.inputs, f_ratio(self.n - 1, rest)),
+            ("unit means", self.units, f_ratio(self.p - 1, rest)),
+        ]
 
-
-def _mean(table: Table, b: float) -> list[Row]:
-    """The mode "scalar": the mean is b units."""
-    b *= table.unit
-    limits = normal(b, table.error, slack=0.005 * abs(b))
-    power = {UNTOUCHED: outside(limits, 0.0, table.error), error_in("b"): outside(limits, 1.2 * b, table.error)}
-    return [
-        ("mean", table.mean, limits, power),
-        ("input means", table.inputs, f_ratio(table.n - 1, table.rest)),
-        ("unit means", table.units, f_ratio(table.p - 1, table.rest)),
-    ]
+    def row_means(self, sigma: float) -> list[Row]:
+        """The mode "rows": the input means have the variance (sigma unit)^2 + noise / p."""
+        gain, dof, rest = self.gain(sigma), self.n - 1, (self.p - 1) * (self.n - 1)
+        low, high = (gain * x for x in chi_squared(dof))
+        inside = float(stats.f.cdf(high, dof, rest) - stats.f.cdf(low, dof, rest))
+        power = {UNTOUCHED: 1 - inside, error_in("sigma"): _wrong_sigma(self.gain(1.2 * sigma) / gain, dof)}
+        return [
+            ("mean", self.mean, normal(0.0, math.sqrt((sigma * self.unit) ** 2 / self.n + self.error**2))),
+            ("input means", self.inputs, (low, high), power),
+            ("unit means", self.units, f_ratio(self.p - 1, rest)),
+        ]
 
 
 def _all_means(tables: list[Table], b: float) -> list[Row]:
@@ -127,27 +132,15 @@ def _all_means(tables: list[Table], b: float) -> list[Row]:
     return [("mean", found, limits, {error_in("b"): outside(limits, 1.2 * b, error)})]
 
 
-def _row_means(table: Table, sigma: float) -> list[Row]:
-    """The mode "rows": the input means have the variance (sigma unit)^2 + noise / p."""
-    gain, dof = table.gain(sigma), table.n - 1
-    low, high = (gain * x for x in chi_squared(dof))
-    inside = float(stats.f.cdf(high, dof, table.rest) - stats.f.cdf(low, dof, table.rest))
-    power = {UNTOUCHED: 1 - inside, error_in("sigma"): _wrong_sigma(table.gain(1.2 * sigma) / gain, dof)}
-    return [
-        ("mean", table.mean, normal(0.0, math.sqrt((sigma * table.unit) ** 2 / table.n + table.error**2))),
-        ("input means", table.inputs, (low, high), power),
-        ("unit means", table.units, f_ratio(table.p - 1, table.rest)),
-    ]
-
-
 def _all_row_means(tables: list[Table], sigma: float) -> list[Row]:
     """The variance of the input means of all layers, over what is expected."""
-    tables = [table for table in tables if table.n > 1]
     total = sum(t.n - 1 for t in tables)
     if not total:
         return []
-    found = sum((t.n - 1) * t.inputs / t.gain(sigma) for t in tables) / total
-    other = sum((t.n - 1) * t.gain(1.2 * sigma) / t.gain(sigma) for t in tables) / total
+    found, other = (
+        sum((t.n - 1) * value / t.gain(sigma) for t, value in zip(tables, values, strict=True) if t.n > 1) / total
+        for values in ([t.inputs for t in tables], [t.gain(1.2 * sigma) for t in tables])
+    )
     return [("input means", found, chi_squared(total), {error_in("sigma"): _wrong_sigma(other, total)})]
 
 
@@ -162,13 +155,10 @@ def _wrong_sigma(factor: float, dof: int) -> float:
 def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
     """`(fc1 - fc2^T) / 2` has the slope -1/2 on fc2^T, and independent residuals of the variance of fc1 / 4."""
     slope, rest, error = _regression(part.read("fc2").cpu().double().mT, fc1)
-    share = rest / float(fc1.var()) if float(fc1.var()) else 0.0
     limits = normal(-0.5, error, slack=0.005)
     power = {UNTOUCHED: outside(limits, 0.0, error), error_in("the factor 1/2"): outside(limits, -0.6, error)}
-    return [
-        ("slope", slope, limits, power),
-        ("own share of variance", share, (1e-12, 0.999)),  # in packed gates the residuals are tiny, not zero
-    ]
+    # In packed gates the residuals are tiny, not zero.
+    return [("slope", slope, limits, power), ("own share of variance", rest / float(fc1.var() or 1), (1e-12, 0.999))]
 
 
 def _regression(x: Tensor, y: Tensor) -> tuple[float, float, float]:
@@ -269,16 +259,15 @@ def simulated_correlations(rho: float, sizes: tuple[int, ...], draws: int = 192)
 
     Samples of more than `_MOST` pairs are simulated by as many; the deviation goes with the root of the number.
     """
-    g, small = torch.Generator().manual_seed(0), tuple(min(n, _MOST) for n in sizes)
+    g, small = torch.Generator().manual_seed(0), tuple(min(n, _MOST) for n in sizes if n > 4)
 
     def drawn(r: float) -> dict[str, float]:
-        pairs = [torch.randn(2, n, generator=g, dtype=torch.float64) for n in small if n > 4]
-        kept = tuple(n for n in small if n > 4)
-        return {"correlation": pooled_correlation([_correlation(x, correlated(x, y, r)) for x, y in pairs], kept)}
+        pairs = [torch.randn(2, n, generator=g, dtype=torch.float64) for n in small]
+        return {"correlation": pooled_correlation([_correlation(x, correlated(x, y, r)) for x, y in pairs], small)}
 
-    wrong = (1.2 if abs(rho) <= 1 / 1.2 else 0.8) * rho
-    errors = {UNTOUCHED: lambda: drawn(0.0), error_in("correlation"): lambda: drawn(wrong)}
-    return Simulated.of(lambda: drawn(rho), errors, draws, draws), math.sqrt(sum(small) / sum(sizes))
+    wrong = {UNTOUCHED: 0.0, error_in("correlation"): (1.2 if abs(rho) <= 1 / 1.2 else 0.8) * rho}
+    shrink = math.sqrt(sum(min(n, _MOST) for n in sizes) / sum(sizes))
+    return Simulated.of(drawn, rho, wrong, draws, draws), shrink
 
 
 # --- state-space layers -----------------------------------------------------------------------------------------------

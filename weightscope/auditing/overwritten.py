@@ -23,7 +23,6 @@ from weightscope.errors import DataError, UsageError
 from weightscope.init.base import UserInitialiser
 
 _OURS = "weightscope.init"
-_REGISTRY = f"{_OURS}.base"
 _SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
 
 
@@ -37,44 +36,65 @@ class Overwrite:
     changed: float  # share of the compared entries that differ; 1.0 if the shape differs
 
     def __str__(self) -> str:
-        changed = f"{100 * self.changed:.0f} % changed"
-        return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({changed})"
+        share = f"{100 * self.changed:.0f} % changed"
+        return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({share})"
 
 
 @dataclass(frozen=True)
 class _Fingerprint:
-    digest: str
-    shape: tuple[int, ...]
+    digest: bytes
+    shape: torch.Size
     dtype: torch.dtype
     sample: Tensor
 
     @classmethod
     def of(cls, tensor: Tensor) -> "_Fingerprint":
         flat = tensor.detach().cpu().reshape(-1)
-        raw = flat.contiguous().view(torch.uint8).numpy().tobytes()
-        digest = hashlib.blake2b(raw, digest_size=16).hexdigest()
-        return cls(digest, tuple(tensor.shape), tensor.dtype, flat[:: max(1, flat.numel() // _SAMPLE)].clone())
+        digest = hashlib.blake2b(flat.contiguous().view(torch.uint8).numpy().tobytes()).digest()
+        return cls(digest, tensor.shape, tensor.dtype, flat[:: max(1, flat.numel() // _SAMPLE)].clone())
 
     def changed(self, tensor: Tensor) -> float:
         """Share of entries that differ by more than a change of precision explains."""
-        if tuple(tensor.shape) != self.shape:
+        if tensor.shape != self.shape:
             return 1.0
         other = _Fingerprint.of(tensor)
-        if other.dtype == self.dtype:
-            if other.digest == self.digest:
-                return 0.0
+        if other.dtype == self.dtype:  # a change may be outside the sample
             share = float((other.sample != self.sample).double().mean())
-            return max(share, 1 / max(1, tensor.numel()))  # a change outside the sample
-        coarse = max(torch.finfo(d).eps for d in (self.dtype, other.dtype))
+            return 0.0 if other.digest == self.digest else max(share, 1 / max(1, tensor.numel()))
+        limits = [torch.finfo(dtype) for dtype in (self.dtype, other.dtype)]
         mine, theirs = self.sample.double(), other.sample.double()
-        tiny = max(torch.finfo(d).tiny for d in (self.dtype, other.dtype))
-        return float(((mine - theirs).abs() > coarse * mine.abs() + tiny).double().mean())
+        allowed = max(x.eps for x in limits) * mine.abs() + max(x.tiny for x in limits)
+        return float(((mine - theirs).abs() > allowed).double().mean())
 
 
-class Tracker:
-    """The initialised and overwritten parameters of a model; yielded by `track`, and usable after the block."""
+class track(TorchDispatchMode):
+    """Track which parameters initialisers set, and what overwrites them afterwards.
+
+    Within the block every in-place write to the model's tensors is recorded, also through `.data` and views. A write
+    by a function of `weightscope.init`, or by one passed to `init.get`, is initialisation; a later initialiser may
+    build on an earlier one. Any other write to an initialised tensor is recorded with its place in the code, and
+    `t.overwritten` lists those that changed a value, also after the block. Casting the model to another precision or
+    device does not count.
+
+    Args:
+        model: the module to track.
+
+    Raises:
+        UsageError: if it is not a module.
+
+    Example:
+        >>> with track(model) as t:
+        ...     mimetic_attention_(model)
+        ...     model.apply(model._init_weights)
+        >>> for overwrite in t.overwritten:
+        ...     print(overwrite)
+        `head.weight`, set by trunc_normal_, was overwritten by train.py:12 in _init_weights (100% changed)
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"track: expected a module, found {type(model).__name__}")
+        super().__init__()
         self.model = model
         self._label: str | None = None
         self._set: dict[str, tuple[str, _Fingerprint | None]] = {}
@@ -84,6 +104,10 @@ class Tracker:
         for name, tensor in self._tensors().items():
             if not tensor.is_meta:
                 self._storages.setdefault(_address(tensor), []).append(name)
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._settle()
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -99,20 +123,17 @@ class Tracker:
         self._settle()
         tensors, out = self._tensors(), []
         for name, (initialiser, print_) in self._set.items():
+            by, changed = self._culprits.get(name, "code outside the block, or by replacing the tensor"), 1.0
             if name not in tensors:
-                out.append(Overwrite(name, initialiser, "its removal from the model", 1.0))
-                continue
-            # Without a fingerprint, the tensor was replaced before torch's next operation.
-            changed = print_.changed(tensors[name]) if print_ is not None else 1.0
-            if changed:
-                by = self._culprits.get(name, "code outside the block, or by replacing the tensor")
-                out.append(Overwrite(name, initialiser, by, changed))
+                by = "its removal from the model"
+            elif print_ is not None:  # else the tensor was replaced before torch's next operation
+                changed = print_.changed(tensors[name])
+            out += [Overwrite(name, initialiser, by, changed)] if changed else []
         return tuple(out)
 
     def check(self) -> None:
         """Raise DataError if parameters were overwritten, naming them, their initialisers and the code that did it."""
-        found = self.overwritten
-        if found:
+        if found := self.overwritten:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
             raise DataError(f"{len(found)} of {len(self._set)}: {'; '.join(map(str, found[:3]))}{more}")
 
@@ -137,14 +158,20 @@ class Tracker:
         """Fingerprint tensors that were set and not yet fingerprinted."""
         tensors = self._tensors()
         for name, place in list(self._pending.items()):
-            initialiser = self._set[name][0]
             if name in tensors and _place_of(tensors[name]) == place:
-                self._set[name] = (initialiser, _Fingerprint.of(tensors[name]))
+                self._set[name] = (self._set[name][0], _Fingerprint.of(tensors[name]))
         self._pending = {}
 
-    def _written(self, names: list[str], initialiser: str | None, frame: FrameType) -> None:
-        """Record a write that has just been made."""
-        tensors = self._tensors() if initialiser is not None else {}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        names = self._targets(func, args, kwargs)
+        frame, initialiser = sys._getframe(1), self._label
+        if initialiser is None and (names or self._pending):
+            initialiser = _initialiser(frame)
+        if self._pending and initialiser is None:
+            self._settle()  # the initialiser has returned: its tensors must not change from here
+        out = func(*args, **kwargs)
+        tensors = self._tensors() if names and initialiser is not None else {}
         for name in names:
             if initialiser is not None and name in tensors:
                 self._set[name] = (initialiser, None)
@@ -152,60 +179,10 @@ class Tracker:
                 self._culprits.pop(name, None)
             elif name in self._set:
                 self._culprits.setdefault(name, _places(frame))
-
-
-class track(TorchDispatchMode):
-    """Track which parameters initialisers set, and what overwrites them afterwards.
-
-    Within the block every in-place write to the model's tensors is recorded, also through `.data` and views. A write
-    by a function of `weightscope.init`, or by one passed to `init.get`, is initialisation; a later initialiser may
-    build on an earlier one. Any other write to an initialised tensor is recorded with its place in the code, and
-    `t.overwritten` lists those that changed a value. Casting the model to another precision or device does not count.
-
-    Args:
-        model: the module to track.
-
-    Raises:
-        UsageError: if it is not a module.
-
-    Example:
-        >>> with track(model) as t:
-        ...     mimetic_attention_(model)
-        ...     model.apply(model._init_weights)
-        >>> for overwrite in t.overwritten:
-        ...     print(overwrite)
-        `head.weight`, set by trunc_normal_, was overwritten by train.py:12 in _init_weights (100% changed)
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"track: expected a module, found {type(model).__name__}")
-        super().__init__()
-        self._tracker = Tracker(model)
-
-    def __enter__(self) -> Tracker:
-        super().__enter__()
-        return self._tracker
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._tracker._settle()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        names = self._targets(func, args, kwargs)
-        frame = sys._getframe(1)
-        initialiser = self._tracker._label
-        if initialiser is None and (names or self._tracker._pending):
-            initialiser = _initialiser(frame)
-        if self._tracker._pending and initialiser is None:
-            self._tracker._settle()  # the initialiser has returned: its tensors must not change from here
-        out = func(*args, **kwargs)
-        if names:
-            self._tracker._written(names, initialiser, frame)
         return out
 
     def _targets(self, func: Any, args: Any, kwargs: Any) -> list[str]:
+        """The names of the model's tensors that an operation writes."""
         names: list[str] = []
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
@@ -213,7 +190,7 @@ class track(TorchDispatchMode):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, Tensor) and not tensor.is_meta:
-                    names += self._tracker._storages.get(_address(tensor), [])
+                    names += self._storages.get(_address(tensor), [])
         return names
 
 
@@ -231,7 +208,7 @@ def _initialiser(frame: FrameType) -> str | None:
     found = None
     for outer, _ in traceback.walk_stack(frame):
         module = outer.f_globals.get("__name__", "")
-        if module == _REGISTRY:  # `compose` and the calls of users' functions
+        if module == f"{_OURS}.base":  # `compose` and the calls of users' functions
             own = outer.f_locals.get("self")
             found = own.name if isinstance(own, UserInitialiser) else found
         elif module.startswith(f"{_OURS}."):

@@ -2,13 +2,16 @@
 
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
+from weightscope._util.names import listing
 from weightscope._util.plugins import Registry
 from weightscope._util.results import Result, text_table
 from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Row
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,7 @@ class AuditReport(Result):
     @property
     def outcomes(self) -> dict[str, str]:
         """Initialiser -> "passed", "failed" or "undecidable"."""
-        failed = {check.initialiser for check in self.failures}
-        unclear = self.undecidable
+        failed, unclear = {check.initialiser for check in self.failures}, self.undecidable
         names = dict.fromkeys(check.initialiser for check in self.checks)
         return {n: "failed" if n in failed else "undecidable" if unclear.get(n) else "passed" for n in names}
 
@@ -111,12 +113,7 @@ class AuditReport(Result):
         Only the most powerful statistic of each part is used, which underestimates the probability. Parts, and the
         statistic that pools all layers, are treated as independent, which overestimates it where they are not.
         """
-        out: dict[str, dict[str, float]] = {}
-        for (name, _), errors in self._parts().items():
-            mine = out.setdefault(name, {})
-            for error, power in errors.items():
-                mine[error] = 1 - (1 - mine.get(error, 0.0)) * (1 - power)
-        return out
+        return _joint((name, errors) for (name, _), errors in self._parts().items())
 
     @property
     def undecidable(self) -> dict[str, tuple[str, ...]]:
@@ -126,32 +123,21 @@ class AuditReport(Result):
         and counts for all parts together.
         """
         out: dict[str, tuple[str, ...]] = {}
-        powers = self.powers
         for (name, part), errors in self._parts().items():
             if errors.get(UNTOUCHED, 1.0) < DECIDED:
                 out[name] = (*out.get(name, ()), part)
-        for name, errors in powers.items():
+        for name, errors in self.powers.items():
             if errors and UNTOUCHED not in errors and max(errors.values()) < DECIDED:
                 out[name] = ("all",)
         return out
 
-    def _same_as_default(self) -> set[str]:
-        """The parts whose checks an untouched network passes for certain, whatever their size."""
-        return {part for (_, part), errors in self._parts().items() if errors.get(UNTOUCHED) == 0}
-
     def _parts(self) -> dict[tuple[str, str], dict[str, float]]:
         """(initialiser, module) -> error -> power; heads of a module are independent, statistics of a head not."""
-        heads: dict[tuple[str, str, int | None], dict[str, float]] = {}
+        heads: dict[tuple[tuple[str, str], int | None], dict[str, float]] = {}
         for check in self.checks:
-            mine = heads.setdefault((check.initialiser, f"{check.name} {check.part}", check.head), {})
-            for error, power in check.power.items():
-                mine[error] = max(mine.get(error, 0.0), power)
-        out: dict[tuple[str, str], dict[str, float]] = {}
-        for (name, part, _), errors in heads.items():
-            joint = out.setdefault((name, part), {})
-            for error, power in errors.items():
-                joint[error] = 1 - (1 - joint.get(error, 0.0)) * (1 - power)
-        return out
+            mine = heads.setdefault(((check.initialiser, f"{check.name} {check.part}"), check.head), {})
+            mine |= {error: max(mine.get(error, 0.0), power) for error, power in check.power.items()}
+        return _joint((part, errors) for (part, _), errors in heads.items())
 
     @property
     def passed(self) -> bool:
@@ -180,12 +166,13 @@ class AuditReport(Result):
             "false_alarm_rate": self.false_alarm_rate,
             "powers": self.powers,
             "undecidable": {name: list(parts) for name, parts in self.undecidable.items()},
-            "checks": [_finite(row) for row in self.rows()],
+            "checks": [{key: _json(value) for key, value in row.items()} for row in self.rows()],
         }
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each check."""
-        return [_record(check) for check in self.checks]
+        names = [key.name for key in fields(Check) if key.name != "power"]
+        return [{n: getattr(check, n) for n in names} | {"passed": check.passed} for check in self.checks]
 
     def summary(self) -> str:
         """The verdict in one line."""
@@ -201,11 +188,7 @@ class AuditReport(Result):
 
     def text(self) -> str:
         """A table for each part: a row of expected intervals, then a row for each layer and head."""
-        if not self.checks:
-            reasons = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
-            return f"nothing to audit: {reasons}"
-        lines = []
-        powers, unclear, same = self.powers, self.undecidable, self._same_as_default()
+        lines = [] if self.checks else ["nothing to audit"]
         for name, outcome in self.outcomes.items():
             mine = [check for check in self.checks if check.initialiser == name]
             bad = sum(not check.passed for check in mine)
@@ -218,43 +201,56 @@ class AuditReport(Result):
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
             lines.append(f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)")
-            lines += [*_power_lines(powers.get(name, {}), unclear.get(name, ()), same), *_tables(mine)]
+            lines += [*self._power_lines(name), *_tables(mine)]
         if self.unparsed:
             lines.append(f"not audited, look like parts and were not read: {', '.join(self.unparsed)}")
-        return "\n".join([*lines, *(f"{name}: does not apply, {why}" for name, why in self.skipped.items())])
+        return "\n".join([*lines, *self._reasons()])
+
+    def _reasons(self) -> list[str]:
+        """Why initialisers do not apply, what was found in their parts' place once: it may be the same for all."""
+        reasons: dict[str, dict[str, list[str]]] = {}
+        for name, why in self.skipped.items():
+            expected, found, rest = why.removeprefix(f"{name}: ").partition(", found ")
+            reasons.setdefault(found + rest, {}).setdefault(expected, []).append(name)
+        lines = []
+        for found, parts in reasons.items():
+            each = [f"{', '.join(names)}: does not apply, {why}" for why, names in parts.items()]
+            lines += ["; ".join(each) + found] if found else each
+        return lines
+
+    def _power_lines(self, name: str) -> list[str]:
+        """What the audit would have found, and what it cannot tell."""
+        powers, unclear = self.powers.get(name, {}), self.undecidable.get(name, ())
+        same = {part for (_, part), errors in self._parts().items() if errors.get(UNTOUCHED) == 0}
+        found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
+        other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
+        equal, small = ([part for part in unclear if (part in same) == there] for there in (True, False))
+        compare = "; compare with the weights before"
+        lines = [
+            (found, f"would catch, if all layers have it: {', '.join(found)}"),
+            (other, f"undecidable: {', '.join(other)}"),
+            (equal, f"the network's default start may be the same: {listing(equal, 3)}{compare}"),
+            (small, f"too small to tell from the default start: {listing(small, 3)}{compare}, or widen it"),
+        ]
+        wrap = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent="    ").wrap
+        return [line for parts, text in lines if parts for line in wrap(text)]
 
 
-def _record(check: Check) -> dict[str, Any]:
-    values = {key.name: getattr(check, key.name) for key in fields(check) if key.name != "power"}
-    return values | {"passed": check.passed}
+def _joint(parts: Iterable[tuple[K, Mapping[str, float]]]) -> dict[K, dict[str, float]]:
+    """Key -> error -> the probability that one of its independent parts finds the error."""
+    out: dict[K, dict[str, float]] = {}
+    for key, errors in parts:
+        mine = out.setdefault(key, {})
+        mine |= {error: 1 - (1 - mine.get(error, 0.0)) * (1 - power) for error, power in errors.items()}
+    return out
 
 
-def _power_lines(powers: Mapping[str, float], unclear: tuple[str, ...], same: set[str]) -> list[str]:
-    """What the audit would have found, and what it cannot tell."""
-    found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
-    other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
-    lines = [f"would catch, if all layers have it: {', '.join(found)}"] if found else []
-    lines += [f"undecidable: {', '.join(other)}"] if other else []
-    if equal := [part for part in unclear if part in same]:
-        lines.append(f"the network's default start may be the same: {_first(equal)}; compare with the weights before")
-    if small := [part for part in unclear if part not in same]:
-        lines.append(
-            f"too small to tell from the default start: {_first(small)}; compare with the weights before, or widen it"
-        )
-    return [text for line in lines for text in textwrap.wrap(line, 120, initial_indent="  ", subsequent_indent="    ")]
-
-
-def _first(parts: list[str]) -> str:
-    return f"{', '.join(parts[:3])}{f' and {len(parts) - 3} more' if len(parts) > 3 else ''}"
+def _json(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _percent(power: float) -> str:
     return "> 99.9 %" if power > 0.999 else f"{100 * power:.0f} %" if power >= 0.01 else "< 1 %"
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Infinities and NaN as text, which JSON lacks."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _tables(checks: list[Check]) -> list[str]:
@@ -269,26 +265,21 @@ def _tables(checks: list[Check]) -> list[str]:
         expected: list[str] = []
         for (layer, head, name), row in rows.items():
             limits = [_interval(row[s]) if s in row else "" for s in statistics]
-            if limits != expected:
-                expected = limits
-                body.append(["", "", *limits, "expected"])
-            found = [_number(row[s].found) + ("" if row[s].passed else " !") if s in row else "" for s in statistics]
-            numbers = ["" if n is None else str(n) for n in (layer, head)]
+            body += [["", "", *limits, "expected"]] if limits != expected else []
+            found = [_number(row[s].found) + " !" * (not row[s].passed) if s in row else "" for s in statistics]
             failed = "" if all(check.passed for check in row.values()) else "  FAILED"
-            body.append([*numbers, *found, name + failed])
+            expected = limits
+            body.append(["" if layer is None else str(layer), "" if head is None else str(head), *found, name + failed])
         header = ("layer", "head", *statistics, part)
         lines += ["", text_table(header, body, left=(len(header) - 1,))]
     return [*lines, ""]
 
 
 def _interval(check: Check) -> str:
-    if check.low == check.high:
-        return _number(check.low)
-    if check.high == math.inf:
-        return f">= {_number(check.low)}"
-    if check.low == -math.inf or (check.low == 0 and check.high > 0):
-        return f"<= {_number(check.high)}"
-    return f"{_number(check.low)}..{_number(check.high)}"
+    low, high = _number(check.low), _number(check.high)
+    if check.low == check.high or check.high == math.inf:
+        return low if check.low == check.high else f">= {low}"
+    return f"<= {high}" if check.low == -math.inf or check.low == 0 < check.high else f"{low}..{high}"
 
 
 def _number(value: float) -> str:

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.sources import is_population, population_member
+from weightscope._util.sources import is_population
 from weightscope.cli.options import (
     Named,
     OutputFile,
+    choice_option,
+    data_option,
     figure_option,
     json_option,
     maybe_partial,
@@ -54,7 +56,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
       weightscope verify digits.pop
       weightscope verify hf://openai-community/gpt2 --download
     """
-    from weightscope.analysis.verification import verify as run
+    from weightscope.analysis.inspection import verify as run
 
     found = run(source, download=download)
     click.echo(found.text())
@@ -65,7 +67,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
 @click.command()
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
-@click.option("--select", default="*", show_default=True, help="Patterns of tensor names, separated by commas.")
+@click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
 @partial_option
 def export(source: str, out: Path, select: str, partial: bool) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
@@ -89,10 +91,8 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @click.option(
     "--computed", multiple=True, metavar="EXPR", help="For a population: a coordinate, such as 'diag(A @ B)'."
 )
-@click.option(
-    "--kind",
-    type=click.Choice(["covariance", "correlation"]),
-    help="For a population: covariances or correlations.  [default: covariance]",
+@choice_option(
+    "--kind", "covariance correlation", "For a population: covariances or correlations.  [default: covariance]"
 )
 @click.option("--fold-norms", is_flag=True, help="For a population: fold each normalisation's gain into the next map.")
 @click.option(
@@ -110,10 +110,10 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
     type=Named("parts", files=False),
     help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
 )
-@click.option(
+@choice_option(
     "--picture",
-    type=click.Choice(["maps", "depth", "samples"]),
-    help="Picture of the layers within networks.  [default: maps of one network, depth of several]",
+    "maps depth samples",
+    "Picture of the layers within networks.  [default: maps of one network, depth of several]",
 )
 @click.option(
     "--init",
@@ -134,10 +134,8 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
     type=OutputFile(".npz", ".npy"),
     help="Also write the matrix or matrices (.npz). For a population, .npy is computed on disk, for any size.",
 )
-@click.option("--precision", type=click.Choice(["float64", "float32"]), help="For a population.  [default: float64]")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="For a population: where to multiply.  [default: cpu]"
-)
+@choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
+@choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @partial_option
 @json_option
 def covariance(
@@ -190,10 +188,10 @@ def covariance(
         click.echo(f"wrote {matrix}")
 
 
-def _show(found: Any, out: Path, json_file: Path | None, note: str = "", **drawing: Any) -> None:
+def _show(found: Any, out: Path, json_file: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
     """Print a result, draw it and write it as JSON."""
     click.echo(found.text())
-    if note:
+    for note in notes:
         click.echo(f"warning: {note}")
     found.plot(out, **drawing)
     click.echo(f"wrote {out}")
@@ -227,36 +225,18 @@ def _with_initialisers(
 @click.command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
-@click.option(
-    "--view",
-    type=click.Choice(["auto", "grid", "depth"]),
-    default="auto",
-    show_default=True,
-    help="Matrices in a grid, or alpha and beta against depth.",
-)
+@choice_option("--view", "auto grid depth", "Matrices in a grid, or alpha and beta against depth.", "auto")
 @click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeatable.")
 @click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
-@click.option("--clip", type=int, default=64, show_default=True, help="Rows and columns drawn, from the upper left.")
-@click.option("--draw-heads", type=int, default=8, show_default=True, help="Maximum number of heads drawn.")
-@click.option(
-    "--values",
-    type=click.Choice(["layers", "heads", "both"]),
-    default="layers",
-    show_default=True,
-    help="Draw W_V W_O of whole layers, of single heads, or both.",
-)
+@click.option("--clip", type=int, default=64, help="Rows and columns drawn, from the upper left.")
+@click.option("--draw-heads", type=int, default=8, help="Maximum number of heads drawn.")
+@choice_option("--values", "layers heads both", "Draw W_V W_O of whole layers, of single heads, or both.", "layers")
 @click.option("--cross", is_flag=True, help="Include cross-attention.")
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @click.option("--biases", is_flag=True, help="Add columns for the contribution of biases.")
-@click.option("--rotary", default="zero", show_default=True, help="zero, average, or a relative position.")
-@click.option(
-    "--spectra",
-    type=click.Choice(["heads", "all", "none"]),
-    default="heads",
-    show_default=True,
-    help="Which singular values are computed.",
-)
+@click.option("--rotary", default="zero", help="zero, average, or a relative position.")
+@choice_option("--spectra", "heads all none", "Which singular values are computed.", "heads")
 @json_option
 def products(
     sources: tuple[str, ...],
@@ -295,18 +275,19 @@ def products(
 @click.command("attention-maps")
 @click.argument("source", type=Named())
 @figure_option("attention.png")
-@click.option(
+@choice_option(
     "--kind",
-    type=click.Choice(["maps", "expected", "offsets", "ranks"]),
-    default="maps",
-    show_default=True,
-    help="Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
+    "maps expected offsets ranks",
+    "Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
+    "maps",
 )
 @click.option("--network", type=int, help="For a population: the network, counted from 0.  [default: 0]")
 @click.option(
-    "--images", "name", type=Named("datasets", files=False), help="The data set of a model's folder.  [cifar10]"
+    "--images",
+    type=Named("datasets"),
+    help="For a model's folder: a picture, a folder of pictures or a data set.  [default: noise]",
 )
-@click.option("--count", type=click.IntRange(1), default=64, show_default=True, help="Number of images or sequences.")
+@click.option("--count", type=click.IntRange(1), default=64, help="Number of images or sequences.")
 @click.option("--size", type=click.IntRange(1), help="Pixels per side.  [default: that of config.json]")
 @click.option(
     "--tokens",
@@ -315,26 +296,17 @@ def products(
     help="For a model of sequences: a file with a sequence of numbers in each line, or a task such as copy:20.  "
     "[default, for a population: the task of its recipe]",
 )
-@click.option("--filter-size", type=int, default=3, show_default=True, help="f of the neighbourhood and of D >= k f^2.")
-@click.option(
-    "--data", "root", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data."
-)
+@click.option("--filter-size", type=int, default=3, help="f of the neighbourhood and of D >= k f^2.")
+@data_option
 @json_option
 def attention_maps(
-    source: str,
-    out: Path,
-    kind: Literal["maps", "expected", "offsets", "ranks"],
-    network: int | None,
-    tokens: str | None,
-    filter_size: int,
-    json_file: Path | None,
-    **inputs: Any,
+    source: str, out: Path, kind: str, network: int | None, filter_size: int, json_file: Path | None, **inputs: Any
 ) -> None:
     """Draw the mean attention maps of a Transformer's heads, and test D >= k f^2.
 
     SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
-    a folder of transformers (config.json, model.safetensors), run on test images of a data set that are scaled to the
-    model's size.
+    a folder of transformers (config.json, model.safetensors), run on pictures that are scaled to the model's size and
+    normalised as its preprocessor_config.json says, or on noise if there are none.
 
     With --tokens, SOURCE is a causal Transformer (a folder of transformers) or a Mamba or Mamba-2 (weights of
     transformers or mamba_ssm). Of the latter, what each token adds to each later one is drawn in the same way, with the
@@ -345,58 +317,23 @@ def attention_maps(
     Examples:
       weightscope attention-maps vits.pop --network 3 -o attention.png
       weightscope attention-maps mambas.pop --count 16 -o maps.png
-      weightscope attention-maps vit/ --kind offsets --count 32 --json heads.json
+      weightscope attention-maps vit/ --images pictures/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
     """
-    if (member := population_member(source)) is not None:
-        if network not in (None, member[1]):
-            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
-        source, network = str(member[0]), member[1]
-    sequences = is_population(source) and _of_sequences(source)
-    note, drawing = "", {} if kind == "maps" else {"kind": kind}
-    if tokens is not None or sequences:
-        if inputs["name"] or inputs["size"] or kind in ("expected", "ranks"):
-            raise UsageError("sequences: --images, --size, --kind expected and --kind ranks are for images only")
-        found = _of_tokens(source, tokens, network, inputs["count"], inputs["root"], filter_size, drawing)
-    else:
-        from weightscope.analysis.attention_maps import attention_maps as compute
-        from weightscope.analysis.runnable import images_for, runnable_transformer
+    from weightscope.analysis.attention_maps import attention_maps as maps
+    from weightscope.analysis.runnable import runnable
+    from weightscope.analysis.state_space_maps import has_state_spaces, state_space_maps
 
-        batch = images_for(source, **inputs)
-        model, note = runnable_transformer(source, network)
-        found = compute(model, batch, filter_size=filter_size)
-    _show(found, out, json_file, note, **drawing)
-
-
-def _of_tokens(
-    source: str,
-    tokens: str | None,
-    network: int | None,
-    count: int,
-    root: Path | None,
-    filter_size: int,
-    drawing: dict[str, Any],
-) -> Any:
-    """The maps of a network's state-space layers, or of its attention if it has none."""
-    from weightscope.analysis.attention_maps import attention_maps as of_attention
-    from weightscope.analysis.runnable import has_state_spaces, held_out, runnable_sequence_model, tokens_for
-    from weightscope.analysis.state_space_maps import state_space_maps
-
-    model = runnable_sequence_model(source, network)
-    batch = held_out(source, count, root) if tokens is None else tokens_for(tokens, model, count)
-    if not has_state_spaces(model):
-        return of_attention(model, batch, filter_size=filter_size)
-    if drawing:
-        raise UsageError(f"--kind: expected maps for a network with state-space layers, found {drawing['kind']}")
-    return state_space_maps(model, batch)
-
-
-def _of_sequences(source: str) -> bool:
-    """Whether a population's networks take tokens."""
-    from weightscope.data import SequenceConfig
-    from weightscope.population import recipe_of
-
-    return isinstance(recipe_of(source).data, SequenceConfig)
+    model, batch, notes = runnable(source, network, **inputs)
+    drawing = {} if kind == "maps" else {"kind": kind}
+    if has_state_spaces(model):
+        if drawing:
+            raise UsageError(f"--kind: expected maps for a network with state-space layers, found {kind}")
+        _show(state_space_maps(model, batch), out, json_file)
+        return
+    if batch.ndim == 2 and kind in ("expected", "ranks"):
+        raise UsageError(f"--kind {kind}: this picture is for images only, found sequences")
+    _show(maps(model, batch, filter_size=filter_size), out, json_file, notes, **drawing)
 
 
 @click.command()

@@ -137,8 +137,8 @@ def _networks() -> Iterator[Entry]:
 
 
 def _datasets() -> Iterator[Entry]:
-    from weightscope.data.catalog import DATASETS, dataset_info
-    from weightscope.data.config import FOLDER
+    from weightscope.data.image_section import DATASETS, dataset_info
+    from weightscope.data.registry import FOLDER
 
     for name in DATASETS:
         if name == FOLDER:

@@ -70,24 +70,19 @@ class Named(click.ParamType):
         return items if items or not self.files else [CompletionItem(incomplete, type="file")]
 
 
-_TRAINING = (
-    click.option(
-        "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
-    ),
-    click.option(
-        "--device", type=Named("devices", files=False), default="auto", show_default=True, help="auto, cpu or cuda."
-    ),
-    click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU."),
-)
-
-
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of every command that trains."""
-    for option in reversed(_TRAINING):
-        command = option(command)
-    return command
+    devices = Named("devices", files=False)
+    command = click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU.")(
+        command
+    )
+    command = click.option("--device", type=devices, default="auto", help="auto, cpu or cuda.")(command)
+    return data_option(command)
 
 
+data_option = click.option(
+    "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
+)
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
 
 
@@ -147,13 +142,18 @@ json_option = click.option(
 
 def out_option(help: str, default: str | None = None, type: Any = None) -> Callable[[Callable[..., Any]], Any]:
     """`-o`, required without a default; a folder unless `type` is given."""
-    settings: dict[str, Any] = {"default": Path(default), "show_default": True} if default else {"required": True}
+    settings: dict[str, Any] = {"default": Path(default)} if default else {"required": True}
     return click.option("-o", "--out", type=type or click.Path(path_type=Path), help=help, **settings)
 
 
 def figure_option(default: str) -> Callable[[Callable[..., Any]], Any]:
     """`-o` of a figure."""
     return out_option("The figure, .png, .pdf or .svg.", default, OutputFile(".png", ".pdf", ".svg"))
+
+
+def choice_option(name: str, values: str, help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """An option that takes one of some words."""
+    return click.option(name, type=click.Choice(values.split()), default=default, help=help)
 
 
 def write_json(path: Path | None, values: Any) -> None:

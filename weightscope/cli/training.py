@@ -22,9 +22,9 @@ from weightscope.errors import UsageError
 
 @click.command()
 @out_option("Folder for everything.", "weightscope-demo")
-@click.option("--networks", type=int, default=256, show_default=True, help="Size of the population, at least 16.")
-@click.option("--epochs", type=int, default=12, show_default=True, help="Epochs of the population's training.")
-@click.option("--seeds", type=int, default=64, show_default=True, help="Paired seeds of the benchmark, at least 2.")
+@click.option("--networks", type=int, default=256, help="Size of the population, at least 16.")
+@click.option("--epochs", type=int, default=12, help="Epochs of the population's training.")
+@click.option("--seeds", type=int, default=64, help="Paired seeds of the benchmark, at least 2.")
 @training_options
 def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
     """The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.
@@ -47,7 +47,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @out_option("The population's folder.")
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
-@click.option("--backend", default="loky", show_default=True, help="loky, dask or ray.")
+@click.option("--backend", default="loky", help="loky, dask or ray.")
 @click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
 @training_options
@@ -88,22 +88,20 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     "--structure",
     type=Named("structures", files=False),
     default="auto",
-    show_default=True,
     help="For a population: auto, NAME or MODULE:CLASS. For one network: filters, conv_schedule, identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
-@click.option("--select", default="*.mlp.fc?.weight", show_default=True, help="Which tensors the initialiser sets.")
-@click.option("--joint", default="block", show_default=True, help="Tensors fitted jointly: tensor, block or all.")
+@click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
     type=float,
     default=0.2,
-    show_default=True,
     help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed that selects the held-out networks.")
+@click.option("--seed", type=int, default=0, help="Seed that selects the held-out networks.")
 @click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
-@click.option("--gain-seeds", type=int, default=16, show_default=True, help="Networks for each gain, with --gain auto.")
+@click.option("--gain-seeds", type=int, default=16, help="Networks for each gain, with --gain auto.")
 @click.option(
     "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
 )

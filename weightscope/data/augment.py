@@ -16,15 +16,16 @@ probable levels of the normal distribution, clipped to [0, 1], so that there are
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weightscope.data.config import AugmentConfig
+from weightscope.data.image_section import AugmentConfig
 from weightscope.errors import UsageError
 
 _CROP_RATIO = 4 / 3  # Szegedy et al. 2015, section 6; the default of torchvision and timm
@@ -41,14 +42,12 @@ ROTATE = math.radians(30)
 TRANSLATE = 150 / 331  # of the side length: the paper's 150 pixels in images of 331
 
 COLOURS = ("autocontrast", "equalize", "brightness", "contrast", "saturation", "posterize", "solarize")
+BLENDS = ("contrast", "saturation", "sharpness")  # of the image with its mean grey, with grey, smoothed
 GEOMETRY = ("translate_x", "translate_y", "shear_x", "shear_y", "rotate")
 
 
 def draws_needed(config: AugmentConfig) -> int:
-    """P, the number of uniform numbers per image.
-
-    2 for crop or 4 for resized_crop, 1 for flip, 2 per operation (3 with magnitude_std), 2 for cutout, 5 for erasing.
-    """
+    """P, the number of uniform numbers per image."""
     crop = 2 * (config.crop > 0) + 4 * (config.resized_crop > 0) + config.flip
     each = 3 if config.magnitude_std > 0 else 2
     return crop + each * config.operations + 2 * (config.cutout > 0) + _ERASE_DRAWS * (config.erasing > 0)
@@ -69,10 +68,9 @@ def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
         raise UsageError(f"expected draws {(len(images), draws_needed(config))}, found {tuple(draws.shape)}")
     numbers = iter(draws.unbind(1))
     if config.resized_crop > 0:
-        images = _resized_crop(images, [next(numbers) for _ in range(4)], config.resized_crop)
+        images = _resized_crop(images, numbers, config.resized_crop)
     if config.crop > 0 or config.flip:
-        vertical, horizontal = (next(numbers), next(numbers)) if config.crop > 0 else (None, None)
-        images = _crop_and_flip(images, vertical, horizontal, next(numbers) if config.flip else None, config.crop)
+        images = _crop_and_flip(images, numbers, config)
     if config.operations:
         settings = config.magnitude, images.device, config.magnitude_std, config.sharpness
         prepared: Tables = tables(*images.shape[1:], *settings)
@@ -80,7 +78,9 @@ def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
             which, sign = next(numbers), next(numbers)
             images = apply(images, which, sign, prepared, next(numbers) if config.magnitude_std > 0 else None)
     if config.cutout > 0:
-        images = _erase(images, next(numbers), next(numbers), config.cutout)
+        top, left = (whole(next(numbers), side) - config.cutout // 2 for side in images.shape[2:])
+        side = torch.full_like(top, config.cutout)
+        images = _without(images, top, side, left, side)
     return images.float().div_(255)
 
 
@@ -88,9 +88,7 @@ def erase(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Random erasing: set a rectangle of an image to 0, the mean colour, with probability `config.erasing`.
 
     The rectangle has 2 % to 1/3 of the area and an aspect ratio of 0.3 to 1 / 0.3, as by timm's RandomErasing in mode
-    "const".
-
-    Source: Zhong et al., Random erasing data augmentation, 2020.
+    "const". Source: Zhong et al., Random erasing data augmentation, 2020.
     """
     if not config.erasing:
         return images
@@ -113,9 +111,9 @@ def whole(draws: Tensor, below: int | Tensor) -> Tensor:
     return (draws * below).long().clamp_(max=below - 1)  # the product of the largest float below 1 may round up
 
 
-def _resized_crop(images: Tensor, draws: list[Tensor], smallest: float) -> Tensor:
+def _resized_crop(images: Tensor, numbers: Iterator[Tensor], smallest: float) -> Tensor:
     """A random rectangle of each image, resized to the whole image by bilinear interpolation, rows after columns."""
-    ratio, area, top, left = draws
+    ratio, area, top, left = (next(numbers) for _ in range(4))
     size = images.shape[-1]
     height, width = sides(ratio, area, smallest, 1.0, _CROP_RATIO, size)
     images = _stretched(images, whole(left, size + 1 - width), width)
@@ -139,29 +137,20 @@ def _stretched(images: Tensor, start: Tensor, length: Tensor) -> Tensor:
     return ((mixed + size) // (2 * size)).to(torch.uint8)
 
 
-def _crop_and_flip(
-    images: Tensor, vertical: Tensor | None, horizontal: Tensor | None, flip: Tensor | None, padding: int
-) -> Tensor:
-    """Shift each image by up to `padding` pixels and mirror half of them."""
+def _crop_and_flip(images: Tensor, numbers: Iterator[Tensor], config: AugmentConfig) -> Tensor:
+    """Shift each image by up to `config.crop` pixels and mirror half of them."""
     n, _, height, width = images.shape
+    shifts = [(whole(next(numbers), 2 * config.crop + 1) - config.crop)[:, None] for _ in range(2 * (config.crop > 0))]
     y = torch.arange(height, device=images.device).expand(n, height)
     x = torch.arange(width, device=images.device).expand(n, width)
-    if flip is not None:
-        x = torch.where((flip < 0.5)[:, None], width - 1 - x, x)
-    if vertical is not None and horizontal is not None:
-        y = y + (whole(vertical, 2 * padding + 1) - padding)[:, None]
-        x = x + (whole(horizontal, 2 * padding + 1) - padding)[:, None]
+    if config.flip:
+        x = torch.where((next(numbers) < 0.5)[:, None], width - 1 - x, x)
+    if shifts:
+        y, x = y + shifts[0], x + shifts[1]
     inside = ((y >= 0) & (y < height))[:, :, None] & ((x >= 0) & (x < width))[:, None, :]
     index = y.clamp(0, height - 1)[:, :, None] * width + x.clamp(0, width - 1)[:, None, :]  # (n, S, S)
     moved = images.flatten(2).gather(2, index.reshape(n, 1, -1).expand(-1, images.shape[1], -1)).reshape(images.shape)
     return moved * inside[:, None]
-
-
-def _erase(images: Tensor, vertical: Tensor, horizontal: Tensor, side: int) -> Tensor:
-    """Set a square of this side around a random pixel of each image to 0."""
-    height, width = images.shape[2:]
-    length = torch.full_like(vertical, side, dtype=torch.int64)
-    return _without(images, whole(vertical, height) - side // 2, length, whole(horizontal, width) - side // 2, length)
 
 
 def _without(images: Tensor, top: Tensor, height: Tensor, left: Tensor, width: Tensor) -> Tensor:
@@ -191,9 +180,8 @@ def sides(ratio: Tensor, area: Tensor, low: float, high: float, limit: float, si
     cell = place.long().clamp_(max=_CELLS - 1)
     u = torch.lerp(table[cell], table[cell + 1], place - cell)
     s = low + area.double() * (torch.exp(-u.abs()).clamp(max=high) - low).clamp_(min=0)
-    height, width = (s * torch.exp(-u)).sqrt(), (s * torch.exp(u)).sqrt()
-    found = [(size * side).round().long().clamp_(1, size) for side in (height, width)]
-    return found[0], found[1]
+    height, width = ((size * (s * torch.exp(v)).sqrt()).round().long().clamp_(1, size) for v in (-u, u))
+    return height, width
 
 
 @lru_cache(maxsize=16)
@@ -204,15 +192,13 @@ def _quantiles(low: float, high: float, limit: float, device: torch.device) -> T
     below = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     if below[-1] == 0:  # low = high = 1: the whole image
         return torch.zeros(_CELLS + 1, dtype=torch.float64, device=device)
-    quantiles = np.interp(np.linspace(0, below[-1], _CELLS + 1), below, u)
-    return torch.from_numpy(quantiles).to(device)
+    return torch.from_numpy(np.interp(np.linspace(0, below[-1], _CELLS + 1), below, u)).to(device)
 
 
 # --- RandAugment -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
+class Tables(NamedTuple):
     """Tables of K operations with either sign and L magnitudes for images of one size.
 
     Row (2 i + s) L + l is operation i with sign s and magnitude l.
@@ -224,9 +210,7 @@ class Tables:
     source: Tensor  # int64 (G, S * S), index of the source pixel of each pixel
     inside: Tensor  # bool (G, S * S), whether the source is inside the image
     values: Tensor  # uint8 (2 K L, 256), the new value of each value, for operations that do not depend on the image
-    contrast: Tensor  # float32 (2 K L,), factor of the distance from the image's mean; 1 for other operations
-    saturation: Tensor  # float32 (2 K L,), factor of the distance from grey; 1 for other operations
-    sharpness: Tensor  # float32 (2 K L,), factor of the distance from the smoothed image; 1 for other operations
+    factors: Tensor  # float32 (3, 2 K L), of the operations `BLENDS`; 1 for others
 
 
 def operations(channels: int, sharpness: bool = False) -> tuple[str, ...]:
@@ -258,16 +242,16 @@ def tables(
     rows = [(name, sign * level) for name in names for sign in (-1.0, 1.0) for level in levels]
     moves = [("identity", 0.0), *(row for row in rows if row[0] in GEOMETRY)]
     place = {move: at for at, move in enumerate(moves)}
-    geometry = [_source(name, strength, height, width) for name, strength in moves]
-    factors = [_factors(rows, name).to(device) for name in ("contrast", "saturation", "sharpness")]
+    sources, insides = zip(*(_source(name, strength, height, width) for name, strength in moves), strict=True)
+    factors = [[1 + strength * ENHANCE if name == blend else 1.0 for name, strength in rows] for blend in BLENDS]
     return Tables(
         names,
         len(levels),
         torch.tensor([place.get(row, 0) for row in rows]).to(device),
-        torch.stack([source for source, _ in geometry]).to(device),
-        torch.stack([inside for _, inside in geometry]).to(device),
+        torch.stack(sources).to(device),
+        torch.stack(insides).to(device),
         torch.stack([_values(name, strength) for name, strength in rows]).to(device),
-        *factors,
+        torch.tensor(factors).to(device),
     )
 
 
@@ -282,6 +266,7 @@ def apply(images: Tensor, which: Tensor, sign: Tensor, prepared: Tables, strengt
     if strength is not None:
         row = row * prepared.levels + whole(strength, prepared.levels)
     move = prepared.geometry[row]
+    contrast, saturation, sharpness = prepared.factors[:, row, None, None]  # (n, 1, 1) each
     pixels = images.flatten(2)  # (n, c, S * S)
     pixels = pixels.gather(2, prepared.source[move][:, None].expand_as(pixels)).mul_(prepared.inside[move][:, None])
     index, grey = pixels.long(), _grey(pixels)
@@ -289,16 +274,14 @@ def apply(images: Tensor, which: Tensor, sign: Tensor, prepared: Tables, strengt
     for name, made in (
         ("autocontrast", _autocontrast(pixels)),
         ("equalize", _equalize(pixels, index)),
-        ("contrast", _contrast(grey, prepared.contrast[row][:, None, None])),
+        ("contrast", _contrast(grey, contrast)),
     ):
         values = torch.where((kind == prepared.names.index(name))[:, None, None], made, values)
     pixels = values.gather(2, index)
     if "saturation" in prepared.names:
-        pixels = _blend(grey, pixels, prepared.saturation[row][:, None, None])
+        pixels = _blend(grey, pixels, saturation)
     pixels = pixels.reshape(images.shape)
-    if "sharpness" in prepared.names:
-        pixels = _blend(_smoothed(pixels), pixels, prepared.sharpness[row][:, None, None, None])
-    return pixels
+    return _blend(_smoothed(pixels), pixels, sharpness[..., None]) if "sharpness" in prepared.names else pixels
 
 
 def _source(name: str, strength: float, height: int, width: int) -> tuple[Tensor, Tensor]:
@@ -332,10 +315,6 @@ def _values(name: str, strength: float) -> Tensor:
     elif name == "solarize":
         v = torch.where(v >= 256 * (1 - magnitude), 255 - v, v)
     return v.to(torch.uint8)
-
-
-def _factors(rows: list[tuple[str, float]], name: str) -> Tensor:
-    return torch.tensor([1 + strength * ENHANCE if name == other else 1.0 for other, strength in rows])
 
 
 def _smoothed(images: Tensor) -> Tensor:

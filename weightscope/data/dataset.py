@@ -1,24 +1,21 @@
 """`Dataset` and `load`: registered data sets and users' own, as tensors."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope.data.arrays import PARTS, checked, info_of
-from weightscope.data.catalog import dataset_info, made_by, source_of
-from weightscope.data.config import FOLDER, SourceConfig
+from weightscope.data import folder
+from weightscope.data.folder import PARTS, check_counts, checked, info_of
+from weightscope.data.image_section import dataset_info, made_by, source_of
 from weightscope.data.images import resize
-from weightscope.data.registry import DATASETS, Arrays, DatasetInfo
-from weightscope.data.sequence_config import SequenceConfig
-from weightscope.data.sequences import SequenceSource
-from weightscope.data.task import Task
+from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
+from weightscope.data.task import Task, hash_of
 from weightscope.errors import DataError, UsageError
 
 
@@ -101,7 +98,7 @@ class Dataset:
         Raises:
             UsageError: if there are fewer.
         """
-        n, m = _counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
+        n, m = check_counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
         return self._with(self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
 
     def shortened(self, train: int) -> "Dataset":
@@ -129,34 +126,12 @@ class Dataset:
 
         Distinguishes two sources of one data set, such as CIFAR-10 and a JPEG-compressed copy.
         """
-        digest = hashlib.sha256()
-        for tensor in (self.train_images, self.train_labels, self.test_images, self.test_labels):
-            digest.update(f"{tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().numpy().data)
-        return digest.hexdigest()[:16]
+        return hash_of((self.train_images, self.train_labels, self.test_images, self.test_labels))
 
 
 ImageSource = str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any]
 
 
-@overload
-def load(
-    source: SequenceConfig,
-    root: str | Path | None = None,
-    *,
-    train: int | None = None,
-    test: int | None = None,
-    validation: int | None = None,
-) -> SequenceSource: ...
-@overload
-def load(
-    source: ImageSource,
-    root: str | Path | None = None,
-    *,
-    train: int | None = None,
-    test: int | None = None,
-    validation: int | None = None,
-) -> Dataset: ...
 def load(
     source: ImageSource | Task,
     root: str | Path | None = None,
@@ -164,7 +139,7 @@ def load(
     train: int | None = None,
     test: int | None = None,
     validation: int | None = None,
-) -> Any:
+) -> Dataset | Any:
     """Read a registered data set or a folder of images, or check one of your own.
 
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
@@ -193,11 +168,11 @@ def load(
     """
     if isinstance(source, Task) and not isinstance(source, SourceConfig):
         return source.load(root)
-    found = _read(source, root, train, test)
+    found = _read(source, None if root is None else Path(root), train, test)
     return found if validation is None else found.held_back(validation)
 
 
-def _read(source: Any, root: str | Path | None, train: int | None, test: int | None) -> Dataset:
+def _read(source: Any, root: Path | None, train: int | None, test: int | None) -> Dataset:
     if isinstance(source, Dataset):
         return source.first(train, test)
     if isinstance(source, str):
@@ -205,31 +180,22 @@ def _read(source: Any, root: str | Path | None, train: int | None, test: int | N
     if not isinstance(source, SourceConfig):
         name = reference_to(source) if callable(source) else "arrays"
         arrays = made_by(source, name) if callable(source) else checked(source, name)
-        return _dataset(info_of(name, arrays), arrays).first(train, test)
-    if is_reference(source.name):
-        arrays = _resized(made_by(DATASETS.find(source.name), source.name), source.size, source.name)
-        return _dataset(info_of(source.name, arrays), arrays).first(train, test)
-    info, place = dataset_info(source, root), None if root is None else Path(root)
-    if source.name == FOLDER:  # its numbers of images are not known before it is read
-        arrays = DATASETS[FOLDER](info, place, train, test)
-        info = replace(info, train=len(arrays[0]), test=len(arrays[2]))
-        return _dataset(info, arrays).first(train, test)
-    n, m = _counts(source.name, train, test, info.train, info.test)
-    stored = dataset_info(source.name)
-    return _dataset(info, _resized(DATASETS[source.name](stored, place, n, m), source.size, source.name))
+    elif is_reference(name := source.name):
+        arrays = _resized(made_by(DATASETS.find(name), name), source.size, name)
+    elif name == FOLDER:
+        info, arrays = folder.read(source, root, train, test)
+        return _dataset(replace(info, train=len(arrays[0]), test=len(arrays[2])), arrays)
+    else:
+        info = dataset_info(name)
+        n, m = check_counts(name, train, test, info.train, info.test)
+        return _dataset(dataset_info(source), _resized(DATASETS[name](info, root, n, m), source.size, name))
+    return _dataset(info_of(name, arrays), arrays).first(train, test)
 
 
 def _resized(arrays: Arrays, size: int | None, name: str) -> Arrays:
     if size is None:
         return arrays
     return resize(arrays[0], size, name), arrays[1], resize(arrays[2], size, name), arrays[3]
-
-
-def _counts(name: str, train: int | None, test: int | None, n: int, m: int) -> tuple[int, int]:
-    for which, wanted, available in (("train", train, n), ("test", test, m)):
-        if wanted is not None and not 1 <= wanted <= available:
-            raise UsageError(f"data.{which}: expected 1 to {available} images of {name}, found {wanted}")
-    return n if train is None else train, m if test is None else test
 
 
 def _dataset(info: DatasetInfo, arrays: Arrays) -> Dataset:

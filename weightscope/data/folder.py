@@ -1,256 +1,237 @@
-"""Images of one's own: a folder with a folder for each class, or an .npz file."""
+"""Images of one's own: arrays, a folder with a folder for each class, or an .npz file.
+
+What is in a folder or file is found without decoding it, and only the images that are asked for are read. Headers are
+not trusted: pickled objects are refused, and what does not fit into the memory is refused before it is read.
+"""
 
 import hashlib
 import os
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import lru_cache
+from io import BytesIO
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightscope._util.names import listing
-from weightscope.data.arrays import PARTS, checked, checked_images, checked_labels
-from weightscope.data.config import FOLDER, SourceConfig
-from weightscope.data.images import SUFFIXES, read_images, resize
-from weightscope.data.registry import Arrays, DatasetInfo, first_place, places
-from weightscope.errors import DataError
+from weightscope._util.names import listing, shortened
+from weightscope.data.images import SUFFIXES, check_memory, progress, read_images, resize
+from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, SourceConfig, first_place, places
+from weightscope.errors import DataError, UsageError
 
+PARTS = ("train_images", "train_labels", "test_images", "test_labels")
+_TOGETHER = ("images", "labels")
 _TRAINS = ("train", "training")  # in upper or lower case
 _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
-_TOGETHER = ("images", "labels")
-_LARGEST = 2**35  # bytes of one array
 _MOST_ENTRIES = 1024
+_MOST_IMAGES = 2**25  # of an .npz file, whose labels are all read
+_HEADER = 2**16  # bytes that hold the header of an array
+_BLOCK = 2**24  # bytes of an array that are in memory at once
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def checked(source: Any, name: str) -> Arrays:
+    """Images as uint8 (n, c, S, S) and labels as uint8 or int64 (n,), training and test."""
+    if all(hasattr(source, part) for part in PARTS):
+        source = tuple(getattr(source, part) for part in PARTS)
+    if not isinstance(source, (tuple, list)) or len(source) != len(PARTS):
+        found = f"{len(source)} items" if isinstance(source, (tuple, list)) else type(source).__name__
+        raise DataError(f"{name}: expected a Dataset or the four arrays ({', '.join(PARTS)}), found {found}")
+    where = [f"{name}: {part}" for part in PARTS]
+    images = [_checked_images(source[i], where[i]) for i in (0, 2)]
+    labels = [_checked_labels(source[i], len(images[i // 2]), where[i]) for i in (1, 3)]
+    if images[0].shape[1:] != images[1].shape[1:]:
+        raise DataError(
+            f"{where[2]}: expected images {images[0].shape[1:]} as in training, found {images[1].shape[1:]}"
+        )
+    kind = _label_type(_count_classes(labels[0], labels[1], where[1::2]))
+    return images[0], labels[0].astype(kind), images[1], labels[1].astype(kind)
+
+
+def info_of(name: str, arrays: Arrays) -> DatasetInfo:
+    """The `DatasetInfo` of checked arrays."""
+    (train, channels, size, _), test = arrays[0].shape, len(arrays[2])
+    return DatasetInfo(name, channels, size, int(arrays[1].max()) + 1, train, test)
+
+
+def check_counts(name: str, train: int | None, test: int | None, n: int, m: int) -> tuple[int, int]:
+    """The numbers of training and test images to take, all n and m if None; UsageError if there are not as many."""
+    for which, wanted, available in (("train", train, n), ("test", test, m)):
+        if wanted is not None and not 1 <= wanted <= available:
+            raise UsageError(f"data.{which}: expected 1 to {available} images of {name}, found {wanted}")
+    return n if train is None else train, m if test is None else test
+
+
+def _label_type(classes: int) -> type[np.integer]:
+    return np.uint8 if classes <= 256 else np.int64
+
+
+def _image_shape(dtype: np.dtype, shape: tuple[int, ...], where: str) -> tuple[int, int, int, int]:
+    """(n, c, S, S) of an array of images."""
+    if dtype.kind not in "ui":
+        scaled = "; for pixels in [0, 1] pass `(255 * images).round().astype('uint8')`"
+        hint = scaled if dtype.kind == "f" else "; convert them to uint8"
+        raise DataError(f"{where}: expected integers from 0 to 255, found {dtype}{hint}")
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(f"{where}: expected shape (n, channels, S, S) or (n, S, S), none of them 0, found {shape}")
+    n, channels, height, width = shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
+    if height != width:
+        hint = "; move the channels to the second axis" if channels == height else "; crop or pad them"
+        raise DataError(f"{where}: expected square images (n, channels, S, S), found {shape}{hint}")
+    return n, channels, height, width
+
+
+def _checked_images(source: Any, where: str) -> np.ndarray:
+    """Images as uint8 (n, c, S, S)."""
+    images = _array(source, where)
+    images = images.reshape(_image_shape(images.dtype, images.shape, where))
+    if images.dtype != np.uint8 and (images.min() < 0 or images.max() > 255):
+        raise DataError(f"{where}: expected values from 0 to 255, found {images.min()} to {images.max()}")
+    return np.ascontiguousarray(images, dtype=np.uint8)
+
+
+def _check_label_shape(dtype: np.dtype, shape: tuple[int, ...], count: int, where: str) -> None:
+    if dtype.kind not in "ui":
+        raise DataError(f"{where}: expected integers, found {dtype}; convert them with `.astype('int64')`")
+    if shape != (count,):
+        raise DataError(f"{where}: expected shape ({count},), one label for each image, found {shape}")
+
+
+def _checked_labels(source: Any, count: int, where: str) -> np.ndarray:
+    """Labels as int64 (count,)."""
+    labels = _array(source, where)
+    _check_label_shape(labels.dtype, labels.shape, count, where)
+    if labels.min() < 0:
+        raise DataError(f"{where}: expected labels from 0, found {labels.min()} at item {int(labels.argmin())}")
+    return labels.astype(np.int64)
+
+
+def _count_classes(train: np.ndarray, test: np.ndarray, where: Sequence[str]) -> int:
+    """The number of classes of labels; DataError if one has no training image."""
+    classes, present = int(train.max()) + 1, np.unique(train)
+    if len(present) != classes:
+        gap = int(np.flatnonzero(present != np.arange(len(present)))[0])
+        raise DataError(
+            f"{where[0]}: expected every class from 0 to {classes - 1}, found no image of class {gap}; number the "
+            "classes without gaps (`numpy.unique(labels, return_inverse=True)`)"
+        )
+    if test.max() >= classes:
+        raise DataError(f"{where[-1]}: expected labels from 0 to {classes - 1}, found {test.max()}")
+    return classes
+
+
+def _array(source: Any, where: str) -> np.ndarray:
+    try:
+        return np.asarray(source)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{where}: expected an array, found {type(source).__name__} ({error})") from error
+
+
+# --- a folder or an .npz file ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Contents:
-    """What is in a folder of images; nothing of it is decoded."""
+class OwnImages:
+    """What is in a folder or .npz file: labels and places of the training and of the test images."""
 
-    path: Path
-    classes: tuple[str, ...]
-    train: tuple[tuple[Path, ...], tuple[int, ...]]
-    test: tuple[tuple[Path, ...], tuple[int, ...]]
-    signature: str
-
-
-def described(config: SourceConfig, root: Path | None) -> DatasetInfo:
-    """The info of a folder or .npz file; if the classes are given, without reading it and without numbers of images."""
-    size, channels, train, test = config.size or 0, config.channels or 3, 0, 0
-    classes = config.classes
-    if classes is None:
-        path = located(config, root)
-        if path.is_file():
-            arrays = _npz(path, config)
-            classes, train, test = int(arrays[1].max()) + 1, len(arrays[0]), len(arrays[2])
-        else:
-            found = contents(path, config)
-            classes, train, test = len(found.classes), len(found.train[0]), len(found.test[0])
-    return DatasetInfo(FOLDER, channels, size, classes, train, test, config=config)
+    signature: str  # changes with the files and the split
+    path: Path = field(compare=False)
+    classes: int = field(compare=False)
+    shape: tuple[int, int] | None = field(compare=False)  # channels and side length, of an .npz file
+    labels: Sequence[np.ndarray] = field(compare=False)  # of each part, in an order in which classes are mixed
+    rows: Sequence[np.ndarray] = field(compare=False)  # places of these images
+    read: Callable[[int, np.ndarray, int, int], np.ndarray] = field(compare=False)  # part, rows, size, channels
 
 
-def located(config: SourceConfig, root: Path | None) -> Path:
-    """The folder or .npz file of a recipe."""
-
-    def accepted(path: Path) -> bool:
-        return path.is_dir() or (path.is_file() and path.suffix == ".npz")
-
-    searched = [*places(root), Path()]
-    if config.path is None:
-        if root is None:
-            raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
-        searched = [root]
-    return first_place(config.path or "", searched, accepted, "folder: expected a folder of images or an .npz file")
+def described(config: SourceConfig, root: str | Path | None) -> DatasetInfo:
+    """The info of a folder or .npz file; if the recipe has all of it, without reading and without numbers of images."""
+    if config.size is not None and config.channels is not None and config.classes is not None:
+        return DatasetInfo(FOLDER, config.channels, config.size, config.classes, 0, 0)
+    return _info(config, _opened(config, root))
 
 
-def read(info: DatasetInfo, root: Path | None, train: int | None, test: int | None) -> Arrays:
-    """Training and test images of a folder, resized.
+def read(
+    config: SourceConfig, root: str | Path | None, train: int | None, test: int | None
+) -> tuple[DatasetInfo, Arrays]:
+    """The info of a folder or .npz file, and its first training and test images, resized.
 
     The folder has a folder for each class, or two folders `train` (`training`) and `test` (`testing`, `val`, `valid`,
-    `validation`), in upper or lower case, that have them. Without these, a share of each class, drawn by `split_seed`,
-    is for testing. Hidden files and folders are skipped. An .npz file has `train_images`, `train_labels`, `test_images`
-    and `test_labels`, whose classes are interleaved, or `images` and `labels`, which are split as a folder is; images
-    are uint8 (n, S, S), (n, c, S, S) or (n, S, S, c), labels integers (n,).
+    `validation`), in upper or lower case, that have them. An .npz file has `train_images`, `train_labels`,
+    `test_images` and `test_labels`, or `images` and `labels`. Images are integers from 0 to 255 of shape (n, S, S),
+    (n, c, S, S) or (n, S, S, c), labels integers (n,). Without test images a share of each class, drawn by
+    `split_seed`, is for testing. Hidden files and folders are skipped.
     """
-    config = info.config
-    assert config is not None, "made by `described`"
-    path = located(config, root)
-    if path.is_file():
-        images, labels, test_images, test_labels = _npz(path, config)
-        _check_classes(path, int(labels.max()) + 1, config)
-        return images[:train], labels[:train], test_images[:test], test_labels[:test]
-    found = contents(path, config)
-    _check_classes(path, len(found.classes), config)
-    return (
-        *_decoded(found.train, train, info.size, info.channels, f"{path} (training)", found.signature),
-        *_decoded(found.test, test, info.size, info.channels, f"{path} (test)", found.signature),
+    found = _opened(config, root)
+    info = _info(config, found)
+    if config.classes not in (None, found.classes):
+        raise DataError(f"{found.path}: expected {config.classes} classes (data.classes), found {found.classes}")
+    counts = check_counts(FOLDER, train, test, info.train, info.test)
+    images = [_pixels(found, part, count, info.size, info.channels) for part, count in enumerate(counts)]
+    kind = _label_type(found.classes)
+    train_labels, test_labels = (found.labels[part][:n].astype(kind) for part, n in enumerate(counts))
+    return info, (images[0], train_labels, images[1], test_labels)
+
+
+def located(config: SourceConfig, root: str | Path | None) -> Path:
+    """The folder or .npz file of a recipe."""
+    if config.path is None and root is None:
+        raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
+    return first_place(
+        config.path or "",
+        [Path(root or "")] if config.path is None else [*places(root), Path()],
+        lambda path: path.is_dir() or (path.is_file() and path.suffix == ".npz"),
+        "folder: expected a folder of images or an .npz file",
     )
 
 
-def contents(path: Path, config: SourceConfig) -> Contents:
-    """The classes and files of a folder."""
-    seed = config.split_seed or 0
-    trains, tests = _parts(path, _TRAINS), _parts(path, _TESTS)
-    if not trains:
-        classes, files = _classes(path)
-        train, test = _split(files, config.test_share or _TEST_SHARE, seed)
-    else:
-        for names, parts in ((_TRAINS, trains), (_TESTS, tests)):
-            if len(parts) != 1:
-                beside = "" if names is _TRAINS else f" beside {trains[0].name}"
-                found = listing([part.name for part in parts]) if parts else "none"
-                raise DataError(f"{path}: expected one folder of {', '.join(names)}{beside}, found {found}")
-        _check_not_split(path, config.test_share, config.split_seed)
-        classes, train = _classes(trains[0])
-        test_classes, of_test = _classes(tests[0])
-        if unknown := sorted(set(test_classes) - set(classes)):
-            raise DataError(
-                f"{tests[0]}: expected classes of {trains[0]}, found {len(unknown)} others: {listing(unknown)}"
-            )
-        by_name = dict(zip(test_classes, of_test, strict=True))
-        test = [by_name.get(name, []) for name in classes]
-    return Contents(path, tuple(classes), _mixed(train, seed), _mixed(test, seed + 1), _signature([*train, *test]))
+def _opened(config: SourceConfig, root: str | Path | None) -> OwnImages:
+    path = located(config, root)
+    return _npz(path, config) if path.is_file() else _folder(path, config)
 
 
-def _parts(path: Path, names: tuple[str, ...]) -> list[Path]:
-    """The folders that have one of these names, in upper or lower case."""
-    return sorted(child for child in path.iterdir() if child.name.lower() in names and child.is_dir())
-
-
-def _check_not_split(path: Path, share: float | None, seed: int | None) -> None:
-    """Refuse settings of a split for data that are not split."""
-    given = [name for name, value in (("data.test_share", share), ("data.split_seed", seed)) if value is not None]
-    if given:
+def _info(config: SourceConfig, found: OwnImages) -> DatasetInfo:
+    channels, size = found.shape or (config.channels or 3, config.size)
+    if size is None:
+        raise DataError(f"{found.path}: expected data.size, the side length that images are resized to, found none")
+    if config.channels not in (None, channels):
         raise DataError(
-            f"{path}: expected no {' or '.join(given)}, as there are training and test images already; remove "
-            f"{'it' if len(given) == 1 else 'them'} from the recipe"
+            f"{found.path}: expected images of {config.channels} channels (data.channels), found {channels}"
         )
-
-
-def _classes(path: Path) -> tuple[list[str], list[list[Path]]]:
-    """Names of the class folders, sorted, and the images in each, sorted."""
-    names = sorted(child.name for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
-    if len(names) < 2:
-        raise DataError(f"{path}: expected a folder for each of at least 2 classes, found {len(names)} folders")
-    files = [_images_in(path / name) for name in names]
-    if empty := [name for name, inside in zip(names, files, strict=True) if not inside]:
-        raise DataError(
-            f"{path}: expected images ({', '.join(sorted(SUFFIXES))}) in each of {len(names)} folders, "
-            f"found none in {len(empty)} of them: {listing(empty)}"
-        )
-    for name, inside in zip(names, files, strict=True):
-        _check_one_class(path / name, inside)
-    return names, files
-
-
-def _check_one_class(folder: Path, files: list[Path]) -> None:
-    """Refuse a folder of several folders of images: it is a part or a group of classes. One folder below is fine."""
-    if any(file.parent == folder for file in files):
-        return
-    below = sorted({file.relative_to(folder).parts[0] for file in files})
-    if len(below) > 1:
-        raise DataError(
-            f"{folder}: expected the images of one class, found only {len(below)} folders of images: {listing(below)}; "
-            f"name the parts `{_TRAINS[0]}` and `{_TESTS[0]}`, or put the images of a class directly into its folder"
-        )
-
-
-def _images_in(folder: Path) -> list[Path]:
-    """Images in a folder and those below, sorted, without hidden files and folders."""
-    found = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]  # os.walk enters the remaining ones
-        found += [
-            Path(place, name) for name in names if Path(name).suffix.lower() in SUFFIXES and not name.startswith(".")
-        ]
-    return sorted(found)
-
-
-def _split(files: list[list[Path]], share: float, seed: int) -> tuple[list[list[Path]], list[list[Path]]]:
-    """The images of each class for training and for testing: at least one of each."""
-    train, test = [], []
-    for label, inside in enumerate(files):
-        if len(inside) < 2:
-            raise DataError(
-                f"{inside[0].parent}: expected at least 2 images of each class, one of them for testing, found 1"
-            )
-        held = min(max(1, round(share * len(inside))), len(inside) - 1)
-        order = np.random.default_rng([seed, label]).permutation(len(inside))
-        test.append([inside[i] for i in sorted(order[:held])])
-        train.append([inside[i] for i in sorted(order[held:])])
-    return train, test
-
-
-def _mixed(files: list[list[Path]], seed: int) -> tuple[tuple[Path, ...], tuple[int, ...]]:
-    """All paths and labels in one random order, so that the first n are of all classes."""
-    paths = [path for inside in files for path in inside]
-    labels = [label for label, inside in enumerate(files) for _ in inside]
-    order = np.random.default_rng([seed, len(files), len(paths)]).permutation(len(paths))
-    return tuple(paths[i] for i in order), tuple(labels[i] for i in order)
-
-
-def _signature(files: list[list[Path]]) -> str:
-    digest = hashlib.sha256()
-    for path in (path for inside in files for path in inside):
-        found = path.stat()
-        digest.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+    train, test = map(len, found.labels)
+    return DatasetInfo(FOLDER, channels, config.size or size, found.classes, train, test)
 
 
 @lru_cache(maxsize=2)  # training and test; every tile of a benchmark reads the data again
-def _decoded(
-    files: tuple[tuple[Path, ...], tuple[int, ...]],
-    count: int | None,
-    size: int,
-    channels: int,
-    what: str,
-    _signature: str,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels and labels of the first files."""
-    paths, labels = files[0][:count], np.array(files[1][:count], dtype=np.int64)
-    return read_images(paths, size, channels, what), labels
+def _pixels(found: OwnImages, part: int, count: int, size: int, channels: int) -> np.ndarray:
+    return found.read(part, found.rows[part][:count], size, channels)
 
 
-def _npz(path: Path, config: SourceConfig) -> Arrays:
-    size, channels = config.size or 0, config.channels or 3
-    return _from_npz(path, size, channels, config.test_share, config.split_seed, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=1)
-def _from_npz(path: Path, size: int, channels: int, share: float | None, seed: int | None, _date: int) -> Arrays:
-    """The four arrays of an .npz file, split or with interleaved classes, and resized."""
-    found = read_npz(path)
-    if "images" in found:
-        found = _split_arrays(found, path, share or _TEST_SHARE, seed or 0)
-        arrays = checked(tuple(found[part] for part in PARTS), str(path))
-    else:
-        _check_not_split(path, share, seed)
-        arrays = checked(tuple(found[part] for part in PARTS), str(path))
-        train, test = _interleaved(arrays[1]), _interleaved(arrays[3])
-        arrays = arrays[0][train], arrays[1][train], arrays[2][test], arrays[3][test]
-    if arrays[0].shape[1] != channels:
-        raise DataError(f"{path}: expected images of {channels} channels (data.channels), found {arrays[0].shape[1]}")
-    return resize(arrays[0], size, str(path)), arrays[1], resize(arrays[2], size, str(path)), arrays[3]
-
-
-def _split_arrays(found: dict[str, np.ndarray], path: Path, share: float, seed: int) -> dict[str, np.ndarray]:
-    """A share of each class for testing, the others for training, each in a random order."""
-    images = checked_images(found["images"], f"{path}: images")
-    labels = checked_labels(found["labels"], f"{path}: labels", len(images))
-    random, held = np.random.default_rng([seed, len(labels)]), np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        mine = random.permutation(np.flatnonzero(labels == label))
+def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> list[np.ndarray]:
+    """Places of training and of test images in two arrays of labels, or in one, of which a share is for testing."""
+    if len(labels) == 2:
+        if given := [f"data.{name}" for name in ("test_share", "split_seed") if getattr(config, name) is not None]:
+            raise DataError(
+                f"{path}: expected no {' or '.join(given)}, as there are training and test images already; remove "
+                f"{'it' if len(given) == 1 else 'them'} from the recipe"
+            )
+        return [_interleaved(part) for part in labels]
+    random, held = np.random.default_rng([config.split_seed or 0, len(labels[0])]), np.zeros(len(labels[0]), dtype=bool)
+    for label in np.unique(labels[0]):
+        mine = random.permutation(np.flatnonzero(labels[0] == label))
         if len(mine) < 2:
             raise DataError(
                 f"{path}: expected at least 2 images of each class, one of them for testing, found 1 of class {label}"
             )
-        held[mine[: min(max(1, round(share * len(mine))), len(mine) - 1)]] = True
-    order = random.permutation(len(labels))
-    train, test = order[~held[order]], order[held[order]]
-    parts = (images[train], labels[train], images[test], labels[test])
-    return dict(zip(PARTS, parts, strict=True))
+        held[mine[: min(max(1, round((config.test_share or _TEST_SHARE) * len(mine))), len(mine) - 1)]] = True
+    order = random.permutation(len(labels[0]))
+    return [order[~held[order]], order[held[order]]]
 
 
 def _interleaved(labels: np.ndarray) -> np.ndarray:
@@ -267,48 +248,177 @@ def _interleaved(labels: np.ndarray) -> np.ndarray:
     return np.argsort(place, kind="stable")
 
 
-def _check_classes(path: Path, found: int, config: SourceConfig) -> None:
-    if config.classes is not None and found != config.classes:
-        raise DataError(f"{path}: expected {config.classes} classes (data.classes), found {found}")
+def _signature(files: Iterable[Path], config: SourceConfig) -> str:
+    digest = hashlib.sha256(f"{config.test_share} {config.split_seed}\n".encode())
+    for file in files:
+        stat = file.stat()
+        digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
-def read_npz(path: Path) -> dict[str, np.ndarray]:
-    """The arrays `train_images`, `train_labels`, `test_images`, `test_labels`, or `images` and `labels`.
+def _folder(path: Path, config: SourceConfig) -> OwnImages:
+    """A folder of folders of images."""
+    trains, tests = (
+        sorted(child for child in path.iterdir() if child.name.lower() in names and child.is_dir())
+        for names in (_TRAINS, _TESTS)
+    )
+    for found, names, beside in ((trains, _TRAINS, ""), (tests, _TESTS, f" beside {trains[0].name}" if trains else "")):
+        if trains and len(found) != 1:
+            named = listing([part.name for part in found]) if found else "none"
+            raise DataError(f"{path}: expected one folder of {', '.join(names)}{beside}, found {named}")
+    inside = [_classes(part) for part in ((trains[0], tests[0]) if trains else (path,))]
+    classes = list(inside[0])
+    if unknown := sorted(set(inside[-1]) - set(classes)):
+        raise DataError(f"{tests[0]}: expected classes of {trains[0]}, found {len(unknown)} others: {listing(unknown)}")
+    files = [[file for name in classes for file in part.get(name, ())] for part in inside]
+    labels = [np.repeat(np.arange(len(classes)), [len(part.get(name, ())) for name in classes]) for part in inside]
 
-    Images of shape (n, S, S, c) with 1 or 3 channels are transposed to (n, c, S, S). Objects are never unpickled.
-    """
+    def read(part: int, rows: np.ndarray, size: int, channels: int) -> np.ndarray:
+        what = f"{path} ({('training', 'test')[part]})"
+        return read_images([files[part % len(files)][row] for row in rows], size, channels, what)
+
+    rows = _split(path, labels, config)
+    mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]
+    return OwnImages(
+        _signature((file for part in files for file in part), config), path, len(classes), None, mixed, rows, read
+    )
+
+
+def _classes(path: Path) -> dict[str, list[Path]]:
+    """The images of each class, in the order of their names."""
+    found: dict[str, list[Path]] = {}
+    for name in sorted(child.name for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
+        inside = found[name] = []
+        for place, folders, files in os.walk(path / name):
+            folders[:] = [folder for folder in folders if not folder.startswith(".")]  # os.walk enters the others
+            images = (file for file in files if Path(file).suffix.lower() in SUFFIXES and not file.startswith("."))
+            inside += [Path(place, file) for file in images]
+        inside.sort()
+        below = sorted({file.relative_to(path / name).parts[0] for file in inside})
+        if len(below) > 1 and all(file.parent != path / name for file in inside):  # a part, or a group of classes
+            raise DataError(
+                f"{path / name}: expected the images of one class, found only {len(below)} folders of images: "
+                f"{listing(below)}; name the parts `{_TRAINS[0]}` and `{_TESTS[0]}`, or put the images of a class "
+                "directly into its folder"
+            )
+    if len(found) < 2:
+        raise DataError(f"{path}: expected a folder for each of at least 2 classes, found {len(found)} folders")
+    if empty := [name for name, files in found.items() if not files]:
+        raise DataError(
+            f"{path}: expected images ({', '.join(sorted(SUFFIXES))}) in each of {len(found)} folders, "
+            f"found none in {len(empty)} of them: {listing(empty)}"
+        )
+    return found
+
+
+# --- .npz files ------------------------------------------------------------------------------------------------------
+
+
+class _Stored(NamedTuple):
+    """An array in an archive, by its header."""
+
+    where: str
+    entry: zipfile.ZipInfo
+    start: int  # bytes of the header
+    shape: tuple[int, ...]
+    in_columns: bool
+    dtype: np.dtype
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images are (n, S, S, c)."""
+        return len(self.shape) == 4 and self.shape[3] in (1, 3) and self.shape[1] == self.shape[2]
+
+
+def _npz(path: Path, config: SourceConfig) -> OwnImages:
+    """An .npz file, of which the headers and the labels are read. Objects are never unpickled."""
+    with _archive(path) as archive:
+        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()[:_MOST_ENTRIES]}
+        wanted = next((names for names in (PARTS, _TOGETHER) if set(names) <= set(entries)), None)
+        if wanted is None:
+            names = f"{', '.join(PARTS)}, or {' and '.join(_TOGETHER)}"
+            raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(entries)) or 'none'}")
+        stored = [_stored(archive, entries[name], f"{path}: {name}") for name in wanted]
+        images = stored[::2]
+        shapes = [
+            _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if x.channels_last else x.shape, x.where)
+            for x in images
+        ]
+        if shapes[0][1:] != shapes[-1][1:]:
+            raise DataError(f"{images[1].where}: expected images {shapes[0][1:]} as in training, found {shapes[1][1:]}")
+        labels: list[np.ndarray] = []
+        for (n, *_), x in zip(shapes, stored[1::2], strict=True):
+            _check_label_shape(x.dtype, x.shape[:1] if x.shape[1:] == (1,) else x.shape, n, x.where)
+            if n > _MOST_IMAGES:
+                raise DataError(f"{x.where}: expected at most {_MOST_IMAGES} images, found {n}")
+            labels.append(_checked_labels(_rows(archive, x, np.arange(n)).reshape(-1), n, x.where))
+    classes = _count_classes(labels[0], labels[-1], [x.where for x in stored[1::2]])
+
+    def read(part: int, rows: np.ndarray, size: int, channels: int) -> np.ndarray:
+        x = images[part % len(images)]
+        with _archive(path) as archive:
+            found = _rows(archive, x, rows)
+        found = _checked_images(found.transpose(0, 3, 1, 2) if x.channels_last else found, x.where)
+        return resize(found, size, x.where)
+
+    rows = _split(path, labels, config)
+    mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]
+    return OwnImages(_signature([path], config), path, classes, shapes[0][1:3], mixed, rows, read)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """An open .npz file; zipfile, zlib and NumPy raise many kinds of errors for damaged ones."""
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()[:_MOST_ENTRIES]}
-            wanted = next((names for names in (PARTS, _TOGETHER) if set(names) <= set(entries)), None)
-            if wanted is None:
-                raise DataError(
-                    f"{path}: expected arrays {', '.join(PARTS)}, or {' and '.join(_TOGETHER)}, found "
-                    f"{', '.join(sorted(entries)[:8]) or 'none'}"
-                )
-            return {name: _npz_array(archive, entries[name], f"{path}: {name}") for name in wanted}
+            yield archive
     except DataError:
         raise
-    except Exception as error:  # zipfile, zlib and NumPy raise many kinds for damaged files
-        raise DataError(f"{path}: cannot be read as an .npz file ({type(error).__name__}: {error})") from error
+    except Exception as error:
+        why = shortened(f"{type(error).__name__}: {error}", 200)
+        raise DataError(f"{path}: cannot be read as an .npz file ({why})") from error
 
 
-def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> np.ndarray:
+def _stored(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> _Stored:
+    """An array by its header."""
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others expand a million times
+        raise DataError(f"{where}: expected an array as `numpy.savez` compresses it, found another compression")
     with archive.open(entry) as stream:
-        version = np.lib.format.read_magic(stream)
-        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
-        if header is None:
-            raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
-        shape, in_columns, dtype = header(stream)
-        if dtype.hasobject:
-            raise DataError(f"{where}: expected numbers, found pickled objects, which are not read")
-        wanted, there = prod(shape) * dtype.itemsize, entry.file_size - stream.tell()
-        if wanted != there or wanted > _LARGEST:
-            raise DataError(f"{where}: expected {wanted} bytes (at most {_LARGEST}) as its header says, found {there}")
-        data = stream.read(wanted)
-    if len(data) != wanted:
-        raise DataError(f"{where}: expected {wanted} bytes, found {len(data)}")
-    values = np.frombuffer(bytearray(data), dtype).reshape(shape, order="F" if in_columns else "C")
-    if values.ndim == 4 and values.shape[3] in (1, 3) and values.shape[1] == values.shape[2]:
-        return values.transpose(0, 3, 1, 2)
-    return values.reshape(-1) if values.ndim == 2 and values.shape[1] == 1 else values
+        head = BytesIO(stream.read(_HEADER))
+    version = np.lib.format.read_magic(head)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
+    shape, in_columns, dtype = readers[version](head)
+    if dtype.hasobject:
+        raise DataError(f"{where}: expected numbers, found pickled objects, which are not read")
+    wanted, there = prod(shape) * dtype.itemsize, entry.file_size - head.tell()
+    if wanted != there:
+        raise DataError(f"{where}: expected {wanted} bytes as its header says, found {there}")
+    return _Stored(where, entry, head.tell(), shape, in_columns, dtype)
+
+
+def _rows(archive: zipfile.ZipFile, array: _Stored, rows: np.ndarray) -> np.ndarray:
+    """Rows of an array, (m, ...), read block by block.
+
+    A line is what is contiguous in the file: one row, or in column order one entry of all n rows.
+    """
+    n, *rest = array.shape
+    lines, length = (prod(rest), n) if array.in_columns else (n, prod(rest))
+    width = length * array.dtype.itemsize
+    wanted = 2 * (len(rows) * prod(rest) * array.dtype.itemsize + max(width, _BLOCK))
+    check_memory(wanted, array.where, f"{len(rows)} items of {tuple(rest)}")
+    out = np.empty((lines, len(rows)) if array.in_columns else (len(rows), length), array.dtype)
+    step, end = max(1, _BLOCK // width), lines if array.in_columns else int(rows.max()) + 1
+    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " lines") as bar:
+        stream.read(array.start)
+        for start in range(0, end, step):
+            count = min(step, lines - start)
+            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, length)
+            if array.in_columns:
+                out[start : start + count] = block[:, rows]
+            else:
+                mine = (rows >= start) & (rows < start + count)
+                out[mine] = block[rows[mine] - start]
+            bar.update(count)
+    return out.reshape(*rest[::-1], len(rows)).transpose() if array.in_columns else out.reshape(len(rows), *rest)

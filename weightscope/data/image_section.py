@@ -1,22 +1,103 @@
-"""`DataConfig`: the section [data] of images. Does not import torch."""
+"""`DataConfig`: the section [data] of images, and what is known of its data set before it is loaded.
+
+Does not import torch.
+"""
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from weightscope._util.checks import count as checked_count
-from weightscope._util.names import unknown
+from weightscope._util.names import shortened, unknown
 from weightscope._util.plugins import is_reference
-from weightscope.data.catalog import DATASETS, dataset_info
-from weightscope.data.config import FOLDER, AugmentConfig, SourceConfig
-from weightscope.data.folder import located
+from weightscope.data import folder, readers  # noqa: F401 - importing readers registers them
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
+from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
 from weightscope.data.task import IMAGES, SECTIONS, Task
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError, WeightscopeError
+
+_HOW = "`data.path`: a folder with a folder of images for each class, resized to `data.size`, or an .npz file"
+DATASETS.register(FOLDER, channels=3, size=0, classes=0, train=0, test=0, how_to_get=_HOW)(folder.read)
 
 Count = Annotated[int, Field(ge=1, lt=2**31)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> DatasetInfo:
+    """Shapes and sizes, after resizing, of a data set by name or reference, or of a section [data].
+
+    A user's factory is called once. What is not recorded of a folder, searched for in `root` first, is read.
+    """
+    config = source_of(source)
+    if config.name == FOLDER:
+        return folder.described(config, root)
+    reader = DATASETS.find(config.name)
+    if is_reference(config.name):
+        info = folder.info_of(config.name, made_by(reader, config.name))
+    else:
+        info = DatasetInfo(config.name, **DATASETS.details[config.name])
+    return info if config.size is None else replace(info, size=config.size)
+
+
+def source_of(source: str | SourceConfig) -> SourceConfig:
+    """The settings of a data set that is given by its name."""
+    if source == FOLDER:
+        raise UsageError('folder: expected data.path and data.size beside it, as in SourceConfig(name="folder", ...)')
+    return SourceConfig(name=source) if isinstance(source, str) else source
+
+
+@lru_cache(maxsize=1)
+def made_by(factory: Callable[[], Any], name: str) -> Arrays:
+    """The checked arrays that a user's factory returns; those of the last factory are kept."""
+    try:
+        made = factory()
+    except WeightscopeError:
+        raise
+    except Exception as error:
+        why = shortened(f"{type(error).__name__}: {error}", 200)
+        raise DataError(f"{name}: the data set's factory raised {why}") from error
+    return folder.checked(made, name)
+
+
+class AugmentConfig(BaseModel):
+    """Augmentation of training images; the default does nothing.
+
+    Attributes:
+        crop: zero padding in pixels around the image before a random crop of the original size.
+        resized_crop: the smallest share of the image's area that a random crop, resized to the image, may have
+            (0.08 is usual); 0 for no such crop.
+        flip: horizontal flip with probability 1/2.
+        cutout: side length in pixels of an erased square.
+        operations: number of RandAugment operations.
+        magnitude: their strength, in [0, 1].
+        magnitude_std: standard deviation of the strength, drawn for each image and operation; timm's "m9-mstd0.5"
+            is magnitude 0.9 and magnitude_std 0.05.
+        sharpness: whether sharpness is one of the operations, as in the paper, torchvision and timm.
+        erasing: probability of random erasing.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    crop: Annotated[int, Field(ge=0)] = 0
+    flip: bool = False
+    cutout: Annotated[int, Field(ge=0)] = 0
+    operations: Annotated[int, Field(ge=0, le=8)] = 0
+    magnitude: Share = 0.3
+    resized_crop: Share = 0.0
+    magnitude_std: Share = 0.0
+    sharpness: bool = False
+    erasing: Share = 0.0
+
+    @model_validator(mode="after")
+    def _one_crop(self) -> "AugmentConfig":
+        if self.crop and self.resized_crop:
+            raise ValueError(f"crop and resized_crop exclude each other, found {self.crop} and {self.resized_crop}")
+        return self
 
 
 @SECTIONS.register(IMAGES)
@@ -80,16 +161,17 @@ class DataConfig(Task, SourceConfig):
         return (dataset_info(self).classes,)
 
     def completed(self, root: str | Path | None = None) -> "DataConfig":
-        """The section with the number of a folder's classes."""
-        if self.name != FOLDER or self.classes is not None:
+        """The section with the size, channels and classes of a folder."""
+        if self.name != FOLDER:
             return self
-        return self.model_copy(update={"classes": dataset_info(self, root).classes})
+        info = dataset_info(self, root)
+        return self.model_copy(update={name: getattr(info, name) for name in ("size", "channels", "classes")})
 
     def absolute(self, root: str | Path | None = None) -> "DataConfig":
         """The section with the absolute path of a folder."""
         if self.path is None:
             return self
-        return self.model_copy(update={"path": os.path.abspath(located(self, None if root is None else Path(root)))})
+        return self.model_copy(update={"path": os.path.abspath(folder.located(self, root))})
 
     def check(self, recipe: Any) -> None:
         """Refuse patches that do not divide the image, and a plateau without validation images."""
@@ -97,7 +179,7 @@ class DataConfig(Task, SourceConfig):
             raise ValueError(
                 "training.schedule: 'plateau' follows the loss of validation images; give their number, data.validation"
             )
-        if self.size is not None or not is_reference(self.name):
+        if self.size is not None or not (is_reference(self.name) or self.name == FOLDER):
             check_patches(recipe.network, self.size or dataset_info(self.name).size, f"{self.name}'s")
 
     def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:

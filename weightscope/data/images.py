@@ -2,7 +2,6 @@
 
 import io
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
-from weightscope._util.environment import usable_cores
+from weightscope._util.environment import available_memory, usable_cores
 from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -30,7 +29,7 @@ def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> n
     The shorter side is resized to S pixels (bicubic, antialiased) and the middle of the longer one is kept. Palettes,
     CMYK and 16 bits are converted, transparent pixels are laid over black, and the camera's orientation is applied.
     """
-    check_memory(len(paths), channels, size, what)
+    check_memory(len(paths) * channels * size**2, what, f"{len(paths)} images of {channels} x {size} x {size}")
     out = np.empty((len(paths), channels, size, size), np.uint8)
     failures: dict[int, str] = {}
 
@@ -75,7 +74,7 @@ def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
     count, channels, side, _ = images.shape
     if side == size:
         return images
-    check_memory(count, channels, size, what)
+    check_memory(count * channels * size**2, what, f"{count} images of {channels} x {size} x {size}")
     out = np.empty((count, channels, size, size), np.uint8)
 
     def one(i: int) -> None:
@@ -87,27 +86,28 @@ def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
     return out
 
 
-def check_memory(count: int, channels: int, size: int, what: str) -> None:
-    """Raise DataError if so many images of this size do not fit the machine's memory."""
-    wanted, there = count * channels * size**2, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def check_memory(wanted: int, what: str, items: str) -> None:
+    """Raise DataError if so many bytes are not free."""
+    there = available_memory()
     if wanted > there:
         raise DataError(
-            f"{what}: expected at most {there / 2**30:.1f} GiB of pixels, this machine's memory, found "
-            f"{wanted / 2**30:.1f} ({count} images of {channels} x {size} x {size}); use fewer (data.train, "
-            "data.test) or a smaller data.size"
+            f"{what}: expected at most {there / 2**30:.1f} GiB of pixels, the memory that is free here, found "
+            f"{wanted / 2**30:.1f} ({items}); use fewer (data.train, data.test) or a smaller data.size"
         )
 
 
 def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
-    """Call `function(i)` for i < count on as many threads as there are cores; on one in a worker process.
-
-    A progress bar appears after 2 seconds if standard error is a terminal; only in the main process.
-    """
-    main = multiprocessing.parent_process() is None
-    bar = tqdm(total=count, desc=doing, unit=" images", delay=_DELAY, disable=None if main else True)
-    with bar, ThreadPoolExecutor(usable_cores() if main else 1) as pool:
+    """Call `function(i)` for i < count on as many threads as there are cores; on one in a worker process."""
+    threads = usable_cores() if multiprocessing.parent_process() is None else 1
+    with progress(count, doing, " images") as bar, ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(function, range(count)):
             bar.update()
+
+
+def progress(total: int, doing: str, unit: str) -> tqdm:
+    """A progress bar that appears after 2 seconds if standard error is a terminal; only in the main process."""
+    main = multiprocessing.parent_process() is None
+    return tqdm(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
 
 
 def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:

@@ -17,27 +17,16 @@ from weightscope.errors import DataError
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that a task reports for each trained network.
+    """A number that a task reports for each trained network."""
 
-    Attributes:
-        name: in `Population.metrics`, such as `test_accuracy`; its values after each epoch are `NAME_per_epoch`.
-        label: in words, without "test" and unit.
-        unit: of the values as they are shown; empty if there is none.
-        factor: shown value = factor x stored value.
-        bounds: the smallest possible stored value, and the largest, which may be infinite.
-        higher_is_better: the direction.
-        decimals: of a value as it is shown.
-        length: of the evaluated sequences, as a multiple of the training length.
-    """
-
-    name: str
-    label: str
-    unit: str = ""
-    factor: float = 1.0
-    bounds: tuple[float, float] = (0.0, math.inf)
+    name: str  # in `Population.metrics`, such as `test_accuracy`; values after each epoch are `NAME_per_epoch`
+    label: str  # in words, without "test" and unit
+    unit: str = ""  # of the values as they are shown
+    factor: float = 1.0  # shown value = factor x stored value
+    bounds: tuple[float, float] = (0.0, math.inf)  # the smallest and the largest possible stored value
     higher_is_better: bool = False
-    decimals: int = 4
-    length: int = 1
+    decimals: int = 4  # of a value as it is shown
+    length: int = 1  # of the evaluated sequences, as a multiple of the training length
 
     @property
     def key(self) -> str:

@@ -1,35 +1,93 @@
 """Readers of the registered data sets: CIFAR, scikit-learn's digits, Fashion-MNIST, STL-10, SVHN and Tiny ImageNet.
 
 Each is `read(info, root, train, test)`: the first training and test images, in the files' order, of the data set that
-`info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`.
+`info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`. CIFAR and
+Fashion-MNIST are downloaded from the Hugging Face Hub if they are found nowhere and pyarrow is installed.
 """
 
 import gzip
+import importlib.util
+import io
 import re
 import zlib
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightscope._util.names import listing
+from weightscope._util.names import listing, shortened
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
-from weightscope.data import hub
-from weightscope.data.images import read_images
-from weightscope.data.registry import (
-    DATASETS,
-    Arrays,
-    DatasetInfo,
-    Layout,
-    Part,
-    checked_part,
-    existing,
-    find,
-    located,
-    read_records,
-)
+from weightscope._util.sources import read_regular
+from weightscope.data.images import check_memory, read_images
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, places
 from weightscope.errors import DataError
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class Layout(NamedTuple):
+    """One arrangement of a data set's files."""
+
+    folder: str  # its usual name; the files may also be in the searched folder itself
+    files: tuple[str, ...]  # any of which identifies the data set
+
+
+def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
+    """The first folder with a data set in one of the layouts, or None."""
+    for place in places(root):
+        for layout in layouts:
+            for folder in (place / layout.folder, place):
+                if any((folder / file).is_file() for file in layout.files):
+                    return folder, layout
+    return None
+
+
+def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
+    """The error about a data set without files: where they were searched for and how to get them."""
+    looked = ", ".join(str(place.absolute()) for place in places(root))
+    return DataError(
+        f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
+        f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"
+    )
+
+
+def located(info: DatasetInfo, root: Path | None, *layouts: Layout) -> Path:
+    """The first folder with a data set that is not downloaded; DataError if there is none."""
+    found = find(root, *layouts)
+    if found is None:
+        raise missing(info, root)
+    return found[0]
+
+
+def existing(path: Path, info: DatasetInfo) -> Path:
+    """The path, if it is a file; DataError otherwise."""
+    if not path.is_file():
+        raise DataError(f"{path}: expected a file of {info.name}, found none; is the data set complete?")
+    return path
+
+
+def read_records(path: Path, record: int, most: int, count: int) -> np.ndarray:
+    """The first records of a binary file, uint8 (count, record); DataError unless it has `count` to `most` records."""
+    size = path.stat().st_size
+    if size % record or not count * record <= size <= most * record:
+        raise DataError(
+            f"{path}: expected {most * record} bytes ({most} records of {record}), found {size}; download it again"
+        )
+    return np.fromfile(path, np.uint8, count * record).reshape(count, record)
+
+
+def checked_part(images: np.ndarray, labels: np.ndarray, info: DatasetInfo, where: object) -> Part:
+    """Images (n, c, S, S) and labels (n,) as uint8; DataError naming the first label that is not below K."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= info.classes))
+    if len(wrong):
+        raise DataError(
+            f"{where}: expected labels from 0 to {info.classes - 1}, found {labels[wrong[0]]} at item {wrong[0]}; "
+            "is this another data set?"
+        )
+    shape = (len(labels), info.channels, info.size, info.size)
+    return np.array(images, order="C").reshape(shape), labels.astype(np.uint8)  # a copy, which may be written to
+
 
 # --- CIFAR-10 and CIFAR-100 (Krizhevsky 2009): the official binary version and the Python version ---------------------
 
@@ -56,7 +114,7 @@ def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays
     versions = {Layout(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
     found = find(root, *versions)
     if found is None:
-        return hub.read(info, root, train, test)
+        return _from_hub(info, root, train, test)
     folder, (_, train_files, test_file, labels) = found[0], versions[found[1]]
     read = _cifar_binary if isinstance(labels, int) else _cifar_python
     each, parts = info.train // len(train_files), []
@@ -75,16 +133,16 @@ def _cifar_binary(path: Path, labels: Any, info: DatasetInfo, count: int, most: 
 def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int) -> Part:
     """The first images of a pickled dictionary with `data` (n, c * S * S) and a list of labels."""
     pixels = info.channels * info.size**2
-    largest = most * (pixels + 256) + 65_536  # names of files and labels beside the pixels
-    if path.stat().st_size > largest:
-        raise DataError(f"{path}: expected at most {largest} bytes, found {path.stat().st_size}; is this a CIFAR file?")
-    batch = loads(path.read_bytes(), str(path), NUMPY_ARRAY)
+    try:
+        raw = read_regular(path, most * (pixels + 256) + 65_536)  # names of files and labels beside the pixels
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; is this a CIFAR file?") from error
+    batch = loads(raw, str(path), NUMPY_ARRAY)
     items = batch.items() if isinstance(batch, dict) else ()
     entries = {name.decode("latin-1") if isinstance(name, bytes) else str(name): value for name, value in items}
     if "data" not in entries or key not in entries:
-        raise DataError(
-            f"{path}: expected a dictionary with 'data' and {key!r}, found {sorted(entries) or 'something else'}"
-        )
+        found = listing(sorted(entries)) or "something else"
+        raise DataError(f"{path}: expected a dictionary with 'data' and {key!r}, found {found}")
     data, labels = uint8_array(entries["data"], f"{path}: 'data'"), entries[key]
     if data.ndim != 2 or data.shape[1] != pixels or not count <= len(data) <= most:
         raise DataError(f"{path}: expected {most} images of {pixels} pixels, found data of shape {data.shape}")
@@ -145,7 +203,7 @@ def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -
     """Fashion-MNIST; an uncompressed file is preferred to a compressed one."""
     found = find(root, *_FASHION)
     if found is None:
-        return hub.read(info, root, train, test)
+        return _from_hub(info, root, train, test)
 
     def part(names: tuple[str, ...], count: int, most: int) -> Part:
         paths = [found[0] / name for name in names]
@@ -167,38 +225,27 @@ def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.n
     It has the bytes 0, 0, type and number of axes, the length of each axis as a big-endian uint32, and the items. The
     header is compared with what is expected before anything is read, so at most `most` items are allocated.
     """
-    header = 4 + 4 * (1 + len(shape))
+    magic, header = bytes([0, 0, _UBYTE, 1 + len(shape)]), 8 + 4 * len(shape)
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-            items = _idx_items(stream.read(header), path, shape, count, most)
+            head = stream.read(header)
+            if head[:4] != magic:
+                found = head[:4].hex(" ") or "nothing"
+                raise DataError(f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {found}")
+            if len(head) != header:
+                raise DataError(f"{path}: expected a header of {header} bytes, found {len(head)}; download it again")
+            items, *axes = (int(n) for n in np.frombuffer(head[4:], ">u4"))
+            if tuple(axes) != shape or not count <= items <= most:
+                number = f"{most}" if count == most else f"{count} to {most}"
+                raise DataError(f"{path}: expected {number} items of shape {shape}, found {items} of {tuple(axes)}")
             data = stream.read(items * prod(shape) + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read ({error}); it is damaged or truncated; download it again") from error
-    if len(data) != items * prod(shape):
-        found = f"{header + len(data)}" if len(data) < items * prod(shape) else "more"
-        raise DataError(
-            f"{path}: expected {header + items * prod(shape)} bytes as its header says, found {found}; "
-            "download it again"
-        )
+    wanted, there = header + items * prod(shape), header + len(data)
+    if wanted != there:
+        more = there if there < wanted else "more"
+        raise DataError(f"{path}: expected {wanted} bytes as its header says, found {more}; download it again")
     return np.frombuffer(data, np.uint8, count * prod(shape)).reshape(count, *shape)
-
-
-def _idx_items(head: bytes, path: Path, shape: tuple[int, ...], count: int, most: int) -> int:
-    """The number of items in a valid header."""
-    magic = bytes([0, 0, _UBYTE, 1 + len(shape)])
-    if head[:4] != magic:
-        raise DataError(
-            f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {head[:4].hex(' ') or 'nothing'}"
-        )
-    axes = tuple(int(n) for n in np.frombuffer(head[4 : len(head) // 4 * 4], ">u4"))
-    if len(axes) != 1 + len(shape):
-        raise DataError(
-            f"{path}: expected a header of {8 + 4 * len(shape)} bytes, found {len(head)}; download it again"
-        )
-    if axes[1:] != shape or not count <= axes[0] <= most:
-        wanted = f"{most}" if count == most else f"{count} to {most}"
-        raise DataError(f"{path}: expected {wanted} items of shape {shape}, found {axes[0]} of {axes[1:]}")
-    return axes[0]
 
 
 # --- STL-10 (Coates et al. 2011): the official binary files, whose images are stored by columns -----------------------
@@ -338,6 +385,102 @@ def _tiny_validation(folder: Path, names: list[str], info: DatasetInfo, count: i
 
 
 def _lines(path: Path, info: DatasetInfo) -> list[str]:
-    if existing(path, info).stat().st_size > _LARGEST:
-        raise DataError(f"{path}: expected at most {_LARGEST} bytes, found {path.stat().st_size}")
-    return [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    try:
+        text = read_regular(existing(path, info), _LARGEST).decode(errors="replace")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+# --- the Hugging Face Hub, which has Parquet files of PNG images -----------------------------------------------------
+
+TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
+
+
+class Location(NamedTuple):
+    """A data set on the Hub: `organisation/name`, the folder of its two files, the columns of images and labels."""
+
+    repository: str
+    folder: str
+    image: str
+    label: str
+
+
+LOCATIONS = {
+    "fashion-mnist": Location("zalando-datasets/fashion_mnist", "fashion_mnist", "image", "label"),
+    "cifar10": Location("uoft-cs/cifar10", "plain_text", "img", "label"),
+    "cifar100": Location("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+}
+
+
+def _from_hub(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
+    """The first training and test images in the order of the Hub's files, which its client keeps in its cache."""
+    if importlib.util.find_spec("pyarrow") is None:
+        raise missing(info, root, "or `pip install pyarrow` to download it from the Hugging Face Hub")
+    location = LOCATIONS[info.name]
+    try:
+        paths = [_download(location, part) for part in ("train", "test")]
+    except OSError as error:
+        reason = shortened(" ".join(str(error).split()), 200)
+        raise missing(info, root, f"downloading from the Hugging Face Hub failed ({reason})") from error
+    return (
+        *_read_parquet(paths[0], location, info, info.train, train),
+        *_read_parquet(paths[1], location, info, info.test, test),
+    )
+
+
+def _download(location: Location, part: str) -> Path:
+    """The path of one file in the Hub client's cache, downloaded if necessary; OSError if it cannot be."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    repository, file = location.repository, f"{location.folder}/{part}-00000-of-00001.parquet"
+    # The HTTP client and its errors differ between versions of huggingface_hub.
+    failures: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
+    try:
+        return Path(hf_hub_download(repository, file, repo_type="dataset", local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        # Without a network the download itself would retry for half a minute.
+        get_hf_file_metadata(hf_hub_url(repository, file, repo_type="dataset"), timeout=TIMEOUT)
+        return Path(hf_hub_download(repository, file, repo_type="dataset"))
+    except failures as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, count: int) -> Part:
+    """The first images and labels of one file, whose header is compared with what is expected before it is read."""
+    from pyarrow import ArrowException, parquet
+
+    columns = [location.image, location.label]
+    try:
+        with parquet.ParquetFile(path) as file:
+            meta, names = file.metadata, file.schema_arrow.names
+            if meta.num_rows != rows or not {*columns} <= {*names}:
+                raise DataError(
+                    f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
+                    f"found {meta.num_rows} of {listing(names)}"
+                )
+            held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+            check_memory(held, str(path), f"{rows} compressed images")
+            taken = file.read(columns=columns).slice(0, count).to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it to download it again") from error
+    images = np.stack([_decoded(row[location.image], info, f"{path}: row {i}") for i, row in enumerate(taken)])
+    return checked_part(images, np.array([row[location.label] for row in taken]), info, path)
+
+
+def _decoded(cell: dict[str, Any], info: DatasetInfo, where: str) -> np.ndarray:
+    """Pixels, uint8 (c, S, S), of a compressed image."""
+    from PIL import Image
+
+    size = (info.size, info.size)
+    try:
+        with Image.open(io.BytesIO(cell["bytes"])) as image:
+            if image.size != size:  # by its header; a huge image is not decoded
+                raise DataError(f"{where}: expected an image of {size} pixels, found {image.size}")
+            pixels = np.asarray(image.convert("L" if info.channels == 1 else "RGB"))
+    except (OSError, TypeError, KeyError, ValueError, SyntaxError) as error:
+        raise DataError(f"{where}: expected an image, found something else ({error})") from error
+    return pixels.reshape(*size, info.channels).transpose(2, 0, 1)

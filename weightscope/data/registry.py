@@ -1,33 +1,71 @@
-"""The registry of data sets, the folders that are searched for their files, and checks that all readers share.
+"""What is known of data sets before they are read: their registry, settings, and where files are searched for.
 
-Does not import torch. A reader registers itself with what is known of its data before they are loaded.
+Does not import torch. A reader registers itself with the sizes of its data set.
 """
 
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import Registry
-from weightscope.data.config import SourceConfig
 from weightscope.errors import DataError
 
+FOLDER = "folder"
 SHARED = Path("/usr/share/datasets")  # where Debian's dataset-* packages install their files
 
-Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""Training images (n, c, S, S), training labels (n,), test images (m, c, S, S), test labels (m,); all uint8 but for
-the labels of more than 256 classes."""
-
 Part = tuple[np.ndarray, np.ndarray]
-"""Images and labels of one part."""
+"""Images (n, c, S, S) and labels (n,) of one part, uint8; int64 for labels of more than 256 classes."""
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+"""The training part and the test part."""
+
+
+class SourceConfig(BaseModel):
+    """Where images come from, and their size.
+
+    Attributes:
+        name: of a registered data set, a reference `"package.module:factory"`, or `"folder"` for images of one's own.
+        size: side length in pixels that images are resized to; the data set's own if None. A folder needs it, an .npz
+            file does not.
+        path: of a folder of images or an .npz file, with `name = "folder"`; relative ones are searched for where data
+            are, see `load`. If None, it is the folder that is searched first (`--data`).
+        channels: 1 or 3, to which the images of a folder are converted, 3 if None; or those of an .npz file.
+        classes: the number of a folder's classes; counted if None. Populations record size, channels and classes.
+        test_share: the share of a folder's images that are for testing; 0.2 if None. Refused if it has a test part.
+        split_seed: of the choice of these; 0 if None. Refused if there is a test part.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: str
+    size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    path: Annotated[str, Field(min_length=1)] | None = None
+    channels: Annotated[int, Field(ge=1, le=1024)] | None = None
+    classes: Annotated[int, Field(ge=2, lt=2**31)] | None = None
+    test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    split_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+    @model_validator(mode="after")
+    def _of_a_folder(self) -> "SourceConfig":
+        if self.name == FOLDER and self.path is not None and not self.path.endswith(".npz"):
+            if self.size is None:
+                raise ValueError('size: missing; with name = "folder", the side length that images are resized to')
+            if self.channels not in (None, 1, 3):
+                raise ValueError(f"channels: expected 1 or 3 for image files, found {self.channels}")
+        for field in ("path", "channels", "classes", "test_share", "split_seed"):
+            if self.name != FOLDER and getattr(self, field) is not None:
+                raise ValueError(f'{field}: only with name = "folder"; {self.name} has its own')
+        return self
 
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """One classification data set."""
+    """One classification data set; `train` and `test` are 0 for a folder that is not counted."""
 
     name: str
     channels: int
@@ -36,27 +74,17 @@ class DatasetInfo:
     train: int
     test: int
     how_to_get: str = ""
-    config: SourceConfig | None = None  # of a folder of images, whose numbers are 0 until it is read
 
 
-Reader = Callable[..., Arrays]
-"""Reads the first images: `reader(info, root, train, test)`, where `root` is a folder to search first."""
-
-DATASETS: Registry[Reader] = Registry("data set")
-"""Readers by the name of their data set; the details of each are the fields of its `DatasetInfo`."""
+DATASETS: Registry[Callable[..., Any]] = Registry("data set")
+"""`reader(info, root, train, test)` reads the first images; `root` is a folder to search first. The details of each are
+the fields of its `DatasetInfo`."""
 
 
-class Layout(NamedTuple):
-    """One arrangement of a data set's files."""
-
-    folder: str  # its usual name; the files may also be in the searched folder itself
-    files: tuple[str, ...]  # any of which identifies the data set
-
-
-def places(root: Path | None) -> list[Path]:
+def places(root: str | Path | None) -> list[Path]:
     """The folders that are searched, in order."""
     named = os.environ.get("WEIGHTSCOPE_DATA")
-    return [*([root] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
+    return [*([Path(root)] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
 
 
 def first_place(path: str, searched: Iterable[Path], accepted: Callable[[Path], bool], expected: str) -> Path:
@@ -67,59 +95,3 @@ def first_place(path: str, searched: Iterable[Path], accepted: Callable[[Path], 
             return candidate
     looked = ", ".join(str(candidate.absolute()) for candidate in candidates)
     raise DataError(f"{expected} at one of {looked}, found none")
-
-
-def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
-    """The first folder with a data set in one of the layouts, or None."""
-    for place in places(root):
-        for layout in layouts:
-            for folder in (place / layout.folder, place):
-                if any((folder / file).is_file() for file in layout.files):
-                    return folder, layout
-    return None
-
-
-def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
-    """The error about a data set without files: where they were searched for and how to get them."""
-    looked = ", ".join(str(place.absolute()) for place in places(root))
-    return DataError(
-        f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
-        f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"
-    )
-
-
-def located(info: DatasetInfo, root: Path | None, *layouts: Layout) -> Path:
-    """The first folder with a data set that is not downloaded; DataError if there is none."""
-    found = find(root, *layouts)
-    if found is None:
-        raise missing(info, root)
-    return found[0]
-
-
-def existing(path: Path, info: DatasetInfo) -> Path:
-    """The path, if it is a file; DataError otherwise."""
-    if not path.is_file():
-        raise DataError(f"{path}: expected a file of {info.name}, found none; is the data set complete?")
-    return path
-
-
-def read_records(path: Path, record: int, most: int, count: int) -> np.ndarray:
-    """The first records of a binary file, uint8 (count, record); DataError unless it has `count` to `most` records."""
-    size = path.stat().st_size
-    if size % record or not count * record <= size <= most * record:
-        raise DataError(
-            f"{path}: expected {most * record} bytes ({most} records of {record}), found {size}; download it again"
-        )
-    return np.fromfile(path, np.uint8, count * record).reshape(count, record)
-
-
-def checked_part(images: np.ndarray, labels: np.ndarray, info: DatasetInfo, where: object) -> Part:
-    """Images (n, c, S, S) and labels (n,) as uint8; DataError naming the first label that is not below K."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= info.classes))
-    if len(wrong):
-        raise DataError(
-            f"{where}: expected labels from 0 to {info.classes - 1}, found {labels[wrong[0]]} at item {wrong[0]}; "
-            "is this another data set?"
-        )
-    shape = (len(labels), info.channels, info.size, info.size)
-    return np.array(images, order="C").reshape(shape), labels.astype(np.uint8)  # a copy, which may be written to

@@ -25,31 +25,25 @@ if TYPE_CHECKING:
 class TaskSize(NamedTuple):
     """Sizes of a task as functions of the string's length."""
 
-    answer: Callable[[int], int]  # tokens of the answer
-    vocabulary: Callable[[int], int]  # the fewest tokens, the separator included
-    varied: Callable[[int], int]  # the fewest with which sequences have different answers
+    answer: Callable[[int], int] = lambda length: length  # tokens of the answer
+    vocabulary: Callable[[int], int] = lambda length: 2  # the fewest tokens, the separator included
+    varied: Callable[[int], int] = lambda length: 3  # the fewest with which sequences have different answers
     why: Callable[[int, int], str] | None = None  # what needs so many; takes the length and this number
     step: int = 1  # what the length is a multiple of
 
 
-def _same(length: int) -> int:
-    return length
-
-
 TASK_SIZES = {
-    "copy": TaskSize(_same, lambda length: 2, lambda length: 3),
-    "copy_reversed": TaskSize(_same, lambda length: 2, lambda length: 3),
+    "copy": TaskSize(),
+    "copy_reversed": TaskSize(),
     "sort": TaskSize(
-        _same,
-        lambda length: length + 1,
-        lambda length: length + 2,
-        lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
+        vocabulary=lambda length: length + 1,
+        varied=lambda length: length + 2,
+        why=lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
     ),
     "associative_recall": TaskSize(
-        _same,
-        lambda length: length + 1,
-        lambda length: max(length + 1, 4),
-        lambda length, least: f"{length // 2} different keys, as many values and the separator need at least {least}",
+        vocabulary=lambda length: length + 1,
+        varied=lambda length: max(length + 1, 4),
+        why=lambda n, least: f"{n // 2} different keys, as many values and the separator need at least {least}",
         step=2,
     ),
     "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3, lambda length: 4),
@@ -88,12 +82,9 @@ _CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 class SequenceConfig(Task):
     """What all sources of sequences share.
 
-    Attributes:
-        name: of the task, "text" or "markov".
-        length: of the training sequences; for tasks, of the string before the separator.
-        train: the number of sequences of an epoch. Each network draws them from its own stream, new ones in each epoch.
-        test: the number of held-out sequences, which are the same for all networks and all populations.
-        held_out: the part that networks are evaluated on; "valid" has other sequences than "test".
+    Each network draws its `train` sequences of an epoch from its own stream, new ones in each epoch. The `test`
+    held-out sequences are the same for all networks and all populations; those of the part "valid" are others than
+    those of "test".
     """
 
     what: ClassVar[str] = "sequences"
@@ -102,7 +93,7 @@ class SequenceConfig(Task):
     source: ClassVar[str] = "weightscope.data.sequences:SequenceSource.of"
     batches: ClassVar[str] = "weightscope.training.sequence_task:SequenceBatches"
 
-    length: Size
+    length: Size  # of the training sequences; for tasks, of the string before the separator
     train: Size | None = None
     test: Size | None = None
     held_out: Part = "test"
@@ -160,14 +151,15 @@ class SequenceConfig(Task):
         source = changed.load(root)
         return changes, {"train": source.train, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
 
-
-def _check_memory(what: str, sequences: int, tokens: int) -> None:
-    """Refuse sequences that are drawn at once and would not fit into memory."""
-    if sequences * tokens > MOST_TOKENS:
-        raise ValueError(
-            f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {sequences} sequences of "
-            f"{tokens}; use fewer or shorter ones"
-        )
+    def _check_tokens(self) -> None:
+        """Refuse sequences that are drawn at once and would not fit into memory."""
+        shortest = sequence_length(self.name, self.length) if self.name in TASK_SIZES else self.length
+        for what, number, tokens in (("training", self.train, shortest), ("held-out", self.test, self.longest)):
+            if number is not None and number * tokens > MOST_TOKENS:
+                raise ValueError(
+                    f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {number} sequences "
+                    f"of {tokens}; use fewer or shorter ones"
+                )
 
 
 class TaskConfig(SequenceConfig):
@@ -197,8 +189,7 @@ class TaskConfig(SequenceConfig):
             except UsageError as error:
                 at = f" (at {multiple} times the length; see `lengths`)" if multiple > 1 else ""
                 raise ValueError(f"{error}{at}") from None
-        _check_memory("training", self.train, sequence_length(self.name, self.length))
-        _check_memory("held-out", self.test, self.longest)
+        self._check_tokens()
         return self
 
     def check_new(self) -> None:
@@ -262,8 +253,7 @@ class TextConfig(SequenceConfig):
 
     def located(self, root: str | Path | None = None) -> Path:
         """The folder of the files; `root` is searched first, unless the path is absolute."""
-        searched = [*places(None if root is None else Path(root)), Path()]
-        return first_place(self.path, searched, Path.is_dir, "text: expected a folder of text files")
+        return first_place(self.path, [*places(root), Path()], Path.is_dir, "text: expected a folder of text files")
 
 
 @SECTIONS.register(MARKOV)
@@ -282,6 +272,5 @@ class MarkovConfig(SequenceConfig):
 
     @model_validator(mode="after")
     def _sizes(self) -> "MarkovConfig":
-        _check_memory("training", self.train, self.length)
-        _check_memory("held-out", self.test, self.length)
+        self._check_tokens()
         return self

@@ -5,7 +5,6 @@ sequences, on the generator's device. Its string, a separator, and an answer tha
 `length` counts the tokens of the string before the separator; the vocabulary includes the separator, its last token.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +20,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weightscope._util.checks import choice, count, positive
+from weightscope._util.names import shortened
 from weightscope._util.plugins import Registry
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data.sequence_config import MarkovConfig, Part, SequenceConfig, TaskConfig, TextConfig, check_task
+from weightscope.data.task import hash_of
 from weightscope.errors import DataError, UsageError
 
 Unit = Literal["character", "word"]
@@ -39,17 +40,18 @@ LAYOUTS = (
 
 
 class ScoredSequences(NamedTuple):
-    """Sequences of n tokens, the token that follows each, and which of these are scored.
+    """Sequences of n tokens, the token that follows each, and which of these are scored."""
 
-    Attributes:
-        tokens: int64 (B, n).
-        targets: int64 (B, n), the token after each.
-        mask: bool (B, n), whether the target belongs to the answer; only these are scored.
-    """
+    tokens: Tensor  # int64 (B, n)
+    targets: Tensor  # int64 (B, n), the token after each
+    mask: Tensor  # bool (B, n), whether the target belongs to the answer; only these are scored
 
-    tokens: Tensor
-    targets: Tensor
-    mask: Tensor
+    @classmethod
+    def of(cls, whole: Tensor, unscored: int = 0) -> "ScoredSequences":
+        """Whole sequences (B, n + 1), of which the first targets are not scored."""
+        mask = torch.ones_like(whole[:, 1:], dtype=torch.bool)
+        mask[:, :unscored] = False
+        return cls(whole[:, :-1], whole[:, 1:], mask)
 
 
 def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
@@ -85,45 +87,32 @@ TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = R
 def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string: `a b c | a b c`, tokens uniform.
 
-    Args:
-        generator: drawn from; its device is that of the sequences.
-        batch: B.
-        length: of the string.
-        vocabulary: v >= 2, tokens 0 to v - 2 and the separator v - 1.
-
-    Returns:
-        Sequences of 2 length tokens.
-
-    Raises:
-        UsageError: if a number is out of range.
+    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v, of
+    which v - 1 is the separator. A number that is out of range is a UsageError.
 
     Example:
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
         torch.Size([2, 6])
     """
-    _checked("copy", batch, length, vocabulary)
+    _check("copy", batch, length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
-    return _sequences(string, string, vocabulary)
+    return _joined(string, string, vocabulary)
 
 
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
 def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
-    """Repeat the string in stack order, last token first: `a b c | c b a`; arguments and errors as `copy`."""
-    _checked("copy_reversed", batch, length, vocabulary)
+    """Repeat the string in stack order, last token first: `a b c | c b a`."""
+    _check("copy_reversed", batch, length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
-    return _sequences(string, string.flip(1), vocabulary)
+    return _joined(string, string.flip(1), vocabulary)
 
 
 @TASKS.register("sort", source="thesis 3.3.3")
 def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
-    """Sort the string, whose tokens are all different: `c a b | a b c`; arguments as `copy`.
-
-    Raises:
-        UsageError: if a number is out of range, or there are fewer than `length` tokens.
-    """
-    _checked("sort", batch, length, vocabulary)
+    """Sort the string, whose tokens are all different: `c a b | a b c`; there are at least `length` tokens."""
+    _check("sort", batch, length, vocabulary)
     string = _permutations(generator, batch, vocabulary - 1, length)
-    return _sequences(string, string.sort(1).values, vocabulary)
+    return _joined(string, string.sort(1).values, vocabulary)
 
 
 @TASKS.register("associative_recall", source="Arora et al. 2024; thesis Eq. 3.37")
@@ -131,17 +120,16 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
 
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
-    All keys are asked for, in random order. Arguments and errors as `copy`; the length is even, two tokens for each
-    pair, and there are at least as many keys as pairs.
+    All keys are asked for, in random order. The length is even, and there are at least as many keys as pairs.
     """
-    _checked("associative_recall", batch, length, vocabulary)
+    _check("associative_recall", batch, length, vocabulary)
     pairs, keys = length // 2, (vocabulary - 1) // 2
     key = _permutations(generator, batch, keys, pairs)
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
     string = torch.stack([key, value], 2)  # (B, pairs, 2)
     order = _permutations(generator, batch, pairs, pairs)
     asked = string.gather(1, order.unsqueeze(2).expand_as(string))
-    found = _sequences(string.flatten(1), asked.flatten(1), vocabulary)
+    found = _joined(string.flatten(1), asked.flatten(1), vocabulary)
     found.mask[:, length::2] = False  # keys of the answer
     return found
 
@@ -150,19 +138,17 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
 def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
 
-    Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1, so v >= 3. Sequences have length + ceil(length / 4)
-    tokens. Arguments and errors as `copy`.
+    Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1, so v >= 3.
     """
-    _checked("selective_copy", batch, length, vocabulary)
+    _check("selective_copy", batch, length, vocabulary)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
     places = _permutations(generator, batch, length, kept).sort(1).values
     string = torch.full((batch, length), vocabulary - 2, device=generator.device).scatter(1, places, answer)
-    return _sequences(string, answer, vocabulary)
+    return _joined(string, answer, vocabulary)
 
 
-def _checked(name: str, batch: int, length: int, vocabulary: int) -> None:
-    """Refuse numbers that are out of range."""
+def _check(name: str, batch: int, length: int, vocabulary: int) -> None:
     count("batch", batch)
     check_task(name, length, vocabulary)
 
@@ -174,25 +160,18 @@ def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -
 def _permutations(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
     """The first entries of uniform permutations of 0 .. size - 1, (B, kept).
 
-    They are drawn a few rows at a time; how many depends on `size` only, so that the numbers do not depend on the
-    machine.
+    They are drawn a few rows at a time; how many depends on `size` only, so the numbers do not depend on the machine.
     """
-    rows = max(1, _AT_ONCE // size)
-    return torch.cat([_permuted(generator, min(rows, batch - start), size, kept) for start in range(0, batch, rows)])
+    rows, device = max(1, _AT_ONCE // size), generator.device
+    shapes = [(min(rows, batch - start), size) for start in range(0, batch, rows)]
+    drawn = (torch.rand(*shape, generator=generator, device=device, dtype=torch.float64) for shape in shapes)
+    return torch.cat([keys.argsort(1)[:, :kept].clone() for keys in drawn])  # a view would keep all of them in memory
 
 
-def _permuted(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
-    keys = torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64)
-    return keys.argsort(1)[:, :kept].clone()  # a view would keep all of them in memory
-
-
-def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
-    """`string | answer`, without its last token, and shifted by one."""
+def _joined(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
+    """`string | answer`."""
     separator = torch.full_like(string[:, :1], vocabulary - 1)
-    whole = torch.cat([string, separator, answer], 1)
-    mask = torch.zeros(whole[:, 1:].shape, dtype=torch.bool, device=whole.device)
-    mask[:, string.shape[1] :] = True
-    return ScoredSequences(whole[:, :-1], whole[:, 1:], mask)
+    return ScoredSequences.of(torch.cat([string, separator, answer], 1), unscored=string.shape[1])
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -200,17 +179,10 @@ def _sequences(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequenc
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Training, validation and test text as tokens; the vocabulary is that of the training text.
+    """Training, validation and test text as tokens; the vocabulary is that of the training text."""
 
-    Attributes:
-        units: the vocabulary's characters or words, sorted; a token is an index.
-        train: int64 (n,).
-        valid: int64 (n,).
-        test: int64 (n,).
-    """
-
-    units: tuple[str, ...]
-    train: Tensor
+    units: tuple[str, ...]  # the vocabulary's characters or words, sorted; a token is an index
+    train: Tensor  # int64 (n,)
     valid: Tensor
     test: Tensor
 
@@ -220,25 +192,23 @@ class Text:
 
         Words are separated by white space, and each line ends with `<eos>`. So do the characters of Penn Treebank's
         files for characters, `ptb.char.train.txt` and so on, which are read for characters where they are. A word that
-        the training text lacks becomes `<unk>` if the training text has `<unk>`, as both corpora do.
-
-        Args:
-            folder: that holds the files.
-            unit: "character" or "word".
-
-        Raises:
-            DataError: if a file is missing, empty or not UTF-8, or has a character or word that the training text
-                lacks.
-            UsageError: if the unit is unknown.
+        the training text lacks becomes `<unk>` if the training text has `<unk>`, as both corpora do. DataError if a
+        file is missing, empty or not UTF-8, or has a character or word that the training text lacks.
 
         Example:
             >>> text = Text.read("penn-treebank", "word")
         """
         choice("unit", unit, ("character", "word"))
-        paths = _files(Path(folder), unit)
-        units = tuple(sorted(set(_units(paths[0], unit))))
+        order = sorted(LAYOUTS, key=lambda names: names[0].startswith(_PTB_CHARACTERS) != (unit == "character"))
+        names = next((names for names in order if all((Path(folder) / name).is_file() for name in names)), None)
+        if names is None:
+            expected = "; ".join(", ".join(names) for names in LAYOUTS)
+            raise DataError(
+                f"{folder}: expected the files of a text corpus, one of {expected}; found none of these complete"
+            )
+        units = tuple(sorted(set(_units(Path(folder) / names[0], unit))))
         number = {name: i for i, name in enumerate(units)}
-        return cls(units, *(_tokens(path, unit, number) for path in paths))
+        return cls(units, *(_tokens(Path(folder) / name, unit, number) for name in names))
 
     @property
     def vocabulary(self) -> int:
@@ -246,15 +216,11 @@ class Text:
         return len(self.units)
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
-        """Draw windows of `length` tokens (B, n) from the training text, all of which are scored.
-
-        Raises:
-            UsageError: if the training text is not longer than a window.
-        """
-        return _scored(self.windows(self.starts(generator, batch, length), length))
+        """Draw windows of `length` tokens (B, n) from the training text, all of which are scored."""
+        return ScoredSequences.of(self.windows(self.starts(generator, batch, length), length))
 
     def starts(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
-        """Draw the first tokens (B, 1) of windows of the training text; errors as `batch`."""
+        """Draw the first tokens (B, 1) of windows; UsageError if the training text is not longer than a window."""
         count("batch", batch)
         starts = len(self.train) - count("length", length)
         if starts < 1:
@@ -263,37 +229,16 @@ class Text:
 
     def windows(self, first: Tensor, length: int) -> Tensor:
         """The windows of the training text, with the token after each, (..., length + 1) from `starts` (..., 1)."""
-        return _windows(self.train, first.to(self.train.device), length)
+        return self.train[first.to(self.train.device) + torch.arange(length + 1, device=self.train.device)]
 
     def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[ScoredSequences]:
-        """Consecutive windows of a held-out text, one at a time: each token but the first is scored once.
-
-        Raises:
-            UsageError: if the part is unknown or has a single token.
-        """
+        """Consecutive windows of a held-out text, one at a time: each token but the first is scored once."""
         text: Tensor = getattr(self, choice("part", part, ("valid", "test")))
         count("length", length)
         if len(text) < 2:
             raise UsageError(f"{part}: expected at least 2 tokens, found {len(text)}")
         for start in range(0, len(text) - 1, length):
-            first = torch.tensor([[start]], device=text.device)
-            yield _scored(_windows(text, first, min(length, len(text) - 1 - start)))
-
-
-def _windows(text: Tensor, first: Tensor, length: int) -> Tensor:
-    return text[first + torch.arange(length + 1, device=text.device)]
-
-
-def _scored(whole: Tensor) -> ScoredSequences:
-    return ScoredSequences(whole[:, :-1], whole[:, 1:], torch.ones_like(whole[:, 1:], dtype=torch.bool))
-
-
-def _files(folder: Path, unit: Unit) -> list[Path]:
-    for names in sorted(LAYOUTS, key=lambda names: names[0].startswith(_PTB_CHARACTERS) != (unit == "character")):
-        if all((folder / name).is_file() for name in names):
-            return [folder / name for name in names]
-    expected = "; ".join(", ".join(names) for names in LAYOUTS)
-    raise DataError(f"{folder}: expected the files of a text corpus, one of {expected}; found none of these complete")
+            yield ScoredSequences.of(text[None, start : start + length + 1])
 
 
 def _units(path: Path, unit: Unit) -> Iterable[str]:
@@ -318,7 +263,9 @@ def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
     for name in _units(path, unit):
         token = number.get(name, other)
         if token is None:
-            raise DataError(f"{path}: the {unit} {name!r} is not in the training text, which has no {UNKNOWN}")
+            raise DataError(
+                f"{path}: the {unit} {shortened(name)!r} is not in the training text, which has no {UNKNOWN}"
+            )
         out.append(token)
     return torch.tensor(out)
 
@@ -330,11 +277,7 @@ def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
 class MarkovSource:
     """Tokens of which each depends on the one before, started from the stationary distribution.
 
-    Attributes:
-        transitions: P (v, v), probabilities of the next token; rows sum to 1.
-
-    Raises:
-        UsageError: if the rows are not positive probabilities.
+    `transitions`, P (v, v), are positive probabilities of the next token; rows sum to 1.
 
     Example:
         >>> source = MarkovSource.random(27)
@@ -353,15 +296,8 @@ class MarkovSource:
 
     @classmethod
     def random(cls, vocabulary: int, *, concentration: float = 0.2, seed: int = 0) -> "MarkovSource":
-        """A source whose rows are drawn from a symmetric Dirichlet distribution.
-
-        Args:
-            vocabulary: v.
-            concentration: of the Dirichlet distribution; the smaller, the more certain the next token.
-            seed: of the rows.
-
-        Raises:
-            UsageError: if a number is out of range.
+        """Draw the rows from a symmetric Dirichlet distribution; the smaller its `concentration`, the more certain the
+        next token.
         """
         size = count("vocabulary", vocabulary, 2)
         drawn = np.random.default_rng(seed).gamma(positive("concentration", concentration), size=(size, size))
@@ -387,21 +323,16 @@ class MarkovSource:
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw sequences of `length` tokens (B, n), all of which are scored, on the generator's device."""
-        count("batch", batch)
-        count("length", length)
-        device = generator.device
+        shape, device = (count("length", length) + 1, count("batch", batch)), generator.device
+        chance = torch.rand(shape, generator=generator, device=device, dtype=torch.float64).unsqueeze(2)
         rows = torch.from_numpy(self.transitions).cumsum(1).to(device)
-        chance = torch.rand(length + 1, batch, generator=generator, device=device, dtype=torch.float64)
-        token = self._place(torch.from_numpy(self.stationary).cumsum(0).to(device).repeat(batch, 1), chance[0])
-        tokens = [token]
-        for row in chance[1:]:
-            tokens.append(self._place(rows[tokens[-1]], row))
-        return _scored(torch.stack(tokens, 1))
-
-    def _place(self, cumulated: Tensor, chance: Tensor) -> Tensor:
-        """The token whose interval of the cumulated probabilities (B, v) holds the number (B,) in [0, 1)."""
-        found = torch.searchsorted(cumulated, chance.unsqueeze(1), right=True).squeeze(1)
-        return found.clamp_max(self.vocabulary - 1)  # where rounding leaves the last sum below 1
+        cumulated = torch.from_numpy(self.stationary).cumsum(0).to(device).repeat(batch, 1)  # (B, v)
+        tokens: list[Tensor] = []
+        for row in chance:  # the token whose interval of the cumulated probabilities holds the number
+            found = torch.searchsorted(cumulated, row, right=True).squeeze(1)
+            tokens.append(found.clamp_max(self.vocabulary - 1))  # where rounding leaves the last sum below 1
+            cumulated = rows[tokens[-1]]
+        return ScoredSequences.of(torch.stack(tokens, 1))
 
 
 # --- what a recipe's section [data] describes -------------------------------------------------------------------------
@@ -409,63 +340,52 @@ class MarkovSource:
 
 @dataclass(frozen=True, eq=False)
 class SequenceSource:
-    """Sequences of tokens by a recipe's section [data].
-
-    Attributes:
-        config: the section.
-        corpus: the text or the Markov source; None for a task.
-        train: sequences of an epoch.
-        held_out: multiple of the training length -> held-out sequences, batches of equal length each.
-    """
+    """Sequences of tokens by a recipe's section [data]."""
 
     config: SequenceConfig
-    corpus: Text | MarkovSource | None
-    train: int
-    held_out: dict[int, tuple[ScoredSequences, ...]]
+    corpus: Text | MarkovSource | None  # None for a task
+    train: int  # sequences of an epoch
+    held_out: dict[int, tuple[ScoredSequences, ...]]  # multiple of the length -> batches of sequences of equal length
+
+    nbytes: ClassVar[int] = 0  # sequences are drawn step by step
 
     @classmethod
     def of(cls, config: SequenceConfig, root: str | Path | None = None) -> "SequenceSource":
-        """Read or prepare what a section describes.
+        """Read or prepare what a section describes; a folder is searched first for text.
 
         Held-out sequences of tasks and of the Markov source have streams of their own, which depend on nothing but the
         multiple of the length; so they are the same for all populations with these settings.
-
-        Args:
-            config: the section.
-            root: a folder to search first for text.
-
-        Raises:
-            DataError: if text is missing, empty, or not UTF-8.
-            UsageError: if the text is shorter than a sequence.
         """
+        corpus: Text | MarkovSource | None = None
         if isinstance(config, TextConfig):
-            text = Text.read(config.located(root), config.unit)
-            if config.vocabulary not in (None, text.vocabulary):
+            corpus = Text.read(config.located(root), config.unit)
+            if config.vocabulary not in (None, corpus.vocabulary):
                 raise DataError(
-                    f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, found {text.vocabulary}"
+                    f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, "
+                    f"found {corpus.vocabulary}"
                 )
-            windows = _training_windows(text, config)
-            return cls(config, text, config.train or windows, {1: _batched(text, config, config.held_out)})
-        corpus = None
+            windows = (len(corpus.train) - 1) // config.length
+            if windows < 1:
+                raise UsageError(
+                    f"data.length: expected less than the {len(corpus.train)} tokens of the text, found {config.length}"
+                )
+            train = config.train or windows
+        else:
+            assert config.train is not None
+            train = config.train
         if isinstance(config, MarkovConfig):
             corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
-        assert config.train is not None
-        assert config.test is not None
-        made = cls(config, corpus, config.train, {})
+        made = cls(config, corpus, train, {})
         for multiple in config.lengths if isinstance(config, TaskConfig) else (1,):
             made.held_out[multiple] = made.part(config.held_out, multiple)
         return made
 
     def part(self, name: Part, multiple: int = 1) -> tuple[ScoredSequences, ...]:
-        """The sequences of a held-out part, batches of equal length each, on the CPU.
-
-        Args:
-            name: "valid" or "test".
-            multiple: of the training length; of text 1.
-        """
+        """The sequences of a held-out part at a multiple of the length, batches of equal length each, on the CPU."""
         if isinstance(self.corpus, Text):
-            assert isinstance(self.config, TextConfig)
-            return _batched(self.corpus, self.config, name)
+            windows = islice(self.corpus.held_out(self.config.length, name), self.config.test)
+            groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
+            return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)
         assert self.config.test is not None
         purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
         generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
@@ -474,20 +394,17 @@ class SequenceSource:
     @property
     def vocabulary(self) -> int:
         """The number of tokens, v."""
-        if isinstance(self.config, TaskConfig):
-            return self.config.vocabulary
+        return self.config.vocabulary if isinstance(self.config, TaskConfig) else self._corpus.vocabulary
+
+    @property
+    def _corpus(self) -> Text | MarkovSource:
         assert self.corpus is not None
-        return self.corpus.vocabulary
+        return self.corpus
 
     @property
     def examples(self) -> int:
         """The number of training sequences of an epoch."""
         return self.train
-
-    @property
-    def nbytes(self) -> int:
-        """0: sequences are drawn step by step."""
-        return 0
 
     @property
     def mask(self) -> Tensor:
@@ -497,8 +414,7 @@ class SequenceSource:
     def _drawn(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         if isinstance(self.config, TaskConfig):
             return TASKS[self.config.name](generator, batch, length, self.config.vocabulary)
-        assert self.corpus is not None
-        return self.corpus.batch(generator, batch, length)
+        return self._corpus.batch(generator, batch, length)
 
     def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
         """Draw B training sequences in a compact form, int32 (B, m) on the generator's device.
@@ -533,31 +449,10 @@ class SequenceSource:
     @cached_property
     def fingerprint(self) -> str:
         """The first 16 hex digits of the SHA-256 of the text, or of the settings and the held-out sequences."""
-        digest = hashlib.sha256()
         if isinstance(self.corpus, Text):
-            digest.update(json.dumps(self.corpus.units).encode())
+            about: Any = self.corpus.units
             tensors = [self.corpus.train, self.corpus.valid, self.corpus.test]
         else:
-            digest.update(json.dumps(self.config.model_dump(mode="json", exclude={"train", "held_out"})).encode())
+            about = self.config.model_dump(mode="json", exclude={"train", "held_out"})
             tensors = [batch.tokens for batches in self.held_out.values() for batch in batches]
-        for tensor in tensors:
-            digest.update(f"{tuple(tensor.shape)}".encode())
-            digest.update(tensor.cpu().contiguous().numpy().data)
-        return digest.hexdigest()[:16]
-
-
-def _training_windows(text: Text, config: TextConfig) -> int:
-    """How many windows the training text has."""
-    windows = (len(text.train) - 1) // config.length
-    if windows < 1:
-        raise UsageError(
-            f"data.length: expected less than the {len(text.train)} tokens of the text, found {config.length}"
-        )
-    return windows
-
-
-def _batched(text: Text, config: TextConfig, part: Part) -> tuple[ScoredSequences, ...]:
-    """The windows of a held-out part; those of equal length in one batch."""
-    windows: Iterator[ScoredSequences] = islice(text.held_out(config.length, part), config.test)
-    groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
-    return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)
+        return hash_of(tensors, json.dumps(about))

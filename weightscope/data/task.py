@@ -4,7 +4,8 @@ What tells images from sequences is a member of `Task`, so another kind of task 
 registered in `SECTIONS`, the source that it reads, and its batches. Does not import torch.
 """
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -23,21 +24,26 @@ class Source(Protocol):
     @property
     def examples(self) -> int:
         """The number of examples of an epoch."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the data."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """The bytes that training keeps on the device."""
-        ...
 
     def shortened(self, train: int) -> "Source":
         """The same with fewer examples in an epoch."""
-        ...
+
+
+def hash_of(tensors: "Iterable[Tensor]", about: str = "") -> str:
+    """The first 16 hex digits of the SHA-256 of a text, and of shapes and entries of tensors."""
+    digest = hashlib.sha256(about.encode())
+    for tensor in tensors:
+        digest.update(f"{tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()[:16]
 
 
 class Task(BaseModel):
@@ -106,14 +112,12 @@ class Task(BaseModel):
         return None
 
     def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
-        """Changes of a recipe with which networks are evaluated on `count` examples that are not test
-        examples, and the numbers of examples, `train` and `validation`.
+        """Changes of a recipe with which `count` examples that are not test examples are evaluated, and the numbers of
+        `train` and `validation` examples.
         """
         raise NotImplementedError
 
 
+IMAGES = "images"
 SECTIONS: Registry[type[Task]] = Registry("task")
 """Sections by their name; every other name is one of a data set of images."""
-
-
-IMAGES = "images"

@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_bytes
 
@@ -42,11 +42,7 @@ class Artifact(Result):
         """The arrays of the artifact by name."""
 
     def save(self, path: str | Path) -> Path:
-        """Write the artifact atomically.
-
-        Raises:
-            WeightscopeError: if the file cannot be written.
-        """
+        """Write the artifact atomically; a WeightscopeError if that fails."""
         header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
         # Not `ascontiguousarray`, which makes a scalar a vector.
         arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
@@ -55,11 +51,7 @@ class Artifact(Result):
 
 
 def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """The JSON header and the arrays of an artifact of any format, after comparing its digest.
-
-    Raises:
-        DataError: if the file is missing, damaged, or not an artifact.
-    """
+    """The JSON header and the arrays of an artifact of any format, after comparing its digest; else a DataError."""
     try:
         open_regular(path).close()
         with safe_open(str(path), framework="numpy") as tensors:
@@ -108,17 +100,14 @@ def _ordered(raw: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + raw[stop:]
 
 
-def checked_header(values: Any, model: type[H]) -> H:
-    """The header as a pydantic model; a DataError names the first invalid field."""
+def checked_header(values: Any, model: type[H], arrays: dict[str, np.ndarray] | None = None) -> H:
+    """The header as a pydantic model, which may take arrays out of `arrays`; a DataError names the first bad field."""
     if isinstance(values, Mapping) and values.get("version") != VERSION:
         raise DataError(
             f"expected version {VERSION} of the format, found {values.get('version')!r}; use a newer weightscope"
         )
     try:
-        # From JSON, because there a list is accepted as a tuple although types are strict.
-        return model.model_validate_json(json.dumps(values))
-    except RecursionError as error:
-        raise DataError(f"its header is nested too deeply: {error}") from error
+        return model.model_validate(values, context=arrays)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "header"
@@ -128,20 +117,40 @@ def checked_header(values: Any, model: type[H]) -> H:
 class StrictModel(BaseModel):
     """A part of a header: no unknown keys, no conversions, finite numbers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True
+    )
 
 
 class Numbers(StrictModel):
-    """Numbers without arrays."""
+    """What was fitted to one network, layer by layer."""
+
+    structure: str
+    layers: tuple[Any, ...]
+    left_out: tuple[str, ...] = Field((), strict=False)  # layers whose filters are not square, with their sizes
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        depths = [layer.depth for layer in self.layers]
+        if depths != sorted(depths):
+            raise ValueError(f"expected layers in the order of their depth, found {depths[:6]}")
+        return self
 
     def to_dict(self) -> dict[str, Any]:
         """The header's part."""
-        out = self.model_dump(mode="json")
-        return {key: value for key, value in out.items() if key != "left_out" or value}
+        return self.model_dump(mode="json", exclude=None if self.left_out else {"left_out"})
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """No arrays."""
+        """The arrays of the artifact by name."""
         return {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One row for each layer, with its numbers."""
+        return [layer.model_dump() for layer in self.layers]
+
+    def text(self) -> str:
+        """The numbers with their fit, layer by layer."""
+        raise NotImplementedError
 
 
 NETWORK_FORMAT = "weightscope-network-initialiser"
@@ -149,12 +158,7 @@ NETWORK_FORMAT = "weightscope-network-initialiser"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NetworkFit(Artifact):
-    """An initialiser fitted to one network.
-
-    Attributes:
-        numbers: the fit; `numbers.structure` is its kind.
-        provenance: where the weights came from.
-    """
+    """An initialiser fitted to one network: its `numbers`, whose `structure` is its kind, and where they came from."""
 
     numbers: Any
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -174,10 +178,12 @@ class NetworkFit(Artifact):
 
     def summary(self) -> str:
         """The structure, its origin and the number of layers."""
-        origin = self.provenance.get("source") or "a network in memory"
-        return f"{self.numbers.structure} of {len(self.numbers.layers)} layers, fitted to {origin}"
+        return f"{self.numbers.structure} of {len(self.numbers.layers)} layers, fitted to {self._origin}"
 
     def text(self) -> str:
         """The structure, its origin, and the numbers with their fit."""
-        origin = self.provenance.get("source") or "a network in memory"
-        return f"{self.numbers.structure}, fitted to {origin}\n{self.numbers.text()}"
+        return f"{self.numbers.structure}, fitted to {self._origin}\n{self.numbers.text()}"
+
+    @property
+    def _origin(self) -> str:
+        return self.provenance.get("source") or "a network in memory"

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Self
@@ -19,7 +19,6 @@ from weightscope.fits.structure import (
     Accumulator,
     Facts,
     Standalone,
-    Streamed,
     Structure,
     checked_names,
     checked_root,
@@ -40,37 +39,36 @@ Gain = float | Mapping[str, float]
 _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
 
 
-@dataclass(frozen=True)
 class Amplification:
-    """The options `gain` and `denoise` of `Exchangeable.accumulator`, checked."""
+    """The options of `Exchangeable`, checked.
 
-    gain: Gain | None = None
-    denoise: str = "threshold"
+    `gain` multiplies the correlations that `denoise` leaves by a factor >= 0, see
+    `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation, None takes
+    correlations as they are, shrunk. Or it maps patterns of types ("channels*", "hidden.? x channels", "means") to
+    factors: a type takes the first pattern that matches, and is left as it is if none does.
 
-    def __post_init__(self) -> None:
-        if isinstance(self.gain, str):
+    `denoise` is used with a gain only: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues"
+    replaces the eigenvalues inside the Marchenko-Pastur edge by their mean (`eigenvalues_clipped`).
+    """
+
+    def __init__(self, gain: Gain | None = None, denoise: str = "threshold") -> None:
+        if isinstance(gain, str):
             raise UsageError(
-                f"gain: expected a number >= 0, found {self.gain!r}; `fit-init --gain auto` and "
+                f"gain: expected a number >= 0, found {gain!r}; `fit-init --gain auto` and "
                 "`weightscope.benchmarking.choose_gain` choose it by training networks"
             )
-        for name, factor in self.gain.items() if isinstance(self.gain, Mapping) else [("gain", self.gain)]:
-            if self.gain is not None:
-                number(name, factor, least=0)
-        choice("denoise", self.denoise, ("threshold", "eigenvalues"))
-        if self.denoise != "threshold" and self.gain is None:
-            raise UsageError(f"denoise: {self.denoise!r} needs a gain, found none")
+        self.gains = gain if isinstance(gain, Mapping) else {} if gain is None else {"*": gain}  # pattern -> factor
+        for pattern, factor in self.gains.items():
+            number("gain" if pattern == "*" else pattern, factor, least=0)
+        self.denoise = choice("denoise", denoise, ("threshold", "eigenvalues"))
+        if denoise != "threshold" and not self.gains:
+            raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
 
     def check(self, labels: Sequence[str]) -> None:
         """Raise UsageError if a pattern of the gain matches no type."""
-        for pattern in self.gain if isinstance(self.gain, Mapping) else ():
+        for pattern in self.gains:
             if not any(fnmatchcase(label, pattern) for label in labels):
                 raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
-
-    def of(self, label: str) -> float | None:
-        """The gain of a type, or None if it is left as it is."""
-        if isinstance(self.gain, Mapping):
-            return next((float(g) for pattern, g in self.gain.items() if fnmatchcase(label, pattern)), None)
-        return self.gain
 
     def correlation(self, found: TypeCovariance) -> tuple[np.ndarray, dict[str, Any]]:
         """The correlation matrix (C, C) to sample from, and what was done to it."""
@@ -78,7 +76,8 @@ class Amplification:
         independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
         errors = np.where(np.isfinite(found.errors), found.errors, independent)
         notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
-        gain = self.of(label_of(found.kind.groups))
+        label = label_of(found.kind.groups)
+        gain = next((factor for pattern, factor in self.gains.items() if fnmatchcase(label, pattern)), None)
         if gain is None:
             shrunk, intensities = _shrunk(found, correlation, errors)
             return shrunk, notes | intensities
@@ -120,39 +119,28 @@ def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) 
 
     The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
     number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
-    Where the result is not positive definite, the nearest correlation matrix is taken.
-    Returns the matrix, the shares of the sums of squares that were removed, and how far the projection moved it.
+    It is at least 1e-6, so that a matrix of rank < C is regular. Where the result is not positive definite, the nearest
+    correlation matrix is taken. Returns the matrix, the shares of the sums of squares that were removed, and how far
+    the projection moved it.
     """
-    same, weights = np.zeros(correlation.shape, dtype=bool), np.ones(correlation.shape)
-    parts = list(found.kind.slices.values())
-    for i, a in enumerate(parts):
+    off, same = ~np.eye(len(correlation), dtype=bool), np.zeros(correlation.shape, dtype=bool)
+    target, parts = np.where(off, correlation, 0.0), list(found.kind.slices.values())
+    squares, noise = target**2, np.where(off, errors, 0.0) ** 2
+    for a in parts:
         same[a, a] = True
-        for b in parts[: i + 1]:
-            weights[a, b] = 1 - _intensity(correlation[a, b], errors[a, b], diagonal=a is b)
-            weights[b, a] = weights[a, b].T
-    target = correlation * weights
+        for b in parts:
+            total = squares[a, b].sum()
+            target[a, b] *= 1 - np.clip(noise[a, b].sum() / total, 1e-6, 1.0) if total else 1.0
+    norm = float(np.linalg.norm(target))
+    removed = {}
+    for name, mask in (("within", same), ("between", ~same)):
+        total = float(squares[mask].sum())
+        removed[f"shrinkage_{name}"] = round(1 - float((correlation * target)[mask].sum()) / total, 4) if total else 0.0
     np.fill_diagonal(target, 1.0)
-    matrix, off = target, ~np.eye(len(target), dtype=bool)
+    matrix = target
     if np.linalg.eigvalsh(target)[0] < _FLOOR:
         matrix = nearest_correlation(target, floor=_FLOOR)
-    norm = float(np.linalg.norm(target[off]))
-    return matrix, {
-        "shrinkage_within": _removed(correlation, target, same & off),
-        "shrinkage_between": _removed(correlation, target, ~same),
-        "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
-    }
-
-
-def _intensity(correlation: np.ndarray, errors: np.ndarray, *, diagonal: bool) -> float:
-    """Sum Var(r) / sum r^2 of a block, from 1e-6 (so that a matrix of rank < C is regular) to 1."""
-    mask = ~np.eye(len(correlation), dtype=bool) if diagonal else np.ones(correlation.shape, dtype=bool)
-    total = float(np.square(correlation[mask]).sum())
-    return float(np.clip(np.square(errors[mask]).sum() / total, 1e-6, 1.0)) if total else 0.0
-
-
-def _removed(before: np.ndarray, after: np.ndarray, mask: np.ndarray) -> float:
-    total = float(np.square(before[mask]).sum())
-    return round(1 - float((before * after)[mask].sum()) / total, 4) if total else 0.0
+    return matrix, removed | {"moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0}
 
 
 _STANDALONE = '''
@@ -206,18 +194,9 @@ class Exchangeable(Structure):
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
-    Args:
-        spec: of the D entries.
-        mean: (D,), invariant.
-        permutations: the axes' groups.
-        factors: for each type in order L_S (C, C), lower triangular.
-        parameters: the number of fitted numbers.
-        diagnostics: for each type intensities, design effects, and what an amplification did.
-        network: of the whole network, which tells fan-ins and depth where the structure is applied to another width
-            or depth; `spec` if None.
-
-    Raises:
-        DataError: if an array has the wrong shape, is not finite or is singular.
+    The mean is invariant; `permutations` are the axes' groups; `factors` has L_S (C, C), lower triangular, for each
+    type in order; `network` is the spec of the whole network (`spec` if None), which tells fan-ins and depth where the
+    structure is applied to another width or depth. The options of `fit` are those of `Amplification`.
     """
 
     name = "exchangeable"
@@ -251,14 +230,12 @@ class Exchangeable(Structure):
         cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **own: Any
     ) -> dict[str, Any]:
         """The permutation specification of the tensors that are fitted, as part of that of their network."""
-        for tensor in part.tensors:
-            if tensor.shape != network[tensor.name].shape:
-                whole = network[tensor.name].shape
-                raise UsageError(
-                    f"`{tensor.name}`: expected all of {whole} to vary, found {tensor.size} entries that do; the "
-                    "others are equal in all networks, so the distribution is not invariant under permutations of "
-                    "units; leave this tensor out of the selection"
-                )
+        if partial := next((t for t in part.tensors if t.shape != network[t.name].shape), None):
+            raise UsageError(
+                f"`{partial.name}`: expected all of {network[partial.name].shape} to vary, found {partial.size} "
+                "entries that do; the others are equal in all networks, so the distribution is not invariant under "
+                "permutations of units; leave this tensor out of the selection"
+            )
         if permutations is None:
             from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
 
@@ -274,38 +251,21 @@ class Exchangeable(Structure):
         denoise: str = "threshold",
         permutations: PermutationSpec | None = None,
         network: WeightSpec | None = None,
-    ) -> Accumulator[Self]:
-        """An accumulator of moments.
-
-        Args:
-            spec: of the D entries.
-            gain: multiply the correlations that `denoise` leaves by this factor, >= 0, see
-                `weightscope.statistics.shrinkage.amplified`; 0 keeps the variances of all parts and no correlation,
-                None takes correlations as they are, shrunk. Or a mapping of patterns of types ("channels*",
-                "hidden.? x channels", "means") to factors: a type takes the first pattern that matches, and is left
-                as it is if none does.
-            denoise: "threshold" drops correlations within 4 standard errors of zero; "eigenvalues" replaces the
-                eigenvalues inside the Marchenko-Pastur edge by their mean, see
-                `weightscope.statistics.shrinkage.eigenvalues_clipped`. Used with a gain only.
-            permutations: of the same tensors; by default that of their names.
-            network: see the class.
-
-        Raises:
-            UsageError: if an option is invalid.
-        """
-        Amplification(gain, denoise)  # checks the options
+    ) -> Accumulator:
+        """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
+        amplification = Amplification(gain, denoise)
         moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
-        finish = lambda: cls.of_moments(moments, gain=gain, denoise=denoise, network=network)  # noqa: E731
-        return Streamed(moments.update, finish)
+        return Accumulator(moments.update, lambda: cls.of_moments(moments, amplification, network))
 
     @classmethod
-    def of_moments(cls, moments: ExchangeableMoments, *, network: WeightSpec | None = None, **options: Any) -> Self:
-        """Fit to what `ExchangeableMoments` has taken up; the options are those of `accumulator`."""
+    def of_moments(
+        cls, moments: ExchangeableMoments, options: Amplification | None = None, network: WeightSpec | None = None
+    ) -> Self:
+        """Fit to what `ExchangeableMoments` has taken up."""
+        amplification = options or Amplification()
         permutations, found = moments.permutations, moments.covariances()
-        amplification = Amplification(**options)
         amplification.check([label_of(covariance.kind.groups) for covariance in found])
-        factors, parameters, notes = [], 0, {}
-        means: dict[tuple[str, ...], np.ndarray] = {}
+        factors, parameters, notes, means = [], 0, {}, None
         for covariance in found:
             label = label_of(covariance.kind.groups)
             variances = covariance.covariance.diagonal()
@@ -315,8 +275,8 @@ class Exchangeable(Structure):
             factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
             if not covariance.kind.groups:
-                means[()] = covariance.mean[None]
-                parameters += len(covariance.mean)
+                means = covariance.mean
+                parameters += len(means)
         mean = mean_vector(means, moments.spec, permutations)
         return cls(moments.spec, mean, permutations, factors, parameters, notes, network)
 
@@ -350,12 +310,9 @@ class Exchangeable(Structure):
 
     def covariance(self) -> np.ndarray:
         """The dense covariance (D, D)."""
-        dense = np.zeros((self.spec.size, self.spec.size))
         parts = invariant_parts(np.eye(self.spec.size), self.spec, self.permutations)
-        for factor, part in zip(self.factors, parts, strict=True):
-            loaded = (part @ factor).reshape(self.spec.size, -1)
-            dense += loaded @ loaded.T
-        return dense
+        loaded = ((part @ f).reshape(self.spec.size, -1) for f, part in zip(self.factors, parts, strict=True))
+        return np.asarray(sum(root @ root.T for root in loaded))
 
     @cached_property
     def correlations(self) -> tuple[np.ndarray, ...]:
@@ -366,8 +323,8 @@ class Exchangeable(Structure):
 
     def notes(self) -> list[str]:
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
-        labels = [label for kind in self.permutations.types if (label := label_of(kind.groups)) in self.diagnostics]
-        lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels]
+        labels = [label_of(kind.groups) for kind in self.permutations.types]
+        lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels if label in self.diagnostics]
         return [*lines, *self.diagnostics.get("resized", ())]
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -383,8 +340,7 @@ class Exchangeable(Structure):
         cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
-        if "permutations" not in tensors:
-            raise DataError("a structure's arrays do not fit: missing ['permutations']")
+        checked_names(tensors, ["permutations"], [*tensors])
         permutations = _parsed(tensors["permutations"], spec)
         names = [f"factor.{i}" for i in range(len(permutations.types))]
         checked_names(tensors, ["mean", "permutations", *names], ["network"])
@@ -392,14 +348,11 @@ class Exchangeable(Structure):
         return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
 
 
-def mean_vector(
-    means: Mapping[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec
-) -> np.ndarray:
-    """The invariant mean (D,) whose part of the empty type is given, (1, C); zero if there is no such type."""
-    parts = dict(means)
-    for kind in permutations.types:
-        parts.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
-    return assembled(parts, spec, permutations)[0]
+def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
+    """The invariant mean (D,) whose part of the empty type is given, (C,); zero if there is no such type."""
+    shapes = {kind.groups: (1, *_places(permutations, kind.groups), kind.copies) for kind in permutations.types}
+    own = {} if part is None else {(): part[None]}
+    return assembled({key: np.zeros(shape) for key, shape in shapes.items()} | own, spec, permutations)[0]
 
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
@@ -429,9 +382,9 @@ def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
 def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
     """A stored specification, checked against the tensors that it is about."""
     with _stored("permutations", array, "a permutation specification") as text:
-        views = json.loads(text)["views"]
+        stored = json.loads(text)["views"]
         permutations = PermutationSpec(
-            tuple(View(v["name"], v["tensor"], tuple(v["shape"]), tuple(v["axes"]), v["start"]) for v in views)
+            tuple(View(**v | {"shape": tuple(v["shape"]), "axes": tuple(v["axes"])}) for v in stored)
         )
         left = {tensor.name: (*tensor.shape, 1)[0] for tensor in spec.tensors}  # rows
         for view in permutations.views:

@@ -4,27 +4,20 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize, minimize_scalar
 
 from weightscope._util.checks import choice, count, flag
-from weightscope._util.results import text_table
+from weightscope._util.results import row_table
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
-from weightscope.statistics.filters import (
-    FilterDistribution,
-    Schedule,
-    conv_covariance,
-    covariance_root,
-    relative_depths,
-)
+from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
 from weightscope.statistics.slices import slice_moments
 
 Psd = Literal["abs", "clip"]
@@ -39,18 +32,76 @@ def _odd(kernel: int) -> int:
 Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
 
 
-@dataclass(frozen=True, eq=False)
-class FilterFit:
-    """Distributions of the filters of every depthwise layer; the options are those of `covariance_transfer_`."""
+class _Layer(StrictModel):
+    name: str
+    stage: int = Field(ge=0)
+    depth: float = Field(ge=0, le=1)  # relative, among all depthwise layers of the network
+    kernel: Kernel  # k, the side of the square filters
+    count: int = Field(ge=2)  # C, number of filters
 
-    structure: ClassVar[str] = "filters"
-    layers: tuple[FilterDistribution, ...]  # in depth order
+
+class FilterDistribution(_Layer):
+    """Mean and covariance of the filters of one depthwise layer, each filter one sample (thesis Eq. 3.3).
+
+        mean = sum_c F_c / C,   covariance = sum_c vec(F_c - mean) vec(F_c - mean)^T / (C - 1)
+
+    `vec` is in row-major order: pixel (i, j) is coordinate k i + j.
+    """
+
+    mean: np.ndarray = Field(exclude=True)  # (k, k) float64
+    covariance: np.ndarray = Field(exclude=True)  # (k*k, k*k) float64, of rank C - 1 at most
+    dead: int = Field(0, ge=0)  # number of filters whose norm is negligible; mean and covariance include them
+
+    @property
+    def usable(self) -> bool:
+        """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
+        return self.count - self.dead >= 2
+
+    @model_validator(mode="after")
+    def _arrays(self) -> "FilterDistribution":
+        k, c = self.kernel, self.covariance
+        for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", c, (k * k, k * k))):
+            if array.shape != shape or array.dtype != np.float64:
+                found = f"{array.dtype} {array.shape}"
+                raise DataError(f"`{self.name}`: expected float64 {shape} for its {what}, found {found}")
+            if not np.isfinite(array).all():
+                raise DataError(f"`{self.name}`: expected finite numbers in its {what}, found NaN or infinity")
+        if c.diagonal().min() < 0 or not np.allclose(c, c.T, rtol=0, atol=1e-9 * float(np.abs(c).max())):
+            raise DataError(
+                f"`{self.name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
+            )
+        return self
+
+
+class FilterFit(Numbers):
+    """Distributions of the filters of every depthwise layer, in depth order; options are `covariance_transfer_`'s."""
+
+    structure: Literal["filters"] = "filters"
+    layers: tuple[FilterDistribution, ...] = Field(min_length=1, strict=False)
     kronecker: bool = False
     means: bool = False
-    schedule: str = "depth"
-    kernel: int | None = None
-    psd: str = "abs"
-    left_out: tuple[str, ...] = ()  # the layers whose filters are not square, with their sizes
+    schedule: Literal["depth", "stage"] = "depth"
+    kernel: Kernel | None = None
+    psd: Psd = "abs"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_arrays(cls, values: Any, info: ValidationInfo) -> Any:
+        """Put the arrays of an artifact, which are in the context, into its layers."""
+        arrays, layers = info.context, values.get("layers")
+        if arrays is None or not isinstance(layers, list):
+            return values
+
+        def taken(name: str) -> np.ndarray | None:
+            array = arrays.pop(name, None)
+            side = 0 if array is None else math.isqrt(array.size)
+            return array.reshape(side, side) if side and array.shape == (side * side,) else array
+
+        rows = [
+            row | {key: taken(f"{i}.{key}") for key in ("mean", "covariance")} if isinstance(row, dict) else row
+            for i, row in enumerate(layers)
+        ]
+        return values | {"layers": rows}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,14 +115,13 @@ class FilterFit:
 
     def remarks(self) -> tuple[str, ...]:
         """What of the network is not used, and which distributions stand in for it."""
-        used = self.used
-        alike = [x for x in self.layers if self.kernel in (None, x.kernel)]
-        out = [f"`{x.name}`: {x.dead} of {x.count} filters are dead and not used" for x in alike if not x.usable]
-        out += [
-            f"`{x.name}`: {x.dead} of {x.count} filters are dead; its distribution includes them"
-            for x in used
-            if x.dead
-        ]
+        used, out = self.used, []
+        for usable in (False, True):
+            does = "its distribution includes them" if usable else "and not used"
+            for x in self.layers:
+                if self.kernel in (None, x.kernel) and x.usable == usable and x.dead:
+                    join = ";" if usable else ""
+                    out.append(f"`{x.name}`: {x.dead} of {x.count} filters are dead{join} {does}")
         if 0 < len(used) < len(self.layers):
             span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
             out.append(
@@ -79,15 +129,6 @@ class FilterFit:
                 "linear interpolation of these, layers outside take the first or the last"
             )
         return tuple(out)
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer: `name`, `stage`, `depth`, `kernel`, `count`, `dead`."""
-        return [{key: getattr(x, key) for key in FilterLayer.model_fields} for x in self.layers]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The header's part."""
-        left = {"left_out": list(self.left_out)} if self.left_out else {}
-        return {"structure": self.structure, "layers": self.rows(), **self.options, **left}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """`"i.mean"` (k*k,) and `"i.covariance"` (k*k, k*k) of layer i, float64."""
@@ -101,69 +142,35 @@ class FilterFit:
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
         used = {x.name for x in self.used}
-        rows = [
-            (x.name, x.stage, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count, x.dead, "*" * (x.name in used))
-            for x in self.layers
-        ]
-        table = text_table(("layer", "stage", "depth", "kernel", "filters", "dead", "used"), rows)
+        rows = [row | {"used": "*" * (row["name"] in used)} for row in self.rows()]
+        columns = _COLUMNS | {"dead": "{dead}", "used": "{used}"}
         notes = (f"note: {remark}" for remark in self.remarks())
-        return "\n".join([f"covariance_transfer_: {given}", *left_out_line(self.left_out), *notes, "", table])
+        lines = [f"covariance_transfer_: {given}", *_left_out_line(self.left_out), *notes]
+        return "\n".join([*lines, "", row_table(columns, rows)])
 
 
-class _Layer(StrictModel):
-    """A layer of `count` filters (k, k); stage and depth are its place in the network."""
-
-    name: str
-    stage: int = Field(ge=0)
-    depth: float = Field(ge=0, le=1)
-    kernel: Kernel
-    count: int = Field(ge=2)
-
-
-class FilterLayer(_Layer):
-    """What the header says of one layer of a `FilterFit`."""
-
-    dead: int = Field(ge=0)
-
-
-class FilterHeader(StrictModel):
-    """The header of a `FilterFit`."""
-
-    structure: Literal["filters"]
-    layers: tuple[FilterLayer, ...] = Field(min_length=1)
-    kronecker: bool = False
-    means: bool = False
-    schedule: Literal["depth", "stage"] = "depth"
-    kernel: Kernel | None = None
-    psd: Psd = "abs"
-    left_out: tuple[str, ...] = ()
+_COLUMNS = {
+    "layer": "{name}",
+    "stage": "{stage}",
+    "depth": "{depth:.3f}",
+    "kernel": "{kernel}x{kernel}",
+    "filters": "{count}",
+}
 
 
 class ScheduleLayer(_Layer):
-    """Fit of the closed form to one layer.
+    """Fit of the closed form to one layer."""
 
-    Attributes:
-        sigma: the schedule's at this depth.
-        sigma_alone: the best for this layer alone.
-        scale: the layer's own, the root of `s = <C, S> / |S|^2`.
-        r2: `1 - |C - s S|^2 / |C|^2` with the schedule's sigma.
-        r2_alone: the same with `sigma_alone`.
-        attainable: expected r2 of as many filters drawn from the closed form itself.
-    """
-
-    sigma: float = Field(gt=0)
-    sigma_alone: float = Field(gt=0)
-    scale: float = Field(ge=0)
-    r2: float
-    r2_alone: float
-    attainable: float
+    sigma: float = Field(gt=0)  # the schedule's at this depth
+    sigma_alone: float = Field(gt=0)  # the best for this layer alone
+    scale: float = Field(ge=0)  # the layer's own, the root of `s = <C, S> / |S|^2`
+    r2: float  # `1 - |C - s S|^2 / |C|^2` with the schedule's sigma
+    r2_alone: float  # the same with `sigma_alone`
+    attainable: float  # expected r2 of as many filters drawn from the closed form itself
 
 
 class ScheduleFit(Numbers):
-    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters.
-
-    `left_out` names the layers whose filters are not square, with their sizes.
-    """
+    """Numbers of `conv_covariance_`; r2 is the mean over layers, weighted by their filters."""
 
     structure: Literal["conv_schedule"] = "conv_schedule"
     sigma0: float
@@ -173,14 +180,11 @@ class ScheduleFit(Numbers):
     psd: Psd = "abs"
     schedule: Literal["depth", "sawtooth"] = "depth"
     r2: float
-    layers: tuple[ScheduleLayer, ...] = Field(min_length=1)
-    left_out: tuple[str, ...] = ()
+    layers: tuple[ScheduleLayer, ...] = Field(min_length=1, strict=False)
 
     @model_validator(mode="after")
     def _positive(self) -> "ScheduleFit":
-        vertex = min(1.0, max(0.0, -self.v / self.a)) if self.a else 0.0
-        least = min(self.sigma0 + self.v * d + 0.5 * self.a * d**2 for d in (0.0, vertex, 1.0))
-        if not least > 0:
+        if not (least := _least(Schedule(self.sigma0, self.v, self.a))) > 0:
             raise ValueError(f"expected sigma > 0 at every depth, found {least:g}")
         return self
 
@@ -189,28 +193,23 @@ class ScheduleFit(Numbers):
         """The keyword arguments of `conv_covariance_`."""
         return {key: getattr(self, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
 
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer, with the attributes of `ScheduleLayer`."""
-        return [layer.model_dump() for layer in self.layers]
-
     def text(self) -> str:
         """The equivalent call, and the fit layer by layer."""
-        call = f"conv_covariance_(net, sigma0={self.sigma0:.4g}, v={self.v:.4g}, a={self.a:.4g}, scale={self.scale:.4g}"
-        head = ("layer", "depth", "kernel", "filters", "sigma", "alone", "scale", "R2", "alone", "attainable")
-        rows = [
-            (
-                *(x.name, f"{x.depth:.3f}", f"{x.kernel}x{x.kernel}", x.count, f"{x.sigma:.3f}"),
-                *(f"{n:.3f}" for n in (x.sigma_alone, x.scale, x.r2, x.r2_alone, x.attainable)),
-            )
-            for x in self.layers
-        ]
-        options = f', psd="{self.psd}", schedule="{self.schedule}")'
-        notes = [f"R2 {self.r2:.3f} of the covariances", *left_out_line(self.left_out)]
-        return "\n".join([f"{call}{options}", *notes, "", text_table(head, rows)])
+        numbers = ", ".join(f"{key}={getattr(self, key):.4g}" for key in ("sigma0", "v", "a", "scale"))
+        call = f'conv_covariance_(net, {numbers}, psd="{self.psd}", schedule="{self.schedule}")'
+        forms = {"sigma": "sigma", "alone": "sigma_alone", "scale": "scale", "R2": "r2", "R2 alone": "r2_alone"}
+        columns = _COLUMNS | {head: f"{{{key}:.3f}}" for head, key in (forms | {"attainable": "attainable"}).items()}
+        notes = [f"R2 {self.r2:.3f} of the covariances", *_left_out_line(self.left_out)]
+        return "\n".join([call, *notes, "", row_table(columns, self.rows())])
 
 
-def left_out_line(layers: tuple[str, ...]) -> list[str]:
-    """A line on the layers that were left out, or none."""
+def _least(curve: Schedule) -> float:
+    """The smallest sigma on [0, 1]."""
+    vertex = -curve.v / curve.a if curve.a else 0.0
+    return min(curve(0.0), curve(1.0), curve(min(1.0, max(0.0, vertex))))
+
+
+def _left_out_line(layers: tuple[str, ...]) -> list[str]:
     return [f"left out, not square: {', '.join(layers)}"] if layers else []
 
 
@@ -223,22 +222,8 @@ def filter_distributions(
     """Mean and covariance of the filters of every depthwise layer, in depth order (thesis Eq. 3.3).
 
     A filter is counted as dead if its norm is below a thousandth of the largest of its layer, or of what is typical of
-    the network's layers (the median of their largest).
-
-    Args:
-        source: a path, `hf://org/name`, a `Checkpoint`, an `nn.Module`, or a mapping of tensors.
-        config: hints for a mapping, as in `weightscope.anatomy`.
-        strict: whether a layer whose filters are one-dimensional, not square or of even size is an error; if not, it
-            is left out, and a warning lists it.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution; lists the layers found.
-        UsageError: if a layer has other filters (strict), or all have.
-        DataError: if the source cannot be read, or a weight is not finite.
-
-    Example:
-        >>> [found.kernel for found in filter_distributions("efficientnet-lite0.pth")][:4]
-        [3, 3, 3, 5]
+    the network's layers (the median of their largest). A layer whose filters are one-dimensional, not square or of even
+    size is a UsageError (`strict`), or is left out with a warning.
     """
     found, others = square_and_others(source, config)
     if others and strict:
@@ -256,18 +241,19 @@ def square_and_others(
     square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
     if not square:
         raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
-    found = [_distribution(part, filters) for part, filters in square]
     norms = [np.linalg.norm(filters.astype(np.float64), axis=1) for _, filters in square]
     typical = float(np.median([norm.max() for norm in norms]))
-    dead = [int((norm <= _DEAD * max(norm.max(), typical)).sum()) for norm in norms]
-    counted = [replace(layer, dead=count) for layer, count in zip(found, dead, strict=True)]
-    return counted, [part for part in parts if not part.square]
+    found = []
+    for (part, filters), norm in zip(square, norms, strict=True):
+        dead = int((norm <= _DEAD * max(norm.max(), typical)).sum())
+        found.append(_distribution(part, filters, dead))
+    return found, [part for part in parts if not part.square]
 
 
-def _distribution(part: DepthwisePart, filters: np.ndarray) -> FilterDistribution:
-    kh, kw = part.kernel
+def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> FilterDistribution:
+    k = part.kernel[0]
     try:
-        found = slice_moments(filters, keep=kh * kw)
+        found = slice_moments(filters, keep=k * k)
     except DataError as error:
         raise DataError(f"`{part.name}`: {error}") from None
     if found.excluded:
@@ -280,17 +266,12 @@ def _distribution(part: DepthwisePart, filters: np.ndarray) -> FilterDistributio
         name=part.name,
         stage=part.stage,
         depth=part.layer / max(1, part.depth - 1),
-        kernel=kh,
+        kernel=k,
         count=found.n,
-        mean=found.mean.reshape(kh, kh),
+        mean=found.mean.reshape(k, k),
         covariance=found.covariance,
+        dead=dead,
     )
-
-
-_GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma
-_NARROWEST = 0.02  # square pixels: a bump of one pixel (neighbours exp(-25)); narrower ones are the same filter
-_WIDEST = 4.0  # times k^2: the bumps are flat to 6 %, and wider ones are nearly the same
-_LARGE, _COARSE = 15, 33  # fewer values above this kernel size: an eigendecomposition of k^2 x k^2 takes a second
 
 
 def fit_filters(
@@ -305,14 +286,8 @@ def fit_filters(
     """The distributions of a network's filters as an artifact; the options are those of `covariance_transfer_`.
 
     All layers are stored for every value of `kernel`; the options are stored and used when the artifact is applied.
-    `FilterFit.remarks` says which layers are used, which have dead filters, and what stands in for the others.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
-        DataError: if a weight is not finite, or all filters are dead.
-
-    Source: thesis section 3.1.1.
+    Its text says which layers are used, which have dead filters, and what stands in for the others. Layers without
+    square filters of odd size are listed; it is a UsageError if there are only such layers. Source: thesis 3.1.1.
 
     Example:
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
@@ -322,11 +297,12 @@ def fit_filters(
     choice("schedule", schedule, ("depth", "stage"))
     choice("psd", psd, ("abs", "clip"))
     layers, others = square_and_others(source)
-    _of_size(layers, kernel)
-    fit = FilterFit(tuple(layers), kronecker, means, schedule, kernel, psd, _described_kernels(others))
+    chosen = _of_size(layers, kernel)
+    options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
+    fit = FilterFit.model_validate({"layers": layers, "left_out": _described_kernels(others), **options})
     if not fit.used:
         size = "" if kernel is None else f" in layers of size {kernel}"
-        raise DataError(f"all filters are dead{size}: `{_of_size(layers, kernel)[0].name}`, ...")
+        raise DataError(f"all filters are dead{size}: `{chosen[0].name}`, ...")
     return NetworkFit(fit)
 
 
@@ -339,24 +315,13 @@ def fit_conv_schedule(
         sigma(d) = sigma0 + v d + a d^2 / 2 > 0 on [0, 1],   scale = prod_i s_i^(n_i / 2 sum n)
 
     C_i is the covariance of the n_i filters of layer i, S(sigma) the one that `conv_covariance_` draws from (with its
-    `psd`), of the layer's own kernel size. The schedule therefore does not depend on the magnitude of a layer's
-    filters, and the scale is the geometric mean over layers. A layer whose filters are all equal is an error. With one
-    layer v = a = 0, with two different depths a = 0.
+    `schedule` and `psd`), of the layer's own kernel size; `kernel` restricts the fit to layers of that size. The
+    schedule therefore does not depend on the magnitude of a layer's filters, and the scale is the geometric mean over
+    layers. With one layer v = a = 0, with two different depths a = 0. A layer of equal filters is a DataError.
 
     Goodness of fit: `R2_i = 1 - |C_i - s_i S|_F^2 / |C_i|_F^2`, which for the best s_i is the squared cosine of C_i
     and S. Filters drawn from S itself have about `|S|^2 / (|S|^2 + ((tr S)^2 + |S|^2) / (n - 1))`, given as
     `attainable`, the most to expect of so few filters.
-
-    Args:
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
-        schedule: "depth" or "sawtooth", as in `conv_covariance_`.
-        psd: "abs" or "clip", as in `conv_covariance_`.
-        kernel: fit to layers with filters of this size only; None for all.
-
-    Raises:
-        AnatomyError: if there is no depthwise convolution.
-        UsageError: if an option is invalid, or no layer has square filters of odd size; other layers are listed.
-        DataError: if a weight is not finite, or no layer resembles the closed form.
 
     Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and by grid search (B.1).
 
@@ -387,15 +352,15 @@ def fit_conv_schedule(
         "psd": psd,
         "schedule": schedule,
         "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
-        "layers": tuple(layers),
+        "layers": layers,
         "left_out": _described_kernels(others),
     }
     return NetworkFit(ScheduleFit.model_validate(numbers))
 
 
-def _described_kernels(parts: list[DepthwisePart]) -> tuple[str, ...]:
+def _described_kernels(parts: list[DepthwisePart]) -> list[str]:
     """The layers with other than square filters, each with its size."""
-    return tuple(f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts)
+    return [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts]
 
 
 def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
@@ -409,7 +374,13 @@ def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[Filte
     return chosen
 
 
-def drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
+_GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma
+_NARROWEST = 0.02  # square pixels: a bump of one pixel (neighbours exp(-25)); narrower ones are the same filter
+_WIDEST = 4.0  # times k^2: the bumps are flat to 6 %, and wider ones are nearly the same
+_LARGE, _COARSE = 15, 33  # fewer values above this kernel size: an eigendecomposition of k^2 x k^2 takes a second
+
+
+def _drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
     """The covariance (k*k, k*k) of the filters that `conv_covariance_` draws: positive semi-definite."""
     root = covariance_root(conv_covariance(k, sigma), psd)
     return root @ root.T
@@ -423,7 +394,7 @@ class _LayerFit:
         i = int(cosines.argmax())
         around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
         found = minimize_scalar(lambda x: -float(self.cosine(x)), bounds=around, method="bounded")
-        self.best = float(found.x)  # log sigma with the largest cosine
+        self.best = math.exp(found.x)  # sigma with the largest cosine
 
     def at(self, sigma: float) -> float:
         """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
@@ -438,7 +409,7 @@ def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
         logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
         cosines = np.empty((len(alike), len(logs)))
         for g, log in enumerate(logs):
-            closed = drawn_covariance(k, math.exp(log), psd)
+            closed = _drawn_covariance(k, math.exp(log), psd)
             closed /= np.linalg.norm(closed)
             cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
         out |= {i: _LayerFit(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
@@ -447,61 +418,46 @@ def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:
     """The parabola with the largest weighted sum of squared cosines; by its values at depths 0, 1/2 and 1."""
-    different = len(set(depths))
-    best = np.exp([fit.best for fit in fits])
-    places = (0.0, 0.5, 1.0)[: min(different, 3)] if different > 2 else (0.0, 1.0)[:different]
+    degree = min(len(set(depths)), 3) - 1
+    places = np.linspace(0, 1, degree + 1)
+    solved = np.linalg.inv(np.vander(places, increasing=True))
 
     def curve(logs: np.ndarray) -> Schedule:
-        values = np.exp(logs)
-        if len(values) == 1:
-            return Schedule(float(values[0]), 0.0, 0.0)
-        start, end = values[0], values[-1]
-        a = 0.0 if len(values) == 2 else 4 * (start + end - 2 * values[1])
-        return Schedule(float(start), float(end - start - a / 2), float(a))
+        sigma0, v, a = (float(x) for x in (*(solved @ np.exp(logs)), 0.0, 0.0)[:3])
+        return Schedule(sigma0, v, 2 * a)
 
     def loss(logs: np.ndarray) -> float:
         found = curve(logs)
-        if _least(found) < _NARROWEST / 2:
-            return 2.0 - _least(found)  # worse than any valid schedule, and decreasing towards valid ones
+        if (least := _least(found)) < _NARROWEST / 2:
+            return 2.0 - least  # worse than any valid schedule, and decreasing towards valid ones
         return sum(w * (1 - fit.at(found(d)) ** 2) for w, fit, d in zip(weights, fits, depths, strict=True))
-
-    starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
-    if all(a < b for a, b in itertools.pairwise(depths)):
-        starts.append(np.log(np.interp(places, depths, best)))
-    polynomial = np.polynomial.Polynomial.fit(depths, best, len(places) - 1, w=np.sqrt(weights), domain=[-1, 1])
-    starts.append(np.log(np.maximum(polynomial(np.array(places)), _NARROWEST)))
 
     def search(start: np.ndarray) -> OptimizeResult:
         return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000})
 
+    best = np.array([fit.best for fit in fits])
+    starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
+    if all(a < b for a, b in itertools.pairwise(depths)):
+        starts.append(np.log(np.interp(places, depths, best)))
+    polynomial = np.polynomial.Polynomial.fit(depths, best, degree, w=np.sqrt(weights), domain=[-1, 1])
+    starts.append(np.log(np.maximum(polynomial(places), _NARROWEST)))
     found = min(map(search, starts), key=lambda result: result.fun)
     # The simplex can shrink too early; a second search from its end costs little.
     return curve(search(found.x).x)
 
 
-def _least(curve: Schedule) -> float:
-    """The smallest sigma on [0, 1]."""
-    vertex = -curve.v / curve.a if curve.a else 0.0
-    return min(curve(0.0), curve(1.0), curve(min(1.0, max(0.0, vertex))))
-
-
 def _described(layer: FilterDistribution, fit: _LayerFit, sigma: float, psd: str) -> ScheduleLayer:
     """The layer's row, computed from the closed form itself, not from the interpolated cosines."""
-    alone = math.exp(fit.best)
-    wanted, other = (drawn_covariance(layer.kernel, x, psd) for x in (sigma, alone))
+    c, (wanted, other) = layer.covariance, (_drawn_covariance(layer.kernel, x, psd) for x in (sigma, fit.best))
     square, trace = float(np.sum(wanted**2)), float(np.trace(wanted))
+    # 1 - min over s >= 0 of |C - s S|^2 / |C|^2
+    r2, r2_alone = (max(0.0, float(np.sum(c * s))) ** 2 / float(np.sum(c**2) * np.sum(s**2)) for s in (wanted, other))
     return ScheduleLayer(
-        **{key: getattr(layer, key) for key in ("name", "stage", "depth", "kernel", "count")},
+        **layer.model_dump(exclude={"dead"}),
         sigma=sigma,
-        sigma_alone=alone,
-        scale=math.sqrt(max(0.0, float(np.sum(wanted * layer.covariance)) / square)),
-        r2=_r2(layer.covariance, wanted),
-        r2_alone=_r2(layer.covariance, other),
+        sigma_alone=fit.best,
+        scale=math.sqrt(max(0.0, float(np.sum(wanted * c)) / square)),
+        r2=r2,
+        r2_alone=r2_alone,
         attainable=square / (square + (trace**2 + square) / (layer.count - 1)),
     )
-
-
-def _r2(covariance: np.ndarray, wanted: np.ndarray) -> float:
-    """`1 - min over s >= 0 of |C - s S|^2 / |C|^2`."""
-    product = max(0.0, float(np.sum(covariance * wanted)))
-    return product**2 / float(np.sum(covariance**2) * np.sum(wanted**2))

@@ -12,7 +12,6 @@ from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
     Facts,
-    Streamed,
     Structure,
     checked,
     checked_data,
@@ -23,25 +22,15 @@ from weightscope.fits.structure import (
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments, Moments
-from weightscope.statistics.shrinkage import ledoit_wolf_from_sums, ledoit_wolf_of_rows
+from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
 
 
 class AffineGaussian(Structure):
     r"""x = mean + sqrt(variance) * z1 + factor z2 with standard normal z1 (D,) and z2 (r,).
 
-    The density goes through the r x r matrix I + F^T V^-1 F (Woodbury) when r < D, and through the Cholesky
+    `variance` (D,) is >= 0, all zero or None for a covariance that is in the factor alone; `factor` is (D, r), or None
+    for r = 0. The density goes through the r x r matrix I + F^T V^-1 F (Woodbury) when r < D, and through the Cholesky
     factor of the dense covariance otherwise.
-
-    Args:
-        spec: names and shapes of the D entries.
-        mean: (D,).
-        variance: (D,), >= 0; all zero (or None) for a covariance that is in the factor alone.
-        factor: (D, r), or None for r = 0.
-        parameters: the number of fitted numbers.
-        diagnostics: about the fit.
-
-    Raises:
-        DataError: if an array has the wrong shape, is not finite, or a variance is negative.
     """
 
     form = "affine"
@@ -124,51 +113,45 @@ class AffineGaussian(Structure):
         return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
 
-class _OfEntries(AffineGaussian):
-    """Independent entries, by maximum likelihood from the mean and variance of each."""
+class Diagonal(AffineGaussian):
+    """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
 
+    name = "diagonal"
     needs_samples = False
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates mean and variance of each entry."""
         moments = EntryMoments(spec.size)
-        return Streamed(moments.update, lambda: cls.from_moments(moments, spec))
+        return Accumulator(moments.update, lambda: cls.from_moments(moments, spec))
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
         """Fit from the entries' moments."""
-        raise NotImplementedError
+        mean, parameters, kinds = choose_mean(moments, spec)
+        variance, count = cls._variances(moments.mean_square(mean), spec)
+        require_variation(variance)
+        return cls(spec, mean, variance, None, parameters + count, {"mean": kinds})
+
+    @classmethod
+    def _variances(cls, squares: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int]:
+        """The variances (D,) from the mean squared deviations (D,), and how many numbers they are."""
+        return squares, spec.size
 
 
-class Isotropic(_OfEntries):
+class Isotropic(Diagonal):
     """w_j ~ N(mean_j, v) independently, with one v for each tensor, by maximum likelihood."""
 
     name = "isotropic"
 
     @classmethod
-    def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
-        """Fit from the entries' moments."""
-        mean, parameters, kinds = choose_mean(moments, spec)
-        deviations, variance = moments.mean_square(mean), np.empty(spec.size)
-        for part in spec.slices.values():
-            variance[part] = deviations[part].mean() if part.stop > part.start else 0.0
-        require_variation(variance, "entries")
-        return cls(spec, mean, variance, None, parameters + len(spec), {"mean": kinds})
+    def _variances(cls, squares: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int]:
+        return _tensor_means(squares, spec), len(spec)
 
 
-class Diagonal(_OfEntries):
-    """w_j ~ N(mean_j, v_j) independently, by maximum likelihood."""
-
-    name = "diagonal"
-
-    @classmethod
-    def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
-        """Fit from the entries' moments."""
-        mean, parameters, kinds = choose_mean(moments, spec)
-        variance = moments.mean_square(mean)
-        require_variation(variance, "entries")
-        return cls(spec, mean, variance, None, parameters + spec.size, {"mean": kinds})
+def _tensor_means(values: np.ndarray, spec: WeightSpec) -> np.ndarray:
+    """For each of D entries the mean of its tensor's values."""
+    return np.concatenate([np.full(part.stop - part.start, values[part].mean()) for part in spec.slices.values()])
 
 
 # Lower bound of the noise variance as a share of an entry's variance, as in R's `factanal`; without one the
@@ -206,8 +189,8 @@ class LowRank(AffineGaussian):
         mean, parameters, kinds = fit_mean(rows, spec)
         rows = rows - mean
         scale = np.sqrt(np.mean(rows**2, axis=0))
-        require_variation(scale, "entries")
-        factor, noise, diagnostics = _factor_analysis(principal_mean_rows(rows / scale), rank)
+        require_variation(scale)
+        factor, noise, diagnostics = _factor_analysis(principal_rows(rows / scale) / np.sqrt(len(rows)), rank)
         parameters += spec.size * (rank + 1) - rank * (rank - 1) // 2
         diagnostics = {"mean": kinds, "rank": rank, **diagnostics}
         return cls(spec, mean, noise * scale**2, factor * scale[:, None], parameters, diagnostics)
@@ -250,20 +233,14 @@ def principal_rows(rows: np.ndarray) -> np.ndarray:
 
     They do not depend on the order of X's rows, and neither do samples drawn with them.
     """
+    if len(rows) > rows.shape[1]:
+        values, vectors = np.linalg.eigh(rows.T @ rows)
+        return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
     values, vectors = np.linalg.eigh(rows @ rows.T)
     keep = values > values[-1] * len(rows) * np.finfo(np.float64).eps
     principal = (vectors[:, keep].T @ rows)[::-1]
     largest = np.abs(principal).argmax(axis=1)
     return principal * np.sign(principal[np.arange(len(principal)), largest])[:, None]
-
-
-def principal_mean_rows(rows: np.ndarray) -> np.ndarray:
-    """Orthogonal P (r, D) with P^T P = X^T X / N, in order of decreasing norm, from X (N, D)."""
-    networks, size = rows.shape
-    if networks <= size:
-        return principal_rows(rows) / np.sqrt(networks)
-    values, vectors = np.linalg.eigh(rows.T @ rows / networks)
-    return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
 
 
 class Dense(AffineGaussian):
@@ -280,9 +257,26 @@ class Dense(AffineGaussian):
     needs_samples = False
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates samples while N < D, moments from then on."""
-        return _DenseAccumulator(cls, spec)
+        held: list[np.ndarray] = []
+        sums: list[Any] = []  # second and fourth moments
+
+        def update(rows: np.ndarray) -> None:
+            if not sums:
+                held.append(rows.copy())
+                if sum(map(len, held)) < spec.size:
+                    return
+                rows = np.concatenate(held)
+                held.clear()
+                sums.extend((Moments(spec.size), _FourthMoments(spec, rows.mean(axis=0))))
+            for moments in sums:
+                moments.update(rows)
+
+        def finish() -> Dense:
+            return cls.from_moments(sums[0], sums[1], spec) if sums else cls.from_rows(np.concatenate(held), spec)
+
+        return Accumulator(update, finish)
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, spec: WeightSpec) -> Self:
@@ -297,8 +291,7 @@ class Dense(AffineGaussian):
             if not ridge:
                 raise DataError(f"no shrinkage and fewer networks ({len(rows)}) than entries ({spec.size})")
             factor = np.sqrt((1.0 - shrunk.intensity) / len(rows)) * scale[:, None] * principal_rows(rows).T
-        facts = parameters + spec.size * (spec.size + 1) // 2, {"mean": kinds, "shrinkage": shrunk.intensity}
-        return cls(spec, mean, ridge * scale**2, factor, *facts)
+        return cls(spec, mean, ridge * scale**2, factor, *_facts(parameters, spec, kinds, shrunk))
 
     @classmethod
     def from_moments(cls, moments: Moments, fourth: "_FourthMoments", spec: WeightSpec) -> Self:
@@ -316,7 +309,7 @@ class Dense(AffineGaussian):
         trace, square = float(np.trace(gram)), float(np.vdot(gram, gram))
         shrunk = ledoit_wolf_from_sums(n, spec.size, trace, square, quartic)
         ridge = shrunk.intensity * shrunk.target
-        facts = parameters + spec.size * (spec.size + 1) // 2, {"mean": kinds, "shrinkage": shrunk.intensity}
+        facts = _facts(parameters, spec, kinds, shrunk)
         if shrunk.intensity == 1.0:
             return cls(spec, mean, ridge * scale**2, None, *facts)
         gram *= (1.0 - shrunk.intensity) / n
@@ -328,35 +321,15 @@ class Dense(AffineGaussian):
         return cls(spec, mean, None, factor, *facts)
 
 
+def _facts(parameters: int, spec: WeightSpec, kinds: dict[str, str], shrunk: LedoitWolf) -> tuple[int, dict[str, Any]]:
+    return parameters + spec.size * (spec.size + 1) // 2, {"mean": kinds, "shrinkage": shrunk.intensity}
+
+
 def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:
     """The root mean square (D,) of each entry's tensor."""
-    scale = np.empty(spec.size)
-    for part in spec.slices.values():
-        scale[part] = np.sqrt(np.mean(squares[part])) if part.stop > part.start else 1.0
-    require_variation(scale, "entries")
+    scale = np.sqrt(_tensor_means(squares, spec))
+    require_variation(scale)
     return scale
-
-
-class _DenseAccumulator:
-    def __init__(self, cls: type[Dense], spec: WeightSpec) -> None:
-        self._cls, self._spec = cls, spec
-        self._held: list[np.ndarray] = []
-        self._sums: tuple[Moments, _FourthMoments] | None = None
-
-    def update(self, rows: np.ndarray) -> None:
-        if self._sums is None:
-            self._held.append(rows.copy())
-            if sum(map(len, self._held)) < self._spec.size:
-                return
-            rows, self._held = np.concatenate(self._held), []
-            self._sums = Moments(self._spec.size), _FourthMoments(self._spec, rows.mean(axis=0))
-        for sums in self._sums:
-            sums.update(rows)
-
-    def finish(self) -> Any:
-        if self._sums is None:
-            return self._cls.from_rows(np.concatenate(self._held), self._spec)
-        return self._cls.from_moments(*self._sums, self._spec)
 
 
 class _FourthMoments:
@@ -368,10 +341,9 @@ class _FourthMoments:
 
     def __init__(self, spec: WeightSpec, pilot: np.ndarray) -> None:
         self._pilot, self._n = pilot, 0
-        self._starts = np.array([part.start for part in spec.slices.values() if part.stop > part.start])
-        tensors = len(self._starts)
-        self._qq, self._qz = np.zeros((tensors, tensors)), np.zeros((tensors, spec.size))
-        self._q, self._z = np.zeros(tensors), np.zeros(spec.size)
+        self._starts = np.array([part.start for part in spec.slices.values()])
+        t, d = len(self._starts), spec.size
+        self._qq, self._qz, self._q, self._z = (np.zeros(shape) for shape in ((t, t), (t, d), t, d))
 
     def update(self, rows: np.ndarray) -> None:
         z = rows - self._pilot

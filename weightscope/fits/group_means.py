@@ -11,7 +11,6 @@ from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
     Facts,
-    Streamed,
     Structure,
     checked,
     choose_mean,
@@ -35,15 +34,7 @@ class GroupMeans(Structure):
     column means vary less than those of independent entries, which no additive random effect can produce; nothing is
     clipped, and the diagnostics list all components and the negative ones. A vector counts as one row.
 
-    Args:
-        spec: names and shapes of the D entries.
-        mean: (D,).
-        eigenvalues: for each tensor (l_e, l_r, l_c, l_g), (tensors, 4); zero where the space has no dimension.
-        parameters: the number of fitted numbers.
-        diagnostics: about the fit.
-
-    Raises:
-        DataError: if an array has the wrong shape, is not finite, or an eigenvalue is not positive.
+    `eigenvalues` has (l_e, l_r, l_c, l_g) of each tensor, (tensors, 4); zero where the space has no dimension.
     """
 
     name = "group_means"
@@ -67,7 +58,7 @@ class GroupMeans(Structure):
             raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates the entries' moments and the squared length of the deviations in each space."""
         moments, squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
         tensors = list(zip(spec.slices.values(), matrix_shapes(spec), strict=True))
@@ -77,7 +68,7 @@ class GroupMeans(Structure):
             for i, (part, shape) in enumerate(tensors):
                 squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
 
-        return Streamed(update, lambda: cls.from_sums(moments, squares, spec))
+        return Accumulator(update, lambda: cls.from_sums(moments, squares, spec))
 
     @classmethod
     def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
@@ -145,16 +136,13 @@ def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarra
 def _squares(z: np.ndarray) -> np.ndarray:
     """Squared length of matrices (N, p, n) in each of the four spaces, (N, 4)."""
     _, p, n = z.shape
-    return np.stack(
-        [np.sum(part**2, axis=(1, 2)) * times for part, times in zip(_split(z), (1, n, p, p * n), strict=True)],
-        axis=1,
-    )
+    parts = zip(_split(z), (1, n, p, p * n), strict=True)
+    return np.stack([np.sum(part**2, axis=(1, 2)) * times for part, times in parts], axis=1)
 
 
 def _dimensions(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Dimensions of the four spaces, (tensors, 4); all zero for an empty tensor."""
-    rows = [((p - 1) * (n - 1), p - 1, n - 1, 1) if p * n else (0, 0, 0, 0) for p, n in shapes]
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+    """Dimensions of the four spaces, (tensors, 4)."""
+    return np.array([((p - 1) * (n - 1), p - 1, n - 1, 1) for p, n in shapes])
 
 
 def _components(eigenvalues: np.ndarray, shape: tuple[int, int]) -> dict[str, float]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope._util.results import text_table
+from weightscope._util.results import row_table
 from weightscope.anatomy import AttentionPart, named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
@@ -20,27 +20,20 @@ from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
 
 
 class ProductNumbers(StrictModel):
-    """Numbers of `mimetic_attention_` for the product of one layer, mean over its heads.
+    """Numbers of `mimetic_attention_` for the product M of one layer, mean over its heads.
 
-    Attributes:
-        alpha: of the noise.
-        beta: of the diagonal, with the product's own sign, as `weightscope products` shows it; `beta_vo` of
-            `mimetic_attention_` is minus that of V/O.
-        beta_std: standard deviation of the heads' beta.
-        diagonal: the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank.
-        noise: the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`.
-        r2: `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d.
-        attainable: rank / d.
-        residual: `|s - s'| / |s|` between the singular values of M and those of the initialiser's products.
+    `beta` has the product's own sign, as `weightscope products` shows it; `beta_vo` of `mimetic_attention_` is minus
+    that of V/O.
     """
 
-    alpha: float = Field(ge=0)
-    beta: float
-    beta_std: float = Field(ge=0)
-    diagonal: float
-    noise: float = Field(ge=0)
-    r2: float = Field(ge=0, le=1)
-    attainable: float = Field(gt=0, le=1)
+    alpha: float = Field(ge=0)  # of the noise
+    beta: float  # of the diagonal
+    beta_std: float = Field(ge=0)  # standard deviation of the heads' beta
+    diagonal: float  # the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank
+    noise: float = Field(ge=0)  # the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`
+    r2: float = Field(ge=0, le=1)  # `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d
+    attainable: float = Field(gt=0, le=1)  # rank / d
+    # `|s - s'| / |s|` between the singular values of M and those of the initialiser's products
     residual: float = Field(ge=0)
 
 
@@ -55,20 +48,27 @@ class ProductLayer(StrictModel):
     vo: ProductNumbers
 
 
-class ProductFit(Numbers):
-    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer.
+_EACH = {"alpha": ".3f", "beta": "+.3f", "(std)": ".3f", "R2": ".4f", "of": ".4f", "spectrum": ".2f"}
+_KEYS = dict(zip(_EACH, ("alpha", "beta", "beta_std", "r2", "attainable", "residual"), strict=True))
+_COLUMNS = {"layer": "{name}", "depth": "{depth:.3f}"} | {
+    f"{part} {head}": f"{{{part}.{_KEYS[head]}:{form}}}" for part in ("qk", "vo") for head, form in _EACH.items()
+}
+_NOTES = {
+    "none": "",
+    "folded": "\nLayerScale is folded into W_V W_O",
+    "left out": "\nwarning: LayerScale multiplies each channel of W_V W_O and may change its sign; the option "
+    "fold_scales=true includes it",
+}
 
-    Attributes:
-        signs: beta has the sign of the product, also for values and outputs.
-        parts: the products that the initialiser sets.
-        layer_scale: whether the network has one after its attention, and whether it was folded into W_V W_O.
-    """
+
+class ProductFit(Numbers):
+    """`W_Q W_K^T ~ alpha Z + beta I` and `W_V W_O ~ alpha Z + beta I`, layer by layer."""
 
     structure: Literal["identity_product"] = "identity_product"
-    signs: Literal["products"]
-    parts: Literal["both", "qk", "vo"] = "both"
-    layer_scale: Literal["none", "folded", "left out"] = "none"
-    layers: tuple[ProductLayer, ...] = Field(min_length=1)
+    signs: Literal["products"]  # beta has the sign of the product, also for values and outputs
+    parts: Literal["both", "qk", "vo"] = "both"  # the products that the initialiser sets
+    layer_scale: Literal["none", "folded", "left out"] = "none"  # after the attention; folded into W_V W_O, or not
+    layers: tuple[ProductLayer, ...] = Field(min_length=1, strict=False)
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and product: `name`, `depth`, `width`, `heads`, `part` and the product's numbers."""
@@ -80,29 +80,13 @@ class ProductFit(Numbers):
 
     def text(self) -> str:
         """The numbers layer by layer."""
-        each = ("alpha", "beta", "(std)", "R2", "of", "spectrum")
-        head = ("layer", "depth", *(f"{part} {word}" for part in ("qk", "vo") for word in each))
-        rows = [(x.name, f"{x.depth:.3f}", *_cells(x.qk), *_cells(x.vo)) for x in self.layers]
-        note = (
+        return (
+            f"mimetic_attention_ with these numbers, parts {self.parts}\n"
+            "beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n"
             "R2 is the identity's share of the product, 'of' the most that its rank allows, 'spectrum' the relative "
-            "residual of its singular values"
+            f"residual of its singular values{_NOTES[self.layer_scale]}\n\n"
+            f"{row_table(_COLUMNS, [dict(layer) for layer in self.layers])}"
         )
-        if self.layer_scale == "folded":
-            note += "\nLayerScale is folded into W_V W_O"
-        elif self.layer_scale == "left out":
-            note += (
-                "\nwarning: LayerScale multiplies each channel of W_V W_O and may change its sign; "
-                "the option fold_scales=true includes it"
-            )
-        note = (
-            f"beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n{note}"
-        )
-        return f"mimetic_attention_ with these numbers, parts {self.parts}\n{note}\n\n" + text_table(head, rows)
-
-
-def _cells(fit: ProductNumbers) -> tuple[str, ...]:
-    numbers = (f"{fit.alpha:.3f}", f"{fit.beta:+.3f}", f"({fit.beta_std:.3f})")
-    return (*numbers, f"{fit.r2:.4f}", f"{fit.attainable:.4f}", f"{fit.residual:.2f}")
 
 
 _SIZE = 192  # width of the simulated products, which shows the limit of all widths to about 1 %
@@ -125,27 +109,15 @@ def fit_identity_product(
     for each key head. For r = d they are the least-squares ones, `beta = tr M / d` and
     `alpha = |M - beta I|_F / sqrt(d)`; the artifact holds both kinds.
 
-    Both betas have the sign of the product, as in `weightscope.products`; that of values and outputs is minus
-    `beta_vo` of `mimetic_attention_`, and mostly negative.
-
     Goodness of fit: `R2 = d (tr M / d)^2 / |M|_F^2`, the share of the squared norm that the identity explains, at
     most r / d; and the relative residual `|s - s'| / |s|` between the singular values of M and those of the
     initialiser's products.
 
     Biases, normalisation gains and position rotations are ignored: the numbers describe weights. For rotary models the
-    product is that at relative position 0.
-
-    Args:
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
-        parts: which products the initialiser will set: "both", "qk" or "vo"; both are fitted and shown.
-        fold_scales: fit `sum_h W_V W_O diag(s)` where a layer has a LayerScale s. The scale changes what the layer
-            adds to the residual stream, including its sign; fold it for target networks without LayerScale.
-        config: the model's config, for tensors without one: `{"num_attention_heads": 6}` is enough.
-
-    Raises:
-        AnatomyError: if there is no attention.
-        UsageError: if there is only cross-attention, or `parts` is invalid.
-        DataError: if a weight is not finite, or a product is zero.
+    product is that at relative position 0. `parts` ("both", "qk" or "vo") are the products that the initialiser will
+    set. `fold_scales` fits `sum_h W_V W_O diag(s)` where a layer has a LayerScale s, which changes what the layer adds
+    to the residual stream, including its sign; fold it for target networks without LayerScale. `config` is the model's,
+    for tensors without one: `{"num_attention_heads": 6}` is enough.
 
     Source: thesis Eq. 3.12-3.18, whose alpha and beta were chosen by eye (Fig. 3.17).
 
@@ -166,7 +138,7 @@ def fit_identity_product(
         layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
     return NetworkFit(
-        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": tuple(layers)})
+        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": layers})
     )
 
 
@@ -209,7 +181,8 @@ def _joined(fits: list[dict[str, float]]) -> ProductNumbers:
 def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
     """The numbers of one product `A B^T` of factors (d, r)."""
     d, r = a.shape[0], min(a.shape)
-    found = FactoredProduct(a, b).statistics()
+    product = FactoredProduct(a, b)
+    found = product.statistics()
     diagonal, noise = float(found["diagonal_mean"]), float(found["alpha"])
     norm = math.hypot(diagonal, noise)  # |M|_F / sqrt(d)
     if norm == 0:
@@ -217,7 +190,7 @@ def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
     limits = _limits(group)
     alpha, beta = limits.solve(diagonal / norm, r / d)
     spectrum = limits.spectrum(alpha, beta, r, r / d)
-    values = _singular_values(a, b)[:r].numpy() / (norm * math.sqrt(d))
+    values = product.singular_values().numpy() / (norm * math.sqrt(d))
     return {
         "alpha": norm * alpha,
         "beta": norm * beta,
@@ -229,44 +202,39 @@ def _fitted(a: Tensor, b: Tensor, group: int, where: str) -> dict[str, float]:
     }
 
 
-def _singular_values(a: Tensor, b: Tensor) -> Tensor:
-    """Of `A B^T`, largest first, without forming it where the rank is small."""
-    if a.shape[1] >= a.shape[0]:
-        return torch.linalg.svdvals(a @ b.T)
-    return torch.linalg.svdvals(torch.linalg.qr(a)[1] @ torch.linalg.qr(b)[1].T)
-
-
 class _Limits:
     """Best parts of rank r of `cos(t) Z + sin(t) I` for angles t from 0 to 90 degrees, in the limit of large d.
 
     `group` products are stacked and share a factor (query heads of one key head). For G angles and each rank r of n,
-    `trace` is `tr M_r / d` and `square` is `|M_r|_F^2 / d`, both (G, n + 1).
+    `trace` is `tr M_r / d` and `square` is `|M_r|_F^2 / d`, both (G, n + 1); `first` has for each angle the factor
+    (n, n) whose first r columns have the singular values of the first product's part of rank r.
     """
 
     def __init__(self, group: int) -> None:
-        n = _SIZE if group == 1 else _SIZE // 2
-        self.group, self.size = group, n
+        self.size = n = _SIZE if group == 1 else _SIZE // 2
         self.angles = np.linspace(0, math.pi / 2, _ANGLES)
-        traces, squares = [], []
         g = torch.Generator().manual_seed(_SEED)
         eye = torch.eye(n, dtype=torch.float64).repeat(group, 1)
         noises = [torch.randn(group * n, n, generator=g, dtype=torch.float64) / math.sqrt(n) for _ in range(_DRAWS)]
-        for angle in self.angles[:-1]:
-            rows = [_ranked(math.cos(angle) * z + math.sin(angle) * eye, eye) for z in noises]
-            trace, square = (np.mean([row[i] for row in rows], axis=0) for i in range(2))
-            # Without an identity the trace is chance.
-            traces.append(trace * (angle > 0))
-            squares.append(square)
-        # Without noise any r directions are as good as any other.
-        share = np.linspace(0, 1, n + 1)
-        self.trace = np.stack([*traces, share])
-        self.square = np.stack([*squares, share])
+        tables = np.zeros((2, _ANGLES, n + 1))
+        self.first = []
+        for i, angle in enumerate(self.angles[:-1]):
+            for draw, z in enumerate(noises):
+                u, s, vh = torch.linalg.svd(math.cos(angle) * z + math.sin(angle) * eye, full_matrices=False)
+                overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
+                for table, part in zip(tables, (overlaps, s.square()), strict=True):
+                    table[i, 1:] += part.cumsum(0).numpy() / (n * group * _DRAWS)
+                if not draw:
+                    self.first.append(u[:n] * s)
+        tables[0, 0] = 0  # without an identity the trace is chance
+        tables[:, -1] = np.linspace(0, 1, n + 1)  # without noise any r directions are as good as any other
+        self.first.append(torch.eye(n, dtype=torch.float64))
+        self.trace, self.square = tables
 
     def _at(self, table: np.ndarray, share: float) -> np.ndarray:
         """Columns of a table (G, n + 1) at rank share * n: (G,)."""
-        n = table.shape[1] - 1
-        low = min(int(share * n), n - 1)
-        part = share * n - low
+        low = min(int(share * self.size), self.size - 1)
+        part = share * self.size - low
         return (1 - part) * table[:, low] + part * table[:, low + 1]
 
     def solve(self, cosine: float, share: float) -> tuple[float, float]:
@@ -280,38 +248,19 @@ class _Limits:
 
     def spectrum(self, alpha: float, beta: float, rank: int, share: float) -> np.ndarray:
         """Singular values (rank,) of one product of the recipe, over |M|_F."""
-        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(len(self.angles))))
-        low = min(int(place), len(self.angles) - 2)
+        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(_ANGLES)))
+        low = min(int(place), _ANGLES - 2)
         small = max(1, round(share * self.size))
-        rows = [_block_values(self.group, self.size, float(self.angles[i]), small) for i in (low, low + 1)]
+        rows = [self._values(i, small) for i in (low, low + 1)]
         row = (low + 1 - place) * rows[0] + (place - low) * rows[1]
         out = np.interp((np.arange(rank) + 0.5) / rank * small - 0.5, np.arange(small), row)
         return out / np.linalg.norm(out)
 
-
-@lru_cache(maxsize=1024)
-def _block_values(group: int, size: int, angle: float, rank: int) -> np.ndarray:
-    """Singular values (rank,) of one of `group` products of that rank which share a factor, largest first."""
-    if angle > math.pi / 2 - 1e-9:
-        return np.ones(rank)
-    z = torch.randn(group * size, size, generator=torch.Generator().manual_seed(_SEED), dtype=torch.float64)
-    eye = torch.eye(size, dtype=torch.float64).repeat(group, 1)
-    u, s, _ = torch.linalg.svd(math.cos(angle) / math.sqrt(size) * z + math.sin(angle) * eye, full_matrices=False)
-    # For one product these are s itself; a block of several has others, since a block of u is not orthonormal.
-    return s[:rank].numpy() if group == 1 else torch.linalg.svdvals(u[:size, :rank] * s[:rank]).numpy()
+    @lru_cache(maxsize=1024)  # noqa: B019 - there is one object for each group, which is kept anyway
+    def _values(self, i: int, rank: int) -> np.ndarray:
+        return torch.linalg.svdvals(self.first[i][:, :rank]).numpy()
 
 
 @lru_cache(maxsize=8)
 def _limits(group: int) -> _Limits:
     return _Limits(group)
-
-
-def _ranked(stack: Tensor, eye: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Traces and squared norms (n + 1,) of the best parts of each rank, per block and over n."""
-    u, s, vh = torch.linalg.svd(stack, full_matrices=False)
-    n = len(s)
-    group = len(stack) // n
-    overlaps = s * torch.einsum("ir,ri->r", eye.T @ u, vh)
-    zero = torch.zeros(1, dtype=s.dtype)
-    traces, squares = (torch.cat([zero, x.cumsum(0)]) / (n * group) for x in (overlaps, s.square()))
-    return traces.numpy(), squares.numpy()

@@ -6,7 +6,6 @@ identity_product   alpha and beta of `mimetic_attention_`, layer by layer
 """
 
 import inspect
-import itertools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,10 +19,9 @@ from weightscope._util.plugins import Registry, underscored
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, StrictModel, checked_header
-from weightscope.fits.filters import FilterFit, FilterHeader, ScheduleFit, fit_conv_schedule, fit_filters
+from weightscope.fits.filters import FilterFit, ScheduleFit, fit_conv_schedule, fit_filters
 from weightscope.fits.identity_product import ProductFit, fit_identity_product
 from weightscope.population import open_network
-from weightscope.statistics.filters import FilterDistribution
 
 # Functions `f(source, *, ...options) -> NetworkFit`.
 NETWORK_FITS: Registry[Callable[..., NetworkFit]] = Registry("network structure")
@@ -40,9 +38,6 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
         structure: "filters", "conv_schedule" or "identity_product"; or a function
             `f(source, **options) -> NetworkFit` of your own, itself or as `"package.module:function"`.
         options: named parameters of `fit_filters`, `fit_conv_schedule` or `fit_identity_product`.
-
-    Returns:
-        The artifact: `.text()`, `.to_dict()`, `.save(path)`; `load_init(path)` makes an initialiser of it.
 
     Raises:
         UsageError: if the structure or an option is unknown.
@@ -78,44 +73,16 @@ def _origin(source: Any) -> dict[str, Any]:
 class _Header(StrictModel):
     format: Literal["weightscope-network-initialiser"]
     version: Literal[1]
-    numbers: Annotated[FilterHeader | ScheduleFit | ProductFit, Field(discriminator="structure")]
+    numbers: Annotated[FilterFit | ScheduleFit | ProductFit, Field(discriminator="structure")]
     provenance: dict[str, Any]
 
 
 def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
     """The fit that a header and arrays describe; errors as `load_artifact`."""
-    header = checked_header(values, _Header)
-    depths = [layer.depth for layer in header.numbers.layers]
-    if any(b < a for a, b in itertools.pairwise(depths)):
-        raise DataError(f"expected layers in the order of their depth, found {depths[:6]}")
-    found = header.numbers
-    expected: dict[str, tuple[int, ...]] = {}
-    for i, layer in enumerate(found.layers if isinstance(found, FilterHeader) else ()):
-        expected |= {f"{i}.mean": (layer.kernel**2,), f"{i}.covariance": (layer.kernel**2,) * 2}
-    if odd := sorted(set(expected) ^ set(arrays)):
-        raise DataError(f"its arrays are not those of {len(depths)} layers: {', '.join(odd[:3])}")
-    for name, shape in expected.items():
-        _check_array(name, arrays[name], shape)
-    if isinstance(found, FilterHeader):
-        layers = tuple(
-            FilterDistribution(
-                **layer.model_dump(),
-                mean=arrays[f"{i}.mean"].reshape(layer.kernel, layer.kernel),
-                covariance=arrays[f"{i}.covariance"],
-            )
-            for i, layer in enumerate(found.layers)
-        )
-        return NetworkFit(FilterFit(layers, **found.model_dump(exclude={"structure", "layers"})), header.provenance)
-    return NetworkFit(found, header.provenance)
-
-
-def _check_array(name: str, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    if array.shape != shape or array.dtype != np.float64:
-        raise DataError(f"`{name}`: expected float64 {shape}, found {array.dtype} {array.shape}")
-    if not np.isfinite(array).all():
-        raise DataError(f"`{name}`: expected finite numbers, found NaN or infinity")
-    slack = 1e-9 * float(np.abs(array).max())
-    if len(shape) == 2 and (array.diagonal().min() < 0 or not np.allclose(array, array.T, rtol=0, atol=slack)):
+    left = dict(arrays)
+    header = checked_header(values, _Header, left)
+    if left:
         raise DataError(
-            f"`{name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
+            f"its arrays are not those of {len(header.numbers.layers)} layers: {', '.join(sorted(left)[:3])}"
         )
+    return NetworkFit(header.numbers, header.provenance)

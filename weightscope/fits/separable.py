@@ -3,9 +3,8 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import reduce
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -23,41 +22,28 @@ from weightscope.fits.structure import (
     matrix_shapes,
     require_variation,
 )
-from weightscope.spec import WeightSpec
+from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.kronecker import tensor_normal
 
 
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """Entries of a weight vector that form one array."""
 
     name: str  # its first tensor's
     shape: tuple[int, ...]  # (d_1, ..., d_K)
-    parts: tuple[slice, ...]  # places in the weight vector, one after the other in row-major order
+    columns: np.ndarray  # of weight vectors (N, D), in row-major order
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """The array of each of the vectors (N, D): (N, d_1, ..., d_K)."""
-        return np.concatenate([rows[:, part] for part in self.parts], axis=1).reshape(-1, *self.shape)
-
-    def write(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """The inverse of `read`, in place."""
-        flat, start = values.reshape(len(rows), -1), 0
-        for part in self.parts:
-            stop = start + part.stop - part.start
-            rows[:, part] = flat[:, start:stop]
-            start = stop
+        return rows[:, self.columns].reshape(-1, *self.shape)
 
 
 class Separable(Structure):
     """x = mean + (L_1 (x) ... (x) L_K) z for each array of tensors; arrays are independent of each other.
 
-    A subclass says which arrays there are, and names their axes. Fitted by maximum likelihood
-    (`weightscope.statistics.kronecker.tensor_normal`).
-
-    Attributes:
-        axes: names of the K factors of an array, outermost first.
-        arrays: those of the spec.
-        roots: for each array L_1, ..., L_K, lower triangular, (d_k, d_k).
+    A subclass says which arrays there are, and names their axes, outermost first. `factors` are L_1, ..., L_K
+    (d_k, d_k), lower triangular, each for all arrays; `roots` has them array by array. Fitted by maximum likelihood
+    (`weightscope.statistics.kronecker.tensor_normal`, which says how many networks are necessary).
     """
 
     axes: ClassVar[tuple[str, ...]]
@@ -92,7 +78,7 @@ class Separable(Structure):
         data = checked_data(data, spec)
         mean, parameters, kinds = fit_mean(data, spec)
         deviations, steps = data - mean, {}
-        require_variation(np.mean(deviations**2, axis=0), "entries")
+        require_variation(np.mean(deviations**2, axis=0))
         factors: list[list[np.ndarray]] = [[] for _ in cls.axes]
         for array in arrays:
             fit = tensor_normal(array.read(deviations))
@@ -112,7 +98,7 @@ class Separable(Structure):
         """The factors times the noise, array by array."""
         out = np.empty((len(noise[0]), self.spec.size))
         for array, roots, z in zip(self.arrays, self.roots, noise, strict=True):
-            array.write(out, _along(roots, z, lambda root, values: root @ values))
+            out[:, array.columns] = _along(roots, z, lambda root, values: root @ values).reshape(len(out), -1)
         return out
 
     def log_prob(self, x: np.ndarray) -> np.ndarray:
@@ -130,10 +116,8 @@ class Separable(Structure):
     def covariance(self) -> np.ndarray:
         """The dense covariance (D, D)."""
         dense = np.zeros((self.spec.size, self.spec.size))
-        places = np.arange(self.spec.size)[None]
         for array, roots in zip(self.arrays, self.roots, strict=True):
-            where = array.read(places).ravel()
-            dense[np.ix_(where, where)] = reduce(np.kron, [root @ root.T for root in roots])
+            dense[np.ix_(array.columns, array.columns)] = reduce(np.kron, [root @ root.T for root in roots])
         return dense
 
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -163,19 +147,8 @@ class Kronecker(Separable):
     """W = M + A Z B^T for each tensor as a matrix (p, n): Cov(vec W) = A A^T (x) B B^T, row-major vec.
 
     A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
-    filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other. Fitted by
-    maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`).
-
-    Args:
-        spec: names and shapes of the D entries.
-        mean: (D,).
-        factors: for each tensor A (p, p), lower triangular; and for each tensor B (n, n), lower triangular.
-        parameters: the number of fitted numbers.
-        diagnostics: about the fit.
-
-    Raises:
-        UsageError: if a tensor has fewer than two axes.
-        DataError: if an array has the wrong shape, is not finite or is singular.
+    filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other; one with fewer than
+    two axes is a UsageError.
     """
 
     name = "kronecker"
@@ -187,18 +160,8 @@ class Kronecker(Separable):
         """Each tensor as a matrix."""
         if flat := [t.name for t in spec.tensors if len(t.shape) < 2 or 0 in t.shape]:
             raise UsageError(f"a Kronecker structure is for tensors of two or more axes, found `{flat[0]}`")
-        named = zip(spec.slices.items(), matrix_shapes(spec), strict=True)
-        return tuple(Array(name, shape, (part,)) for (name, part), shape in named)
-
-    @property
-    def rows(self) -> tuple[np.ndarray, ...]:
-        """For each tensor A (p, p)."""
-        return tuple(root for root, _ in self.roots)
-
-    @property
-    def columns(self) -> tuple[np.ndarray, ...]:
-        """For each tensor B (n, n)."""
-        return tuple(root for _, root in self.roots)
+        columns = (np.r_[part] for part in spec.slices.values())
+        return tuple(map(Array, spec.names, matrix_shapes(spec), columns))
 
 
 _STANDALONE = '''
@@ -224,22 +187,10 @@ class TensorNormal(Separable):
     The same tensor of several blocks (`blocks.0.mlp.fc2.weight`, `blocks.1.mlp.fc2.weight`, ...) has L layers; each as
     a matrix (p, n): first axis by all others, a vector as one row. R_L is the covariance between layers, R_p between
     rows, R_n between columns: a tensor normal of order three, a matrix normal where L = 1. Stacks are independent of
-    each other. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says
-    how many networks are necessary).
+    each other; where no two tensors have one role and shape, there are none, a UsageError.
 
     Entries of the same place in two layers have the correlation of R_L. Hidden units of two blocks can be renumbered
     apart, so that in a population only means over them can be correlated; the structure `exchangeable` has these.
-
-    Args:
-        spec: names and shapes of the D entries.
-        mean: (D,).
-        factors: for each stack a root of R_L (L, L), lower triangular; the same of R_p (p, p), and of R_n (n, n).
-        parameters: the number of fitted numbers.
-        diagnostics: about the fit.
-
-    Raises:
-        UsageError: if no two tensors have one role and shape.
-        DataError: if an array has the wrong shape, is not finite or is singular.
     """
 
     name = "tensor_normal"
@@ -251,16 +202,13 @@ class TensorNormal(Separable):
     @classmethod
     def arrays_of(cls, spec: WeightSpec) -> tuple[Array, ...]:
         """Tensors whose names differ in numbers only and whose shapes agree, in the spec's order."""
-        stacks: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-        for i, tensor in enumerate(spec.tensors):
-            stacks.setdefault((re.sub(r"\d+", "*", tensor.name), tensor.shape), []).append(i)
+        stacks: dict[tuple[str, tuple[int, ...]], list[TensorSpec]] = {}
+        for tensor in spec.tensors:
+            stacks.setdefault((re.sub(r"\d+", "*", tensor.name), tensor.shape), []).append(tensor)
         if all(len(layers) < 2 for layers in stacks.values()):
             raise UsageError(
                 "a tensor normal is for tensors of one name and shape in several layers, found no two of them "
                 f"among {len(spec)} tensors"
             )
-        parts, shapes = list(spec.slices.values()), matrix_shapes(spec)
-        return tuple(
-            Array(spec.tensors[layers[0]].name, (len(layers), *shapes[layers[0]]), tuple(parts[i] for i in layers))
-            for layers in stacks.values()
-        )
+        specs = [WeightSpec(layers) for layers in stacks.values()]
+        return tuple(Array(s.names[0], (len(s), *matrix_shapes(s)[0]), spec.columns(s)) for s in specs)

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -12,27 +12,16 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments
 
-S_co = TypeVar("S_co", bound="Structure", covariant=True)
-
 LOG_2PI = float(np.log(2.0 * np.pi))
 Facts = Mapping[str, Any] | None
 
 
-class Accumulator(Protocol[S_co]):
+class Accumulator(NamedTuple):
     """Takes weight vectors in blocks and fits a structure to all of them."""
 
-    def update(self, rows: np.ndarray) -> Any:
-        """Take rows (n, D), n >= 1, float64 and finite, and leave them as they are; they may change afterwards."""
-
-    def finish(self) -> S_co:
-        """The structure fitted to all rows; errors as `Structure.fit`."""
-
-
-class Streamed(NamedTuple):
-    """An `Accumulator` of two functions."""
-
+    # takes rows (n, D), n >= 1, float64 and finite, and leaves them as they are; they may change afterwards
     update: Callable[[np.ndarray], Any]
-    finish: Callable[[], Any]
+    finish: Callable[[], Any]  # the structure fitted to all rows; errors as `Structure.fit`
 
 
 class Standalone(NamedTuple):
@@ -46,35 +35,30 @@ class Standalone(NamedTuple):
 class Structure(ABC):
     """A fitted distribution over vectors of D weights: a mean, and a covariance of some form.
 
-    All structures fit the mean in the same way (see `fit_mean`) and differ in their covariance only. A structure is
+    All structures fit the mean in the same way (see `choose_mean`) and differ in their covariance only. A structure is
     immutable; its arrays are float64. Sampling is a fixed linear map of standard normal noise, so that any generator,
-    NumPy's or torch's, can drive it.
+    NumPy's or torch's, can drive it. Constructors and `from_tensors` raise DataError if an array is missing, unknown,
+    misshapen or not finite.
 
     A subclass with `needs_samples = True` implements `fit`; one with `needs_samples = False` implements `accumulator`
     and is fitted from a stream in memory that does not depend on the number of networks.
 
-    Attributes:
-        name: short name in tables; by default that of the class.
-        form: how noise becomes a vector: `"affine"`, `"kronecker"` or `"group_means"`, which the template of standalone
-            initialisers samples, a name of one's own with `standalone`, or `"custom"`.
-        options: names of the arguments of `fit` after data and spec.
-        stored: names of the arrays beside the mean, which are attributes and arguments of the constructor.
-        needs_samples: whether fitting needs all samples at once.
-        uses_permutations: whether `context` takes a permutation specification of the user's own.
-        standalone: code that samples the form in a standalone file, where its template does not.
+    Args:
         spec: names and shapes of the tensors that the D entries are.
         mean: (D,).
-        diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
         parameters: the number of fitted numbers, mean included.
+        diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str]  # short, in tables; by default that of the class
+    # How noise becomes a vector: "affine", "kronecker" or "group_means", which the template of standalone initialisers
+    # samples, a name of one's own with `standalone`, or "custom".
     form: ClassVar[str] = "custom"
-    options: ClassVar[tuple[str, ...]] = ()
-    stored: ClassVar[tuple[str, ...]] = ()
-    needs_samples: ClassVar[bool] = True
-    uses_permutations: ClassVar[bool] = False
-    standalone: ClassVar[Standalone | None] = None
+    options: ClassVar[tuple[str, ...]] = ()  # names of the arguments of `fit` after data and spec
+    stored: ClassVar[tuple[str, ...]] = ()  # arrays beside the mean: attributes and arguments of the constructor
+    needs_samples: ClassVar[bool] = True  # whether fitting needs all samples at once
+    uses_permutations: ClassVar[bool] = False  # whether `context` takes a permutation specification of the user's own
+    standalone: ClassVar[Standalone | None] = None  # samples the form in a standalone file, where its template does not
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -89,17 +73,10 @@ class Structure(ABC):
 
     @classmethod
     def fit(cls, data: np.ndarray, spec: WeightSpec, *args: Any, **options: Any) -> Self:
-        """Fit to vectors.
+        """Fit to vectors (N, D), finite, N >= 2, each entry of which varies; `options` are the structure's own.
 
-        Args:
-            data: (N, D) finite numbers, N >= 2; each entry varies.
-            spec: names and shapes of the D entries.
-            *args: none; subclasses declare their options as keyword arguments.
-            **options: the structure's own.
-
-        Raises:
-            UsageError: if the structure is not for tensors of these shapes, or an option is invalid.
-            DataError: if there are too few networks.
+        A UsageError if the structure is not for tensors of these shapes or an option is invalid, a DataError if there
+        are too few networks.
         """
         if cls.needs_samples:
             raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
@@ -108,15 +85,11 @@ class Structure(ABC):
         return accumulator.finish()
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator[Self]:
-        """An accumulator that fits the structure to streamed vectors; arguments and errors as `fit`.
-
-        By default it keeps all samples.
-        """
+    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator:
+        """Fits the structure to streamed vectors; arguments and errors as `fit`. By default it keeps all samples."""
         parts: list[np.ndarray] = []
-        return Streamed(
-            lambda rows: parts.append(rows.copy()),
-            lambda: cls.fit(parts[0] if len(parts) == 1 else np.concatenate(parts), spec, *args, **options),
+        return Accumulator(
+            lambda rows: parts.append(rows.copy()), lambda: cls.fit(np.concatenate(parts), spec, *args, **options)
         )
 
     @classmethod
@@ -155,18 +128,13 @@ class Structure(ABC):
         return {"mean": self.mean, **self._arrays()}
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """What `to_tensors` stores beside the mean."""
         return {name: getattr(self, name) for name in self.stored}
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
-        """The inverse of `to_tensors`.
-
-        Raises:
-            DataError: if an array is missing, unknown, misshapen or not finite.
-        """
+        """The inverse of `to_tensors`."""
         checked_names(tensors, ["mean", *cls.stored])
         return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
@@ -190,11 +158,7 @@ STRUCTURES: Registry[type[Structure]] = Registry("structure")
 
 
 def structure_class(wanted: str | type[Structure]) -> type[Structure]:
-    """The class for a registered name (hyphens count as underscores), `"package.module:Class"`, or a class itself.
-
-    Raises:
-        UsageError: if the name is unknown, the reference cannot be imported, or it is not a `Structure` subclass.
-    """
+    """The class for a registered name (hyphens count as underscores), `"package.module:Class"`, or a class itself."""
     found = STRUCTURES.find(underscored(wanted))
     if not (isinstance(found, type) and issubclass(found, Structure)):
         raise UsageError(f"structure: expected a subclass of weightscope.fits.Structure, found {wanted!r}")
@@ -204,13 +168,6 @@ def structure_class(wanted: str | type[Structure]) -> type[Structure]:
 def structure_reference(cls: type[Structure]) -> str:
     """The name under which a class is registered, or `"package.module:Class"`."""
     return next((name for name, known in STRUCTURES.items() if known is cls), None) or reference_to(cls)
-
-
-def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
-    """The mean that all structures share, of data (N, D); see `choose_mean`."""
-    moments = EntryMoments(spec.size)
-    moments.update(data)
-    return choose_mean(moments, spec)
 
 
 def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
@@ -226,10 +183,7 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
     own = moments.squares / moments.n
     mean, parameters, kinds = entries.copy(), 0, {}
     for name, part in spec.slices.items():
-        size = part.stop - part.start
-        if not size:
-            continue
-        common = entries[part].mean()
+        size, common = part.stop - part.start, entries[part].mean()
         about = own[part] + (entries[part] - common) ** 2
         varies = own[part] > 0
         gain = moments.n / 2 * float(np.log(about[varies] / own[part][varies]).sum())
@@ -239,6 +193,13 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
         if single:
             mean[part] = common
     return mean, parameters, kinds
+
+
+def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
+    """`choose_mean` of data (N, D)."""
+    moments = EntryMoments(spec.size)
+    moments.update(data)
+    return choose_mean(moments, spec)
 
 
 def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
@@ -287,7 +248,7 @@ def matrix_shapes(spec: WeightSpec) -> tuple[tuple[int, int], ...]:
     return tuple((1, t.size) if len(t.shape) < 2 else (t.shape[0], math.prod(t.shape[1:])) for t in spec.tensors)
 
 
-def require_variation(variance: np.ndarray, what: str) -> None:
+def require_variation(variance: np.ndarray, what: str = "entries") -> None:
     """Raise UsageError if a variance is zero: a density does not exist."""
     if not (variance > 0).all():
         raise UsageError(f"{int((variance == 0).sum())} {what} do not vary between the networks of the fit")

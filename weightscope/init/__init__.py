@@ -3,6 +3,19 @@
 Every function changes only what its docstring names, computes in float32 or better, draws on the CPU (so that a
 generator gives the same weights on any device), and is registered in `INITIALISERS` under its name without the
 underscore. `get` and `compose` also take functions of your own, or references to them, `"package.module:function"`.
+
+Parameters that many have:
+
+- `generator`: a CPU generator; None for torch's global one. Not used where nothing is random.
+- `strict`: whether tensors that look like the parts and cannot be set are an error; if not, a warning lists them.
+- `layers`: which ones, counted from 0, negative numbers from the end; None for all.
+- `select`: shell patterns of tensor names, comma-separated. `bias`: "uniform" in +-1/sqrt(fan_in), "zero", or "keep".
+- `components`: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other".
+- `source`: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
+  `"PATH.pop::k"`.
+
+Errors come before the first write: AnatomyError if the module (or source) has no such part or, if strict, one that
+cannot be read, UsageError if an argument is invalid or selects nothing, SpecError if a source does not fit.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,9 +37,9 @@ from weightscope.init.baselines import zero_init_ as zero_init_
 from weightscope.init.convolution import box_filters_ as box_filters_
 from weightscope.init.convolution import conv_covariance as conv_covariance
 from weightscope.init.convolution import conv_covariance_ as conv_covariance_
+from weightscope.init.convolution import covariance_transfer_ as covariance_transfer_
 from weightscope.init.convolution import impulse_filters_ as impulse_filters_
 from weightscope.init.convolution import random_filters_ as random_filters_
-from weightscope.init.covariance_transfer import covariance_transfer_ as covariance_transfer_
 from weightscope.init.growth import net2net_ as net2net_
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import constant_mlp_bias_ as constant_mlp_bias_

@@ -4,13 +4,14 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightscope._util.names import listing, unwrapped
+from weightscope._util.names import listing, matching, unwrapped
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,
@@ -18,6 +19,7 @@ from weightscope.anatomy import (
     attention,
     depthwise,
     mlps,
+    named_tensors,
     patch_embeddings,
     positions,
 )
@@ -27,6 +29,10 @@ COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "o
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
+_FINDERS: tuple[tuple[str, Callable[[Any], Sequence[Any]]], ...] = (
+    *(("attention", attention), ("mlp", mlps), ("convolution", depthwise)),
+    *(("embedding", patch_embeddings), ("embedding", positions)),
+)
 
 
 def open_network(source: Any) -> Any:
@@ -57,68 +63,41 @@ def fingerprint(source: Any) -> str:
 
 
 def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:
-    """Parameters and floating-point buffers of a module by name, tied ones once; or the named tensors."""
+    """Parameters and floating-point buffers that a module stores by name, tied ones once; or the named tensors."""
     if isinstance(module, NamedTensors):
         return {name: module.get(name) for name in module.names}
-    out: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if value.is_floating_point() and id(value) not in seen:
-            seen.add(id(value))
-            out[name] = value
-    persistent = module.state_dict().keys()
-    return {name: value for name, value in out.items() if name in persistent}
+    stored, named = module.state_dict().keys(), (*module.named_parameters(), *module.named_buffers())
+    return {name: value for name, value in named if value.is_floating_point() and name in stored}
+
+
+def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[Any]:
+    """The parts of a model, none if it has no such parts or they cannot be read."""
+    try:
+        return finder(model if isinstance(model, nn.Module | NamedTensors) else tensors(model))
+    except AnatomyError:
+        return []
 
 
 def components(module: nn.Module | NamedTensors) -> dict[str, str]:
     """Name of each parameter and buffer -> its component, one of `COMPONENTS`; without modules, norms are named so."""
     out: dict[str, str] = {}
-    for kind, found in _anatomical(module):
-        for name in found:
-            out.setdefault(name, kind)
-    named = isinstance(module, NamedTensors)
-    layers: dict[str, nn.Module] = {}
-    names: Sequence[str] = ()
-    if isinstance(module, NamedTensors):
-        names = module.names
-    else:
-        layers = dict(module.named_modules())
-        names = (*dict(module.named_parameters()), *dict(module.named_buffers()))
-    for name in names:
-        path = name.rpartition(".")[0]
-        kind = type(layers.get(path)).__name__
-        if "Norm" in kind or (named and _NORM.search(path)):
-            out[name] = "norm"
-        elif isinstance(layers.get(path), nn.Embedding) or _TOKEN.search(name):
-            out.setdefault(name, "embedding")
-        elif _HEAD.search(path):
-            out.setdefault(name, "head")
-        out.setdefault(name, "other")
-    return out
-
-
-def _anatomical(module: nn.Module | NamedTensors) -> list[tuple[str, list[str]]]:
-    """(component, tensor names) of each part of the anatomy; a bias has the component of its weight."""
-    out: list[tuple[str, list[str]]] = []
-    finders: tuple[tuple[str, Callable[[Any], Sequence[Any]]], ...] = (
-        ("attention", attention),
-        ("mlp", mlps),
-        ("convolution", depthwise),
-        ("embedding", patch_embeddings),
-        ("embedding", positions),
-    )
-    for kind, finder in finders:
-        try:
-            parts = finder(module)
-        except AnatomyError:
-            continue
-        for part in parts:
+    for kind, finder in _FINDERS:
+        for part in found_parts(finder, module):
             groups = part.parameters.values() if isinstance(part.parameters, Mapping) else [part.parameters]
             names = [name for group in groups for name in group]
             names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
             if isinstance(part, AttentionPart):
                 names += [name for group in part.bias_parameters.values() for name in group]
-            out.append((kind, names))
+            for name in names:
+                out.setdefault(name, kind)
+    layers = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
+    for name in named_tensors(module).names:
+        path = name.rpartition(".")[0]
+        if "Norm" in type(layers.get(path)).__name__ or (not layers and _NORM.search(path)):
+            out[name] = "norm"
+        elif isinstance(layers.get(path), nn.Embedding) or _TOKEN.search(name):
+            out.setdefault(name, "embedding")
+        out.setdefault(name, "head" if _HEAD.search(path) else "other")
     return out
 
 
@@ -131,6 +110,22 @@ def chosen_components(wanted: str | Sequence[str]) -> set[str]:
     if not names:
         raise UsageError("components: expected at least one, found none")
     return set(names)
+
+
+def chosen(
+    module: nn.Module | NamedTensors, wanted: str | Sequence[str], select: str = "*", exclude: str | None = None
+) -> dict[str, Tensor]:
+    """The tensors of the wanted components whose names match the selection and not the exclusion."""
+    everything, allowed, kinds = weights(module), chosen_components(wanted), components(module)
+    skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
+    names = [name for name in matching(select, everything) if kinds[name] in allowed]
+    out = {name: everything[name] for name in names if not any(fnmatchcase(name, p) for p in skipped)}
+    if not out:
+        left = (f" that matches select={select!r}" if select != "*" else "") + (
+            "" if exclude is None else f" after exclude={exclude!r}"
+        )
+        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(allowed))}{left}")
+    return out
 
 
 class Place(NamedTuple):

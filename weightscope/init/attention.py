@@ -12,7 +12,7 @@ from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
-from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
+from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
@@ -36,7 +36,7 @@ def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
 
 
 def factors(
-    matrix: Tensor, rank: int, generator: torch.Generator | None, spectrum: tuple[float, ...] | None = None
+    matrix: Tensor, rank: int, generator: Generator, spectrum: tuple[float, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
 
@@ -127,16 +127,14 @@ PARTS = ("both", "qk", "vo")
 CONSTRUCTIONS = ("svd", "same-random")
 
 
-def noisy_identity(d: int, alpha: float, beta: float, generator: torch.Generator | None) -> Tensor:
+def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> Tensor:
     """`alpha Z + beta I` with the entries of Z from N(0, 1/d), float32 (d, d)."""
     out = torch.empty(d, d).normal_(std=alpha / math.sqrt(d), generator=cpu_generator(generator))
     out.diagonal().add_(beta)
     return out
 
 
-def query_key(
-    d: int, k: int, group: int, alpha: float, beta: float, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
+def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
     """Queries of `group` heads and the key that they share, with `Q_h K^T ~ alpha Z_h + beta I`.
 
     Every head has its own Z. The factors Q (group, d, k) and K (d, k), float32, are the best approximation of rank k of
@@ -154,7 +152,7 @@ def query_key(
 
 
 def value_output(
-    d: int, heads: int, kv_heads: int, k: int, alpha: float, beta: float, generator: torch.Generator | None
+    d: int, heads: int, kv_heads: int, k: int, alpha: float, beta: float, generator: Generator
 ) -> tuple[Tensor, Tensor]:
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
@@ -170,7 +168,7 @@ def value_output(
     return values / balance, outputs.repeat_interleave(group, dim=0) * (balance / group)
 
 
-def same_random(d: int, k: int, beta: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def same_random(d: int, k: int, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
     """A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k), whose mean is beta I (thesis 3.2.3)."""
     z = normal(d, k, generator=generator).mul_(math.sqrt(abs(beta) / k))
     return z * math.copysign(1, beta), z
@@ -190,13 +188,12 @@ def mimetic_attention_(
     layers: int | list[int] | None = None,
     heads: int | list[int] | None = None,
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Make `W_Q W_K^T ~ alpha_qk Z + beta_qk I` in every head and `W_V W_proj ~ alpha_vo Z - beta_vo I` in every layer.
 
     Z has independent entries from N(0, 1/d), drawn for every head and layer. The factors are the best approximation of
-    their rank (k for queries and keys), by singular value decomposition, with the square roots of the singular values
-    on both sides.
+    their rank (k for queries and keys), with the square roots of the singular values on both sides.
 
     Args:
         module: changed in place: query, key, value and output weights of self-attention. Biases, positions and
@@ -209,18 +206,10 @@ def mimetic_attention_(
         construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, a scaled Gaussian matrix, whose
             noise follows from the widths, so that the alphas must keep their defaults.
         parts: "both", "qk" or "vo".
-        layers: which layers, counted from 0; None for all.
         heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
             rank is theirs; of heads that share a key all or none are chosen.
-        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one.
 
-    Raises:
-        AnatomyError: if the module has no attention.
-        UsageError: if an argument is invalid, or there is only cross-attention.
-
-    Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text, see the
-    docstrings of `query_key` and `value_output`).
+    Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text).
 
     Example:
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
@@ -229,8 +218,8 @@ def mimetic_attention_(
     given = alpha_qk, beta_qk, alpha_vo, beta_vo
     alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
     choice("parts", parts, PARTS)
-    everything = self_attention(module, strict=strict, caller="mimetic_attention_")
-    for part in chosen_heads(chosen_layers(everything, layers), heads):
+    found = self_attention(module, strict=strict, caller="mimetic_attention_")
+    for part in chosen_heads(chosen_layers(found, layers), heads):
         if parts != "vo":
             write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
@@ -258,9 +247,7 @@ def _numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
     return PRESETS[preset]
 
 
-def write_query_key(
-    part: AttentionPart, construction: str, alpha: float, beta: float, generator: torch.Generator | None
-) -> None:
+def write_query_key(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `W_Q W_K^T ~ alpha Z + beta I` in every head of one attention module."""
     d, k, group = part.width, part.head_width, part.heads // part.kv_heads
     queries, keys = [], []
@@ -276,9 +263,7 @@ def write_query_key(
     part.write("k", torch.stack(keys))
 
 
-def write_value_output(
-    part: AttentionPart, construction: str, alpha: float, beta: float, generator: torch.Generator | None
-) -> None:
+def write_value_output(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `sum_h W_V W_proj ~ alpha Z - beta I` in one attention module."""
     d, k, group = part.width, part.value_width, part.heads // part.kv_heads
     if construction == "svd":
@@ -298,7 +283,7 @@ def sinusoidal_positions_(
     gamma: float = 1.0,
     special: str = "keep",
     temperature: float = TEMPERATURE,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Set every position embedding to gamma times the sinusoidal codes, 2-D for images and 1-D for sequences.
 
@@ -307,11 +292,9 @@ def sinusoidal_positions_(
         gamma: scale; about 2 with mimetic attention on CIFAR, 1 on ImageNet.
         special: rows of class, distillation and register tokens: "keep" or "zero".
         temperature: of the frequencies.
-        generator: not used.
 
     Raises:
-        AnatomyError: if the module has no position embedding.
-        UsageError: if an argument is invalid, or the width is not a multiple of 4 (2 for a sequence).
+        UsageError: if the width is not a multiple of 4 (2 for a sequence).
 
     Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
 
@@ -341,34 +324,28 @@ def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> T
 _SCALES = (0.25, 0.5, 0.75, 1.0)  # of equal random matrices, whose ratio of alpha and beta does not depend on them
 
 
-def reached(product: Tensor) -> tuple[float, float]:
-    """`||P - beta I||_F / sqrt(d)` and `beta = tr(P) / d`: the closest `alpha Z + beta I` to a product P (d, d)."""
-    d = len(product)
-    beta = float(product.diagonal().mean())
-    rest = product.clone()
-    rest.diagonal().sub_(beta)
-    return float(rest.norm()) / math.sqrt(d), beta
-
-
-def equal_random_points(width: int, rank: int, generator: torch.Generator | None) -> list[dict[str, Any]]:
+def equal_random_points(width: int, rank: int, generator: Generator) -> list[dict[str, Any]]:
     """The alpha and beta of `scale Z Z^T`, Z (d, rank) of entries N(0, 1 / rank), for several scales."""
     pairs = (same_random(width, rank, scale, generator) for scale in _SCALES)
-    return [_point("equal random", width, rank, (None, None), left @ right.T) for left, right in pairs]
+    return [_point("equal random", rank, None, None, left @ right.T) for left, right in pairs]
 
 
-def svd_point(width: int, rank: int, alpha: float, beta: float, generator: torch.Generator | None) -> dict[str, Any]:
+def svd_point(width: int, rank: int, alpha: float, beta: float, generator: Generator) -> dict[str, Any]:
     """The alpha and beta of the best approximation of a rank to `alpha Z + beta I`."""
     if rank == width:
         product = noisy_identity(width, alpha, beta, generator)
     else:
         queries, keys = query_key(width, rank, 1, alpha, beta, generator)
         product = queries[0] @ keys.T
-    return _point("SVD", width, rank, (alpha, beta), product)
+    return _point("SVD", rank, alpha, beta, product)
 
 
 def _point(
-    name: str, width: int, rank: int, asked: tuple[float | None, float | None], product: Tensor
+    name: str, rank: int, asked_alpha: float | None, asked_beta: float | None, product: Tensor
 ) -> dict[str, Any]:
-    kind = f"rank {rank}" if rank < width else "full rank"
-    row = {"construction": f"{name}, {kind}", "rank": rank, "asked_alpha": asked[0], "asked_beta": asked[1]}
-    return row | dict(zip(("alpha", "beta"), reached(product), strict=True))
+    """The closest `alpha Z + beta I` to P (d, d): `alpha = ||P - beta I||_F / sqrt(d)` and `beta = tr(P) / d`."""
+    d, beta = len(product), float(product.diagonal().mean())
+    alpha = float((product - beta * torch.eye(d)).norm()) / math.sqrt(d)
+    kind = f"{name}, {f'rank {rank}' if rank < d else 'full rank'}"
+    asked = {"asked_alpha": asked_alpha, "asked_beta": asked_beta}
+    return {"construction": kind, "rank": rank, **asked, "alpha": alpha, "beta": beta}

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +14,37 @@ from weightscope.anatomy.matrices import fans, matrices
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
+Generator: TypeAlias = torch.Generator | None
 
 
 class Initialiser(Protocol):
     """A function that sets weights of a module in place and returns the module."""
 
-    def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+    def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module."""
         ...
 
 
-def cpu_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """The generator, checked to be a CPU generator.
-
-    Numbers are drawn on the CPU and copied, so that a seed gives the same weights on any device.
-    """
-    if generator is None:
-        return None
-    if not isinstance(generator, torch.Generator):
+def cpu_generator(generator: Generator) -> Generator:
+    """The generator, checked: numbers are drawn on the CPU, so that a seed gives the same weights on any device."""
+    if not isinstance(generator, torch.Generator | None):
         raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
-    if generator.device.type != "cpu":
+    if generator is not None and generator.device.type != "cpu":
         raise UsageError(f"generator: expected a CPU generator (torch.Generator()), found one on {generator.device}")
     return generator
 
 
-def normal(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers on the CPU."""
     return torch.randn(*shape, generator=cpu_generator(generator), dtype=dtype)
 
 
-def uniform(*shape: int, bound: float, generator: torch.Generator | None) -> Tensor:
+def uniform(*shape: int, bound: float, generator: Generator) -> Tensor:
     """Uniform numbers in [-bound, bound) on the CPU, float32."""
     return torch.rand(*shape, generator=cpu_generator(generator)).mul_(2 * bound).sub_(bound)
 
 
-def frame(*shape: int, generator: torch.Generator | None, dtype: torch.dtype = torch.float32) -> Tensor:
+def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Orthonormal columns, uniform (Haar) among all such frames, (..., rows, columns) with columns <= rows.
 
     QR of a Gaussian matrix, with the signs that make it unique (Mezzadri 2007).
@@ -95,7 +91,7 @@ class UserInitialiser:
     function: Callable[..., Any]
     parameters: dict[str, Any] = field(default_factory=dict)
 
-    def __call__(self, module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+    def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
             found = self.function(module, **self.parameters, generator=generator)
@@ -114,12 +110,6 @@ class UserInitialiser:
 def parameters(init: str | Callable[..., Any]) -> dict[str, Any]:
     """The named parameters of an initialiser and their defaults (`inspect.Parameter.empty` for required ones).
 
-    Args:
-        init: a registered name, a reference `"package.module:function"`, or a function.
-
-    Raises:
-        UsageError: if it does not exist, or is not a function `f(module, *, generator, ...)`.
-
     Example:
         >>> parameters("box_filters")
         {'value': 1.0}
@@ -130,15 +120,9 @@ def parameters(init: str | Callable[..., Any]) -> dict[str, Any]:
 def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
     """An initialiser with its named parameters bound, ready for `init(module, generator=g)`.
 
-    Args:
-        init: a registered name, a reference `"package.module:function"`, or a function
-            `f(module, *, generator, **numbers) -> module`. Several names or references are joined by "+":
-            `"mimetic_attention+mimetic_mlp"`; each parameter then goes to the one initialiser that has it.
-        numbers: named parameters.
-
-    Raises:
-        UsageError: if a name or a parameter is unknown (names the nearest one), a required parameter is missing, a
-            parameter belongs to more than one of the joined initialisers, or a function does not take a generator.
+    `init` is a registered name, a reference `"package.module:function"`, or a function
+    `f(module, *, generator, **numbers) -> module`. Several names or references are joined by "+":
+    `"mimetic_attention+mimetic_mlp"`; each parameter then goes to the one initialiser that has it.
 
     Example:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
@@ -158,13 +142,7 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
 
 
 def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
-    """Several initialisers, one after the other on one module, drawing from one generator.
-
-    Args:
-        initialisers: registered names, references `"package.module:function"`, or functions.
-
-    Raises:
-        UsageError: if there are none, or one is not an initialiser.
+    """Several initialisers (names, references or functions), one after the other, drawing from one generator.
 
     Example:
         >>> compose("sinusoidal_positions", get("mimetic_attention", beta_qk=0.5), mimetic_mlp_)(vit)
@@ -173,7 +151,7 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
         raise UsageError("compose: expected at least one initialiser, found none")
     steps = [get(step) for step in initialisers]
 
-    def composed(module: nn.Module, *, generator: torch.Generator | None = None) -> nn.Module:
+    def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         for step in steps:
             module = step(module, generator=generator)
         return module

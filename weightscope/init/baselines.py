@@ -17,18 +17,17 @@ from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.base import INITIALISERS, M, each_matrix, frame, normal, put, uniform
+from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, uniform
 
 _BIASES = ("uniform", "zero", "keep")
 
 
 @INITIALISERS.register("default", source="the module's constructor", needs="nothing")
-def default_(module: M, *, generator: torch.Generator | None = None) -> M:
+def default_(module: M, *, generator: Generator = None) -> M:
     """Leave the module as its constructor made it; the baseline of every comparison.
 
     Args:
         module: returned unchanged.
-        generator: not used.
 
     Example:
         >>> default_(vit)
@@ -36,7 +35,7 @@ def default_(module: M, *, generator: torch.Generator | None = None) -> M:
     return module
 
 
-def _bias(rule: str, generator: torch.Generator | None) -> Callable[[Tensor, int], Tensor | None]:
+def _bias(rule: str, generator: Generator) -> Callable[[Tensor, int], Tensor | None]:
     """The function that sets biases: torch's `U(+-1/sqrt(fan in))`, zero, or none."""
     choice("bias", rule, _BIASES)
 
@@ -52,12 +51,7 @@ def _bias(rule: str, generator: torch.Generator | None) -> Callable[[Tensor, int
 
 @INITIALISERS.register("kaiming_uniform", source="He et al. 2015", needs="linear or convolutional layers")
 def kaiming_uniform_(
-    module: M,
-    *,
-    slope: float = math.sqrt(5),
-    bias: str = "uniform",
-    select: str = "*",
-    generator: torch.Generator | None = None,
+    module: M, *, slope: float = math.sqrt(5), bias: str = "uniform", select: str = "*", generator: Generator = None
 ) -> M:
     """He initialisation, uniform: `W ~ U(-b, b)` with `b = sqrt(6 / ((1 + slope^2) fan_in))`.
 
@@ -67,13 +61,6 @@ def kaiming_uniform_(
     Args:
         module: changed in place: weights and biases of linear and convolutional layers.
         slope: of the leaky ReLU, >= 0.
-        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, comma-separated.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no such layer.
-        UsageError: if an argument is invalid.
 
     Source: He et al. 2015, section 2.2; MLP paper, section 3.
 
@@ -96,7 +83,7 @@ def xavier_(
     distribution: str = "uniform",
     bias: str = "zero",
     select: str = "*",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Glorot initialisation: variance `gain^2 * 2 / (fan_in + fan_out)`.
 
@@ -106,13 +93,6 @@ def xavier_(
         module: changed in place: weights and biases of linear and convolutional layers.
         gain: factor on the standard deviation, > 0.
         distribution: "uniform" or "normal".
-        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, comma-separated.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no such layer.
-        UsageError: if an argument is invalid.
 
     Source: Glorot and Bengio 2010, Eq. 12 and 16.
 
@@ -139,7 +119,7 @@ def trunc_normal_(
     cut: float = 2.0,
     bias: str = "zero",
     select: str = "*",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
@@ -149,13 +129,6 @@ def trunc_normal_(
         module: changed in place: weights and biases of linear and convolutional layers.
         std: standard deviation before truncation, > 0.
         cut: largest absolute value, at least std.
-        bias: "uniform" in `+-1/sqrt(fan_in)`, "zero", or "keep".
-        select: shell patterns of weight names, comma-separated.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no such layer.
-        UsageError: if an argument is invalid.
 
     Source: the default of timm's vision models (selection paper, section 4.1; impulse paper, section 5.1).
 
@@ -171,7 +144,7 @@ def trunc_normal_(
     return each_matrix(module, select, fill, _bias(bias, generator))
 
 
-def truncated(*shape: int, std: float, cut: float, generator: torch.Generator | None) -> Tensor:
+def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tensor:
     """Normal numbers of standard deviation `std` given that they are in [-cut, cut], by the inverse error function."""
     edge = math.erf(cut / std / math.sqrt(2))
     # 1 - 2^-24 is the largest float32 below 1; the inverse is infinite at 1 itself.
@@ -199,9 +172,7 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
 
 
 @INITIALISERS.register("zero_init", source="Zhao et al. 2022", needs="self-attention or MLPs")
-def zero_init_(
-    module: M, *, parts: str = "attention", strict: bool = True, generator: torch.Generator | None = None
-) -> M:
+def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, generator: Generator = None) -> M:
     """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
     Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers zero,
@@ -210,12 +181,6 @@ def zero_init_(
     Args:
         module: changed in place: weights and biases of the parts.
         parts: "attention" (as compared with in the attention paper), "mlp" or "both".
-        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has no such part.
-        UsageError: if an argument is invalid.
 
     Source: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
 
@@ -245,12 +210,7 @@ def zero_init_(
 
 @INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
 def t_fixup_(
-    module: M,
-    *,
-    kind: str = "encoder",
-    embeddings: bool = False,
-    strict: bool = True,
-    generator: torch.Generator | None = None,
+    module: M, *, kind: str = "encoder", embeddings: bool = False, strict: bool = True, generator: Generator = None
 ) -> M:
     """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.
 
@@ -265,12 +225,6 @@ def t_fixup_(
         module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
         kind: "encoder" or "decoder".
         embeddings: also initialise token embeddings.
-        strict: whether tensors that look like attention or MLPs and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no attention or no MLP; nothing is changed then.
-        UsageError: if an argument is invalid, or `embeddings` is true and the module has none.
 
     Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
 
@@ -318,9 +272,7 @@ def matrices_of(mlp: MLPPart) -> tuple[MLPName, ...]:
 
 
 @INITIALISERS.register("delta_orthogonal", source="Xiao et al. 2018", needs="convolutions")
-def delta_orthogonal_(
-    module: M, *, gain: float = 1.0, select: str = "*", generator: torch.Generator | None = None
-) -> M:
+def delta_orthogonal_(module: M, *, gain: float = 1.0, select: str = "*", generator: Generator = None) -> M:
     """Set every convolution to a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
 
     With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped convolution
@@ -329,12 +281,6 @@ def delta_orthogonal_(
     Args:
         module: changed in place: the weights of convolutions; biases become zero.
         gain: factor on the orthogonal matrices, > 0.
-        select: shell patterns of weight names, comma-separated.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no convolution.
-        UsageError: if an argument is invalid.
 
     Source: Xiao et al. 2018, Algorithm 1 and section 3.
 
@@ -373,9 +319,7 @@ FACTOR = re.compile(r"(^|\.)(ls\d?\.gamma|gamma(_\d)?|lambda(_)?\d|layer_scale(_
 
 
 @INITIALISERS.register("layer_scale_identity", source="Touvron et al. 2021", needs="residual branches")
-def layer_scale_identity_(
-    module: M, *, value: float = 0.1, where: str = "auto", generator: torch.Generator | None = None
-) -> M:
+def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto", generator: Generator = None) -> M:
     """Scale the output of every residual branch by a small number, `x + value f(x)`: blocks start near the identity.
 
     In a network with LayerScale, its factors are set. In one without, the last matrix and bias of each branch are
@@ -386,11 +330,6 @@ def layer_scale_identity_(
             MLPs' second layers.
         value: > 0; published are 0.1 for up to 18 layers, 1e-5 for up to 24, 1e-6 beyond.
         where: "factors", "matrices", or "auto": factors if the module has any, else matrices.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has neither, or none of the kind given by `where`.
-        UsageError: if an argument is invalid.
 
     Source: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
 

@@ -1,18 +1,31 @@
-"""Depthwise filters drawn from a closed-form covariance that widens with depth."""
+"""Depthwise filters drawn from a covariance, in closed form or a trained network's, and simple filters as controls."""
 
 import math
 import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from weightscope._util.checks import choice, count, number, positive
+from weightscope._util.checks import choice, count, flag, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
-from weightscope.errors import UsageError
-from weightscope.init.base import INITIALISERS, M, cpu_generator, normal
-from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
+from weightscope.errors import DataError, UsageError
+from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, normal
+from weightscope.statistics.filters import (
+    Schedule,
+    at_depth,
+    conv_covariance,
+    covariance_root,
+    relative_depths,
+    resized_covariance,
+    resized_mean,
+)
+
+if TYPE_CHECKING:
+    from weightscope.fits.filters import FilterDistribution  # SciPy: a second to import
 
 # Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
 PRESETS: dict[str, Schedule] = {
@@ -21,8 +34,6 @@ PRESETS: dict[str, Schedule] = {
     "imagenet-frozen": Schedule(0.15, 0.5, 0.25),
     "imagenet-thawed": Schedule(0.15, 0.25, 1.0),
 }
-
-
 BUMP = "the covariance is a bump around a centre pixel of an image"
 
 
@@ -64,7 +75,7 @@ def conv_covariance_(
     psd: str = "abs",
     schedule: str = "depth",
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Draw every depthwise filter from `N(0, scale^2 conv_covariance(k, sigma(d)))`, with sigma growing with depth.
 
@@ -80,14 +91,9 @@ def conv_covariance_(
         psd: "abs" or "clip", see `covariance_root`.
         schedule: "depth", or "sawtooth" to restart the schedule in every stage, for networks that downsample
             (thesis Fig. B.5, of which only the caption is available).
-        strict: whether filters that cannot be read, or are not square, are an error; if not, a warning lists them and
-            they stay as they are.
-        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument is invalid, sigma is not positive at some layer, or a filter is
-            one-dimensional, not square or of even size.
+        UsageError: if sigma is not positive at some layer, or a filter is one-dimensional, not square or of even size.
 
     Source: thesis section 3.1.2, Eq. 3.10-3.11, Fig. A.4 and B.1.
 
@@ -99,16 +105,17 @@ def conv_covariance_(
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
     parts = checked_filters(depthwise(module, strict=strict, caller="conv_covariance_"), BUMP, strict)
-    for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
+    depths = relative_depths(parts, schedule)
+    for part, d in zip(parts, depths, strict=True):
         if curve(d) <= 0:
             raise UsageError(f"sigma: expected > 0 at every depth, found {curve(d):g} at `{part.name}` (depth {d:g})")
-    for part, d in zip(parts, relative_depths(parts, schedule), strict=True):
+    for part, d in zip(parts, depths, strict=True):
         covariance = scale**2 * conv_covariance(part.kernel[0], curve(d))
         part.write(draw_filters(part.channels, covariance, psd, generator))
     return module
 
 
-def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: torch.Generator | None) -> Tensor:
+def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: Generator) -> Tensor:
     """Filters (channels, k, k) from N(0, covariance), covariance (k*k, k*k); float32, drawn in float64."""
     root = torch.from_numpy(covariance_root(covariance, psd))
     k = math.isqrt(len(covariance))
@@ -118,12 +125,7 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: tor
 
 @INITIALISERS.register("random_filters", source="impulse paper, Proposition 1", needs="depthwise convolutions")
 def random_filters_(
-    module: M,
-    *,
-    distribution: str = "normal",
-    gain: float = 1.0,
-    strict: bool = True,
-    generator: torch.Generator | None = None,
+    module: M, *, distribution: str = "normal", gain: float = 1.0, strict: bool = True, generator: Generator = None
 ) -> M:
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
@@ -133,12 +135,6 @@ def random_filters_(
         module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument is invalid.
 
     Source: impulse paper, Proposition 1 and section 5.6.
 
@@ -163,7 +159,7 @@ def impulse_filters_(
     filter_size: int | None = None,
     order: str = "random",
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Set one pixel of every depthwise filter to 1 and the others to 0.
 
@@ -173,12 +169,9 @@ def impulse_filters_(
         module: changed in place: the weights of its depthwise convolutions.
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no depthwise convolution.
-        UsageError: if an argument is invalid, or a filter is smaller than filter_size or of the other parity.
+        UsageError: if a filter is smaller than filter_size or of the other parity.
 
     Source: impulse paper, section 5.6.
 
@@ -212,18 +205,12 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: torch.Generator | None = None) -> M:
+def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: Generator = None) -> M:
     """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
 
     Args:
         module: changed in place: the weights of its depthwise convolutions.
         value: 1 as published.
-        strict: whether tensors that look like depthwise filters and cannot be read are an error; if not, a warning.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has no depthwise convolution.
-        UsageError: if value is not a finite number.
 
     Source: impulse paper, section 5.6.
 
@@ -234,3 +221,166 @@ def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generato
     for part in depthwise(module, strict=strict, caller="box_filters_"):
         part.write(torch.full((part.channels, *part.kernel), value))
     return module
+
+
+# --- from a trained network's covariances, between any two shapes -----------------------------------------------------
+
+
+SCHEDULES = ("depth", "stage")
+_ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
+
+
+@dataclass(frozen=True)
+class TransferOptions:
+    """The named parameters of `covariance_transfer_`, checked."""
+
+    kronecker: bool = False
+    means: bool = False
+    schedule: str = "depth"
+    kernel: int | None = None
+    psd: str = "abs"
+
+    def __post_init__(self) -> None:
+        flag("kronecker", self.kronecker)
+        flag("means", self.means)
+        choice("schedule", self.schedule, SCHEDULES)
+        choice("psd", self.psd, ("abs", "clip"))
+        if self.kernel is not None:
+            count("kernel", self.kernel)
+
+
+def target_distributions(
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
+    chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
+    if not chosen:
+        sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
+        wanted = (
+            "filters that are not dead" if options.kernel is None else f"{options.kernel} x {options.kernel} filters"
+        )
+        raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
+    if options.schedule == "stage":
+        groups, depths, own = _by_stage(parts, source, chosen)
+    else:
+        groups, depths = [chosen] * len(parts), relative_depths(parts, "depth")
+        own = {layer.name: layer.depth for layer in source}
+    cache: dict[tuple[str, int], np.ndarray] = {}
+    out = []
+    for part, group, depth in zip(parts, groups, depths, strict=True):
+        size, places = part.kernel[0], [own[layer.name] for layer in group]
+        for layer in group:
+            if (layer.name, size) not in cache:
+                cache[layer.name, size] = resized_covariance(layer.covariance, layer.kernel, size)
+        covariance = at_depth(places, [cache[layer.name, size] for layer in group], depth)
+        if options.kronecker:
+            covariance = _factored(part.name, covariance)
+        mean = at_depth(places, [resized_mean(layer.mean, layer.kernel, size) for layer in group], depth)
+        out.append((mean if options.means else np.zeros_like(mean), covariance))
+    return out
+
+
+def _by_stage(
+    parts: list[DepthwisePart], source: "list[FilterDistribution]", chosen: "list[FilterDistribution]"
+) -> tuple["list[list[FilterDistribution]]", list[float], dict[str, float]]:
+    """The source's layers in each part's stage, the parts' depths within their stages, and the source's by name."""
+    mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, source))
+    if len(mine) != len(theirs):
+        raise UsageError(
+            f"schedule: 'stage' needs equal numbers of stages, found {len(theirs)} in the source and {len(mine)} in "
+            "the module; use schedule='depth'"
+        )
+    groups = {
+        stage: [layer for layer in chosen if layer.stage == other] for stage, other in zip(mine, theirs, strict=True)
+    }
+    if empty := [stage for stage in mine if not groups[stage]]:
+        raise UsageError(f"kernel: no layer in stage {empty[0]} of the source has that size; use schedule='depth'")
+    own = dict(zip((layer.name for layer in source), relative_depths(source, "sawtooth"), strict=True))
+    return [groups[part.stage] for part in parts], relative_depths(parts, "sawtooth"), own
+
+
+def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
+    """The nearest `A (x) A` to a covariance."""
+    from weightscope.statistics.kronecker import kronecker_sum
+
+    if not covariance.any():
+        return covariance
+    fit = kronecker_sum(covariance, same=True)
+    if not fit.terms:
+        raise DataError(f"`{name}`: its covariance has no component A (x) A; leave out kronecker")
+    return fit.matrix()
+
+
+@INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")
+def covariance_transfer_(
+    module: M,
+    source: Any,
+    *,
+    kronecker: bool = False,
+    means: bool = False,
+    schedule: str = "depth",
+    kernel: int | None = None,
+    psd: str = "abs",
+    strict: bool = True,
+    generator: Generator = None,
+) -> M:
+    """Draw every depthwise filter from `N(mu, Sigma)` of a trained network's filters, between any two shapes.
+
+        Sigma_i = Cov[vec(F_i1), ..., vec(F_iC)],   F'_ij ~ N(mu_i, Sigma_i)
+
+    Width: any number of filters is drawn. Depth: `Sigma` is interpolated linearly over the relative depth i / (D - 1)
+    and constant before the source's first layer and after its last. Kernel size: each block is padded with its mean or
+    clipped, then the blocks are interpolated (`resized_covariance`); a source with several kernel sizes has every layer
+    resized to the target's kernel before the interpolation over depth. Patch size and family are irrelevant.
+
+    Covariances are not shrunk: C <= k^2 filters give a covariance of rank C - 1. Resized covariances are not positive
+    semi-definite, see `psd`.
+
+    Args:
+        module: changed in place: the weights of its depthwise convolutions, nothing else.
+        kronecker: replace each covariance by the nearest `A (x) A`, after resizing and interpolation.
+        means: add the mean filter, resized and interpolated in the same way; otherwise the mean is zero.
+        schedule: "depth" over the whole network, or "stage": from the source's same stage, over the depth within it.
+        kernel: use only the source's layers with filters of this size, at their own depths; None for all.
+        psd: "abs" or "clip", see `covariance_root`; only matters if kernels are resized.
+
+    Raises:
+        UsageError: if filters are one-dimensional, not square or of even size.
+        DataError: if a weight of the source is not finite.
+
+    Source: thesis section 3.1.1, Eq. 3.3-3.4, "Covariance transfer across width, depth, patch size, and kernel size".
+
+    Example:
+        >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
+    """
+    from weightscope.fits.filters import filter_distributions
+
+    options = TransferOptions(kronecker, means, schedule, kernel, psd)
+    transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
+    return module
+
+
+def transfer_distributions(
+    module: nn.Module,
+    source: "list[FilterDistribution]",
+    options: TransferOptions,
+    generator: Generator,
+    *,
+    strict: bool = True,
+) -> dict[str, float]:
+    """Draw a module's filters from a source's; layer -> share of negative eigenvalues, where there are some."""
+    parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts = checked_filters(parts, "covariances are transferred for images only", strict)
+    cpu_generator(generator)
+    wanted = target_distributions(parts, source, options)
+    used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}
+    negative = {}
+    for part, (mean, covariance) in zip(parts, wanted, strict=True):
+        filters = draw_filters(part.channels, covariance, options.psd, generator)
+        part.write(filters + torch.from_numpy(mean).float() if options.means else filters)
+        if options.kronecker or used != {part.kernel[0]}:
+            values = np.linalg.eigvalsh(covariance)
+            share = float(-values[values < 0].sum() / max(np.abs(values).sum(), np.finfo(float).tiny))
+            if share > _ROUNDING:
+                negative[part.name] = share
+    return negative

@@ -18,9 +18,8 @@ from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
-from weightscope.init.base import M, cpu_generator
-from weightscope.init.convolution import conv_covariance_
-from weightscope.init.covariance_transfer import TransferOptions, transfer_distributions
+from weightscope.init.base import Generator, M, cpu_generator
+from weightscope.init.convolution import TransferOptions, conv_covariance_, transfer_distributions
 from weightscope.spec import TensorSpec, WeightSpec
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
@@ -28,19 +27,12 @@ __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
 
 @dataclass(frozen=True)
 class InitReport:
-    """What an initialiser did to a module.
+    """What an initialiser did to a module; tensors by name."""
 
-    Attributes:
-        touched: names of the tensors that it set.
-        untouched: names of the module's other parameters, which are unchanged.
-        absent: names in the artifact that the module does not have in that shape (only with `strict=False`).
-        notes: what was modified, such as covariances made positive semi-definite, or parts rescaled to another width.
-    """
-
-    touched: tuple[str, ...]
-    untouched: tuple[str, ...]
-    absent: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    touched: tuple[str, ...]  # set
+    untouched: tuple[str, ...]  # the module's other parameters
+    absent: tuple[str, ...] = ()  # in the artifact, and not in the module in that shape (only with `strict=False`)
+    notes: tuple[str, ...] = ()  # such as covariances made positive semi-definite, or parts rescaled to another width
 
     def __str__(self) -> str:
         parts = [("set", self.touched), ("left alone", self.untouched), ("not in the module", self.absent)]
@@ -56,14 +48,7 @@ class PopulationInit:
     dtype. The generator's state therefore determines every number, on any device.
 
     The structure `exchangeable` applies to networks of other widths and depths, too, by
-    `weightscope.fits.resized_fit`; the report's notes say what was rescaled.
-
-    Args:
-        result: a fit, saved or not.
-
-    Attributes:
-        result: as given.
-        report: what the last call did; None before the first.
+    `weightscope.fits.resized_fit`. `report` says what the last call did, and what was rescaled.
     """
 
     def __init__(self, result: PopulationFit) -> None:
@@ -72,22 +57,12 @@ class PopulationInit:
         self._last: tuple[WeightSpec, PopulationFit] | None = None
 
     @torch.no_grad()
-    def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
-        """Set the fitted tensors of a module, in place, by name.
+    def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
+        """Set the fitted tensors of a module, in place, by name; frozen parameters, too.
 
-        Prefixes of wrappers (`module.` of parallel wrappers, `_orig_mod.` of `torch.compile`) are ignored. Frozen
-        parameters are set too; other tensors are unchanged.
-
-        Args:
-            module: of the architecture that was fitted; of other widths and depths for `exchangeable`.
-            generator: of the CPU; None for torch's global one.
-            strict: require every tensor of the fit, in its shape or resized. Otherwise the matching ones are set and
-                the others are listed in the report.
-
-        Raises:
-            SpecError: if tensors are missing, misshapen or without memory; names them. Nothing is changed then.
-            DataError: if a number drawn is not finite in the tensor's own dtype. Nothing is changed then.
-            UsageError: if the generator is not one of the CPU.
+        With `strict=False`, tensors that are missing or misshapen are listed in the report; otherwise they are an
+        error (SpecError), as are drawn numbers that are not finite in a tensor's own dtype (DataError). Nothing is
+        changed then.
         """
         there = _tensors(module)
         found = self._resized(module)
@@ -138,12 +113,7 @@ class NetworkInit:
         conv_schedule      `conv_covariance_` with the fitted numbers
         identity_product   `mimetic_attention_` with alpha and beta interpolated linearly over the relative depth
 
-    Args:
-        result: a fit, saved or not.
-
-    Attributes:
-        result: as given.
-        report: what the last call did; None before the first.
+    `report` says what the last call did.
     """
 
     def __init__(self, result: NetworkFit) -> None:
@@ -151,20 +121,8 @@ class NetworkInit:
         self.report: InitReport | None = None
 
     @torch.no_grad()
-    def __call__(self, module: M, *, generator: torch.Generator | None = None, strict: bool = True) -> M:
-        """Set the weights of the part in a module, in place.
-
-        Args:
-            module: any network that has the part.
-            generator: a CPU generator; None for torch's global one.
-            strict: whether layers that look like the part and cannot be set (filters that are not square) are an
-                error; if not, a warning lists them and they stay as they are.
-
-        Raises:
-            AnatomyError: if the module has no such part, or (strict) some of it cannot be read.
-            UsageError: if the structure does not apply to the part (filters of even size), or the generator is not
-                one of the CPU.
-        """
+    def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
+        """Set the weights of the part in a module, in place; parameters and errors as for other initialisers."""
         cpu_generator(generator)
         numbers, notes = self.result.numbers, tuple[str, ...]()
         if isinstance(numbers, ProductFit):
@@ -190,16 +148,9 @@ class NetworkInit:
 def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationInit | NetworkInit:
     """The initialiser in an artifact that `weightscope fit-init` wrote.
 
-    Args:
-        path: of the artifact.
-        structures: trusted structures of other packages, as in `load_artifact`.
-
-    Returns:
-        A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has
-        the part, if it was fitted to one network; both are called alike.
-
-    Raises:
-        DataError: if it is not a valid artifact.
+    A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
+    part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
+    `load_artifact`. An invalid artifact is a DataError.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -211,7 +162,7 @@ def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] =
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 
-def draw(group: Group, generator: torch.Generator | None) -> np.ndarray:
+def draw(group: Group, generator: Generator) -> np.ndarray:
     """One sample (D,) float64 of a group, from a torch generator of the CPU."""
     noise = [
         torch.randn(*shape, generator=generator, dtype=torch.float64).numpy()[None] for shape in group.noise_shapes
@@ -247,7 +198,7 @@ def _negative_notes(negative: Mapping[str, float], psd: str) -> list[str]:
     ]
 
 
-def _products(module: nn.Module, fit: ProductFit, *, generator: torch.Generator | None, strict: bool) -> list[str]:
+def _products(module: nn.Module, fit: ProductFit, *, generator: Generator, strict: bool) -> list[str]:
     """Write the products, layer by layer; returns the names of the tensors."""
     parts = self_attention(module, strict=strict, caller="load_init")
     touched: list[str] = []

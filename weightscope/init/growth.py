@@ -11,9 +11,9 @@ from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._trained import Source, counterparts, places
-from weightscope.init.base import INITIALISERS, M, normal, put
-from weightscope.init.selection import Layout, found_parts, included
+from weightscope.init._trained import Place, Source, chosen, counterparts, found_parts, places
+from weightscope.init.base import INITIALISERS, Generator, M, normal, put
+from weightscope.init.selection import Layout
 from weightscope.networks.layers import SumLinear
 
 DEPTHS = ("identity", "stack")
@@ -30,7 +30,7 @@ def net2net_(
     noise: float = 0.01,
     components: str | Sequence[str] = "all",
     exclude: str | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Initialise a network with a smaller trained one: channels, hidden units and heads are copied, blocks added.
 
@@ -47,37 +47,36 @@ def net2net_(
 
     Args:
         module: changed in place: parameters and floating-point buffers of the components.
-        source: the smaller network: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network
-            k of a population, `"PATH.pop::k"`. Names are matched as by `select_weights_`.
+        source: the smaller network, whose names are matched as by `select_weights_`.
         depth: "identity" or "stack".
         noise: >= 0.
-        components: as for `select_weights_`, "all" by default.
         exclude: shell patterns of tensors to leave unchanged, comma-separated.
-        generator: a CPU generator; None for torch's global one.
 
     Raises:
         SpecError: if a tensor has no counterpart, or a larger one, or filters or heads of another size; for "identity"
             also if an added block has no residual branch that ends in a linear layer.
-        UsageError: if an argument is invalid, or nothing is selected.
 
-    Source: Net2Net, Chen, Goodfellow and Shlens 2016, sections 2.2 (Eq. 2; here with the mapping j mod n in place of a
-    random one) and 2.3; for attention and LayerNorm, function-preserving initialisation of bert2BERT, Chen et al. 2022.
+    Source: Net2Net, Chen, Goodfellow and Shlens 2016, sections 2.2 (Eq. 2, with j mod n in place of a random mapping)
+    and 2.3; for attention and LayerNorm, bert2BERT, Chen et al. 2022.
 
     Example:
         >>> net2net_(ViT(32, 4, 128, 12, 8, 10), ViT(32, 4, 64, 6, 4, 10), noise=0.0)
     """
     choice("depth", depth, DEPTHS)
     number("noise", noise, least=0)
-    everything = _trained.weights(module)
-    wanted = included(module, everything, components, exclude)
+    everything, wanted = _trained.weights(module), chosen(module, components, exclude=exclude)
     small = _trained.open_network(source)
     tensors = Source(_trained.tensors(small))
     layout = Layout(module, small, tensors)
-    _refuse_other_heads(module, small)
-    found = counterparts(wanted, everything, tensors, "cycle")
-    inputs = _with_inputs(module)
-    added = _added(module, wanted, tensors) if depth == "identity" else set()
-    zero = _branch_ends(module, added)
+    for head, theirs in zip(found_parts(attention, module), found_parts(attention, small), strict=False):
+        if head.head_width != theirs.head_width:  # logits have another scale
+            raise SpecError(
+                f"`{head.name}`: expected heads of width {theirs.head_width}, as in the smaller network, found "
+                f"{head.head_width}; more of them are copies"
+            )
+    found, inputs, mine = counterparts(wanted, everything, tensors, "cycle"), _with_inputs(module), places(everything)
+    added = {name for name in wanted if not tensors.has(mine[name])} if depth == "identity" else set()
+    zero = _branch_ends(module, mine, added)
     shares = _shares_of_sums(module, found, tensors)
     grown: dict[str, Tensor] = {}
     for name, place in found.items():
@@ -114,7 +113,7 @@ def _grown(name: str, value: Tensor, shape: tuple[int, ...], divide: bool, block
     return value
 
 
-def _noisy(value: Tensor, outputs: int, noise: float, blocks: int, generator: torch.Generator | None) -> Tensor:
+def _noisy(value: Tensor, outputs: int, noise: float, blocks: int, generator: Generator) -> Tensor:
     """A matrix with Gaussian noise on the rows that are copies."""
     rows, first = len(value) // blocks, outputs // blocks
     if rows == first:
@@ -148,23 +147,13 @@ def _shares_of_sums(module: nn.Module, wanted: Collection[str], source: Source) 
     }
 
 
-def _added(module: nn.Module, wanted: Mapping[str, Tensor], source: Source) -> set[str]:
-    """The tensors of added blocks."""
-    mine = places(_trained.weights(module))
-    return {name for name in wanted if not source.has(mine[name])}
-
-
-def _branch_ends(module: nn.Module, added: Set[str]) -> set[str]:
+def _branch_ends(module: nn.Module, mine: Mapping[str, Place], added: Set[str]) -> set[str]:
     """The last layers, with their biases, of the residual branches of added blocks."""
-    mine = places(_trained.weights(module))
     ends: set[str] = set()
     for part in [*found_parts(attention, module), *found_parts(mlps, module)]:
         for named in (part.parameters, part.bias_parameters):
             ends |= {name for key in ("o", "fc2") for name in named.get(key, ()) if name in added}
-    blocks = {".".join(mine[name].name.split(".")[:-1]) for name in added}
-    tops = {_block(path) for path in blocks}
-    left = tops - {_block(mine[name].name) for name in ends}
-    if left:
+    if left := {_block(mine[name].name) for name in added} - {_block(mine[name].name) for name in ends}:
         raise SpecError(
             f"depth: expected added blocks with residual branches that end in a linear layer, found none in "
             f"{listing(sorted(left))}; use depth='stack'"
@@ -177,13 +166,3 @@ def _block(path: str) -> str:
     words = path.split(".")
     last = max((i for i, word in enumerate(words) if word in ("blocks", "layers", "layer", "h")), default=0)
     return ".".join(words[: last + 2])
-
-
-def _refuse_other_heads(module: nn.Module, small: Any) -> None:
-    """Raise SpecError if heads are wider than the smaller network's, whose logits have another scale."""
-    for mine, theirs in zip(found_parts(attention, module), found_parts(attention, small), strict=False):
-        if mine.head_width != theirs.head_width:
-            raise SpecError(
-                f"`{mine.name}`: expected heads of width {theirs.head_width}, as in the smaller network, found "
-                f"{mine.head_width}; more of them are copies"
-            )

@@ -7,9 +7,10 @@ offset where `(Q_0, K_0)` attends to the token itself. And (Q R', K R') has the 
 so heads with one offset share a solution without sharing weights.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers,
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init.base import INITIALISERS, M, cpu_generator, frame, normal
+from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
 
@@ -238,17 +239,17 @@ def impulse_attention_(
     heads: int | list[int] | None = None,
     adam_steps: int | None = None,
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Give each head queries and keys whose attention map is an impulse: token (y, x) attends to (y + dy, x + dx).
 
         softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
 
-    Each offset is solved once (see `impulse.solve`) and every head gets its own random rotation R of the solution,
-    which has the same map, in the span of the codes. Outside, queries and keys keep the values that they have, as under
-    the steps of Algorithm 1, whose gradients lie in that span:
+    Each offset is solved once and every head gets its own random rotation R of the solution, which has the same map, in
+    the span of the codes. Outside, queries and keys keep the values that they have, as under the steps of Algorithm 1,
+    whose gradients lie in that span:
 
-        Q <- Q_solved R + (I - P) Q,   K <- K_solved R + (I - P) K,   P = V^T V, V = impulse.span(X)
+        Q <- Q_solved R + (I - V^T V) Q,   K <- K_solved R + (I - V^T V) K,   V: right singular vectors of X
 
     The default pseudo input is the module's own position embedding, so the maps hold for the codes that the module
     adds to its tokens: apply `sinusoidal_positions_` before, not after.
@@ -264,17 +265,13 @@ def impulse_attention_(
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
-        layers: which layers, counted from 0; None for all.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once, in less than a second.
-        strict: whether tensors that look like attention and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one.
 
     Raises:
-        AnatomyError: if the module has no attention, or no position embedding and no `grid` is given.
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.
-        UsageError: if an argument is invalid, or queries and keys are rotated by position (RoPE) or normalised, or the
+        UsageError: if queries and keys are rotated by position (RoPE) or normalised, or the
             map has terms of its own (gates, convolutions).
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
@@ -283,65 +280,48 @@ def impulse_attention_(
         >>> impulse_attention_(vit, filter_size=3, generator=torch.Generator().manual_seed(0))
     """
     choice("pseudo_input", pseudo_input, PSEUDO_INPUTS)
-    if following is not None:
-        choice("following", following, PSEUDO_INPUTS)
+    choice("following", following or pseudo_input, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
     if adam_steps is not None:
         count("adam_steps", adam_steps)
     tensors = named_tensors(module)
-    everything = self_attention(tensors, strict=strict, caller="impulse_attention_")
-    parts = chosen_heads(chosen_layers(everything, layers), heads)
-    for tower in _towers(parts, everything, find_positions(tensors), grid):
-        assignment = _Assignment(offsets, filter_size, tower.tokens, same_layers, generator)
-        plans = [assignment.plan(part) for part in tower.parts]
-        split = len(plans) if following is None else sum(plan.part.name == tower.first for plan in plans)
+    everything, tables = self_attention(tensors, strict=strict, caller="impulse_attention_"), find_positions(tensors)
+    if tables and grid is not None:
+        raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
+    towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes
+    for part in chosen_heads(chosen_layers(everything, layers), heads):
+        table = nearest_table(_of_positions_alone(part), tables)
+        towers.setdefault((table.name if table else part.width, bool(part.causal)), []).append(part)
+    for parts in towers.values():
+        table, width = nearest_table(parts[0], tables), parts[0].width
+        codes, tokens = position_codes(parts[0], table, grid)
+        plans = _plans(parts, offsets, filter_size, tokens, same_layers, cpu_generator(generator))
+        first = next(p.name for p in everything if p.width == width and nearest_table(p, tables) is table)
+        split = len(plans) if following is None else sum(plan.part.name == first for plan in plans)
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
             if chosen:
-                x = _pseudo(kind, tower.codes, normalise, generator)
-                if adam_steps is None:
-                    _solve_and_write(x, tower.tokens, chosen)
-                else:
-                    _descend_and_write(x, tower.tokens, chosen, adam_steps)
+                x = _pseudo(kind, codes, normalise, generator)
+                found = _solved(x, tokens, chosen) if adam_steps is None else _descended(x, tokens, chosen, adam_steps)
+                for plan, pair in zip(chosen, found, strict=True):
+                    for name, value in zip(QUERY_KEY, pair, strict=True):
+                        plan.part.write(name, value.float())
+                        if (bias := plan.part.read_bias(name)) is not None:
+                            plan.part.write_bias(name, torch.zeros_like(bias))
     return module
 
 
-@dataclass
-class _Tower:
-    """The self-attention parts that share one position embedding."""
-
-    codes: Tensor  # of the embedding (N, d)
-    tokens: TokenGrid
-    first: str  # the module's first part with this embedding, chosen or not
-    parts: list[AttentionPart] = field(default_factory=list)
-
-
-def _towers(
-    parts: list[AttentionPart],
-    everything: list[AttentionPart],
-    tables: list[PositionEmbedding],
-    grid: int | Sequence[int] | None,
-) -> list[_Tower]:
-    if tables and grid is not None:
-        raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
-    towers: dict[tuple[str, bool], _Tower] = {}
-    for part in parts:
-        if part.rotary or part.normalised:
-            why = "rotated by position (RoPE)" if part.rotary else "normalised"
-            raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-        if part.positional:
-            raise UsageError(
-                f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
-                "impulse_attention is for attention without them"
-            )
-        table = nearest_table(part, tables)
-        key = (table.name if table else f"width {part.width}", bool(part.causal))
-        if key not in towers:
-            mates = (p.name for p in everything if nearest_table(p, tables) is table and p.width == part.width)
-            codes, tokens = position_codes(part, table, grid)
-            towers[key] = _Tower(codes, tokens, next(mates))
-        towers[key].parts.append(part)
-    return list(towers.values())
+def _of_positions_alone(part: AttentionPart) -> AttentionPart:
+    """The part, if the map of its positions is that of Q K^T."""
+    if part.rotary or part.normalised:
+        why = "rotated by position (RoPE)" if part.rotary else "normalised"
+        raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
+    if part.positional:
+        raise UsageError(
+            f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
+            "impulse_attention is for attention without them"
+        )
+    return part
 
 
 def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
@@ -380,7 +360,7 @@ def position_codes(
     return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
 
 
-def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generator | None) -> Tensor:
+def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: Generator) -> Tensor:
     """The pseudo input (N, d) of a kind, float64."""
     out = codes.double() if kind.startswith("positions") else torch.zeros_like(codes, dtype=torch.float64)
     if kind.endswith("gaussian"):
@@ -390,131 +370,98 @@ def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: torch.Generato
     return normalised(out) if normalise else out
 
 
-@dataclass(frozen=True)
-class _Plan:
+class _Plan(NamedTuple):
     """What one attention module gets."""
 
-    part: AttentionPart  # the module
+    part: AttentionPart
     offsets: list[Offset]  # of the H heads
     rotations: list[Tensor]  # (k, k), one for each of the G key heads
     queries: Tensor  # of the module before, or of the first one if all layers are the same (H, d, k)
     keys: Tensor  # (G, d, k), likewise
 
 
-class _Assignment:
-    """The offset and the rotation of each head, layer by layer."""
-
-    def __init__(
-        self,
-        rule: str | Sequence[Sequence[int]],
-        filter_size: int,
-        tokens: TokenGrid,
-        same_layers: bool,
-        generator: torch.Generator | None,
-    ) -> None:
-        self.random, self.same, self.next = rule == "random", same_layers, 0
-        self.generator = cpu_generator(generator)
-        self.kept: dict[tuple[float, ...], _Plan] = {}
-        if isinstance(rule, str):
-            choice("offsets", rule, ("random", "cycle"))
-            self.known = filter_offsets(filter_size, tokens.rows > 1)
-            if tokens.causal:
-                self.known = [offset for offset in self.known if offset <= (0, 0)]
-        else:
-            self.known = [_offset(item) for item in rule]
-        for offset in self.known:
-            if not bool((tokens.targets(offset) >= 0).any()):
-                raise UsageError(
-                    f"offsets: {offset} is outside the {tokens.rows} x {tokens.columns} tokens for every token"
-                )
-        if not self.known:
-            raise UsageError("offsets: expected at least one (dy, dx), found none")
-
-    def plan(self, part: AttentionPart) -> _Plan:
-        """The plan of the next layer; if all layers are the same, that of the first one of its shape."""
-        shape = (part.heads, part.kv_heads, part.width, part.head_width, part.scale)
-        if self.same and shape in self.kept:
-            return replace(self.kept[shape], part=part)
-        offsets, k = self.offsets(part.heads), part.head_width
-        rotations = [frame(k, k, generator=self.generator, dtype=torch.float64) for _ in range(part.kv_heads)]
-        before = {name: part.read(name).cpu() for name in QUERY_KEY}
-        for name, value in before.items():
-            if not bool(value.isfinite().all()):
-                raise DataError(
-                    f"`{part.name}` {name}: expected finite weights, of which the part outside the span of the codes "
-                    "is kept, found NaN or infinity; initialise the module first"
-                )
-        self.kept[shape] = _Plan(part, offsets, rotations, before["q"], before["k"])
-        return self.kept[shape]
-
-    def offsets(self, heads: int) -> list[Offset]:
-        """The offsets of the next layer's heads."""
-        out: list[Offset] = []
-        while len(out) < heads:
-            if self.random:
-                order = torch.randperm(len(self.known), generator=self.generator).tolist()
-                out += [self.known[i] for i in order]
-            else:
-                out.append(self.known[self.next % len(self.known)])
-                self.next += 1
-        return out[:heads]
+def _plans(
+    parts: list[AttentionPart],
+    rule: str | Sequence[Sequence[int]],
+    filter_size: int,
+    tokens: TokenGrid,
+    same_layers: bool,
+    generator: Generator,
+) -> list[_Plan]:
+    """The plans of attention modules; if all layers are the same, that of the first one of each shape."""
+    known = _known_offsets(rule, filter_size, tokens)
+    in_turn, plans, kept = itertools.cycle(known), list[_Plan](), dict[tuple[float, ...], _Plan]()
+    for part in parts:
+        shape, k = (part.heads, part.kv_heads, part.width, part.head_width, part.scale), part.head_width
+        if not (same_layers and shape in kept):
+            offsets = list(itertools.islice(in_turn, part.heads)) if rule != "random" else []
+            while len(offsets) < part.heads:
+                offsets += [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
+            rotations = [frame(k, k, generator=generator, dtype=torch.float64) for _ in range(part.kv_heads)]
+            queries, keys = (_finite(part, name) for name in QUERY_KEY)
+            kept[shape] = _Plan(part, offsets[: part.heads], rotations, queries, keys)
+        plans.append(kept[shape]._replace(part=part))
+    return plans
 
 
-def _offset(item: Sequence[int]) -> Offset:
-    if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
-        raise UsageError(f"offsets: expected 'random', 'cycle' or pairs (dy, dx), found {item!r}")
-    if any(isinstance(n, bool) or not isinstance(n, int) for n in item):
-        raise UsageError(f"offsets: expected pairs of integers, found {item!r}")
-    return item[0], item[1]
+def _finite(part: AttentionPart, name: PartName) -> Tensor:
+    """The queries or keys that a module has, of which a part is kept."""
+    value = part.read(name).cpu()
+    if not bool(value.isfinite().all()):
+        raise DataError(
+            f"`{part.name}` {name}: expected finite weights, of which the part outside the span of the codes "
+            "is kept, found NaN or infinity; initialise the module first"
+        )
+    return value
 
 
-def _solve_and_write(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> None:
-    """Solve the offsets of all heads, and write each head's rotation of its solution into the span of the codes."""
+def _known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
+    """The offsets to choose from, checked."""
+    if isinstance(rule, str):
+        choice("offsets", rule, ("random", "cycle"))
+        known = [o for o in filter_offsets(filter_size, tokens.rows > 1) if not tokens.causal or o <= (0, 0)]
+    else:
+        known = []
+        for item in rule:
+            if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
+                raise UsageError(f"offsets: expected 'random', 'cycle' or pairs (dy, dx), found {item!r}")
+            if any(isinstance(n, bool) or not isinstance(n, int) for n in item):
+                raise UsageError(f"offsets: expected pairs of integers, found {item!r}")
+            known.append((item[0], item[1]))
+    for offset in known:
+        if not bool((tokens.targets(offset) >= 0).any()):
+            raise UsageError(
+                f"offsets: {offset} is outside the {tokens.rows} x {tokens.columns} tokens for every token"
+            )
+    if not known:
+        raise UsageError("offsets: expected at least one (dy, dx), found none")
+    return known
+
+
+def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> list[tuple[Tensor, Tensor]]:
+    """Each head's rotation of its offset's solution in the span of the codes, and its own weights outside."""
+    keys = [(plan.part.head_width, plan.part.scale, plan.part.kv_heads < plan.part.heads) for plan in plans]
     needs: dict[tuple[int, float, bool], list[Offset]] = {}
-    for plan in plans:
-        needs.setdefault(_problem_of(plan.part), []).extend(plan.offsets)
+    for key, plan in zip(keys, plans, strict=True):
+        needs.setdefault(key, []).extend(plan.offsets)
     solutions = {
         key: solve(x, tokens, offsets, key[0], scale=key[1], shared_key=key[2]) for key, offsets in needs.items()
     }
-    directions = span(x)
-    for plan in plans:
-        part, solved = plan.part, solutions[_problem_of(plan.part)]
-        first = plan.offsets[:: part.heads // part.kv_heads]
-        queries = [solved[o][0] @ plan.rotations[part.kv_head(h)] for h, o in enumerate(plan.offsets)]
-        keys = [solved[o][1] @ r for o, r in zip(first, plan.rotations, strict=True)]
-        _write(
-            part,
-            torch.stack(queries) + _outside(directions, plan.queries),
-            torch.stack(keys) + _outside(directions, plan.keys),
-        )
+    v, out = span(x), []
+    for key, (part, offsets, rotations, *before) in zip(keys, plans, strict=True):
+        first = offsets[:: part.heads // part.kv_heads]
+        queries = [solutions[key][o][0] @ rotations[part.kv_head(h)] for h, o in enumerate(offsets)]
+        shared = [solutions[key][o][1] @ r for o, r in zip(first, rotations, strict=True)]
+        outside = [value.double() - v.T @ (v @ value.double()) for value in before]
+        out.append((torch.stack(queries) + outside[0], torch.stack(shared) + outside[1]))
+    return out
 
 
-def _problem_of(part: AttentionPart) -> tuple[int, float, bool]:
-    """What the solution for an offset depends on."""
-    return part.head_width, part.scale, part.kv_heads < part.heads
-
-
-def _outside(directions: Tensor, value: Tensor) -> Tensor:
-    """`(I - V^T V) W` for orthonormal rows V (r, d) and matrices W (heads, d, k), float64."""
-    return value.double() - directions.T @ (directions @ value.double())
-
-
-def _descend_and_write(x: Tensor, tokens: TokenGrid, plans: list[_Plan], steps: int) -> None:
-    """Run Algorithm 1 from the queries and keys of every module; layers that are the same are solved once."""
+def _descended(x: Tensor, tokens: TokenGrid, plans: list[_Plan], steps: int) -> list[tuple[Tensor, Tensor]]:
+    """Algorithm 1 from the queries and keys of every module; layers that are the same are solved once."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
-    for plan in plans:
-        part = plan.part
-        if id(plan.queries) not in done:
-            targets = torch.stack([impulse_matrix(tokens, offset) for offset in plan.offsets])
-            done[id(plan.queries)] = by_adam(
-                x, targets, plan.queries, plan.keys, steps=steps, scale=part.scale, causal=tokens.causal
-            )
-        _write(part, *done[id(plan.queries)])
-
-
-def _write(part: AttentionPart, queries: Tensor, keys: Tensor) -> None:
-    """Write queries (H, d, k) and keys (G, d, k); their biases become zero."""
-    for name, value in zip(QUERY_KEY, (queries, keys), strict=True):
-        part.write(name, value.float())
-        if (bias := part.read_bias(name)) is not None:
-            part.write_bias(name, torch.zeros_like(bias))
+    for part, offsets, _, queries, keys in plans:
+        if id(queries) not in done:
+            targets = torch.stack([impulse_matrix(tokens, offset) for offset in offsets])
+            done[id(queries)] = by_adam(x, targets, queries, keys, steps=steps, scale=part.scale, causal=tokens.causal)
+    return [done[id(plan.queries)] for plan in plans]

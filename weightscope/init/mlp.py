@@ -9,7 +9,7 @@ from weightscope._util.checks import choice, flag, number
 from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
 from weightscope.anatomy.matrices import default_deviation
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.base import INITIALISERS, M, normal
+from weightscope.init.base import INITIALISERS, Generator, M, normal
 
 _MODES = ("scalar", "rows", "anticorrelated")
 
@@ -24,7 +24,7 @@ def mimetic_mlp_(
     gate: bool = False,
     layers: int | list[int] | None = None,
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Add a mean to the weights of the first layer of every MLP, in units of the default entries' deviation.
 
@@ -34,15 +34,13 @@ def mimetic_mlp_(
 
         s = 1 / sqrt(3 n)
 
-    W1 (p, n) is the weight of the first layer (fc1) in torch's (out, in) layout, with n inputs and p hidden units; W2
-    that of the second (fc2). s is the standard deviation of torch's default entries, from which the paper's networks
-    start, so that a number means the same relative to them at any width. The paper's b is `b * s` and its sigma, a
-    variance, is `(sigma * s) ** 2`: to add a published b at width n, pass `b * sqrt(3 n)`. The paper prints neither
-    value (Fig. 4 sweeps b at n = 256); 0.3 here is its b = 0.01 or sigma = 1e-4 at n = 300.
+    W1 (p, n) is the weight of the first layer (fc1), with n inputs and p hidden units; W2 that of the second. s is the
+    standard deviation of torch's default entries, so that a number means the same at any width. The paper's b is
+    `b * s` and its sigma, a variance, is `(sigma * s) ** 2`; it prints neither value (Fig. 4 sweeps b at n = 256), and
+    0.3 here is its b = 0.01 or sigma = 1e-4 at n = 300.
 
-    In the mode "rows" each layer draws one vector, so that the columns of W1 have means while its grand mean stays
-    zero. After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and "scalar" does not change the
-    network's function at the start; it changes the gradients of the LayerNorm.
+    In the mode "rows" each layer draws one vector. After a LayerNorm with unit gain and zero bias the inputs of W1 sum
+    to zero, and "scalar" changes only the gradients of the LayerNorm at the start.
 
     Args:
         module: changed in place: the first layers' weights only.
@@ -50,13 +48,6 @@ def mimetic_mlp_(
         b: the mean in the mode "scalar", in units of s.
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
         gate: in gated MLPs, do the same to the gate (with its own vector).
-        layers: which MLPs, counted from 0; None for all.
-        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning.
-        generator: a CPU generator; None for torch's global one. Only "rows" draws.
-
-    Raises:
-        AnatomyError: if the module has no MLP.
-        UsageError: if an argument is invalid, or `gate` is true and an MLP has none.
 
     Source: MLP paper, Eq. 1 and 2.
 
@@ -89,26 +80,18 @@ def constant_mlp_bias_(
     value: float = 0.1,
     layers: int | list[int] | None = None,
     strict: bool = True,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Set the bias of the first layer of every MLP to a constant.
 
         b1 <- value 1_p
 
-    The baseline that tells whether `mimetic_mlp` only makes up for a missing bias: "we also attempted to change the
-    init of the bias of the linear layer itself to a small constant". The paper prints no number. The other baseline,
-    a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt` and `ViT`).
+    The baseline that tells whether `mimetic_mlp` only makes up for a missing bias; the paper prints no number. The
+    other baseline, a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt` and `ViT`).
 
     Args:
         module: changed in place: the biases of the first layers only, of gated MLPs not that of the gate.
         value: of every entry.
-        layers: which MLPs, counted from 0; None for all.
-        strict: whether tensors that look like MLPs and cannot be read are an error; if not, a warning.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has no MLP.
-        UsageError: if an argument is invalid, or an MLP has no bias.
 
     Source: MLP paper, section 3 and Fig. 4.
 
@@ -117,14 +100,11 @@ def constant_mlp_bias_(
     """
     number("value", value)
     parts = chosen_layers(mlps(module, strict=strict, caller="constant_mlp_bias_"), layers)
-    biases = []
-    for part in parts:  # all before the first is written
-        bias = part.read_bias("fc1")
-        if bias is None:
+    for part in parts:
+        if part.read_bias("fc1") is None:
             raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
-        biases.append(torch.full_like(bias, value))
-    for part, bias in zip(parts, biases, strict=True):
-        part.write_bias("fc1", bias)
+    for part in parts:
+        part.write_bias("fc1", torch.full((part.hidden,), float(value), dtype=torch.float64))
     return module
 
 
@@ -143,33 +123,23 @@ def correlated(x: Tensor, y: Tensor, correlation: float) -> Tensor:
 
 @INITIALISERS.register("mimetic_conv_mlp", source="thesis 4.1, Fig. 3.40", needs="depthwise filters, each with an MLP")
 def mimetic_conv_mlp_(
-    module: M,
-    *,
-    correlation: float = -0.5,
-    layers: int | list[int] | None = None,
-    generator: torch.Generator | None = None,
+    module: M, *, correlation: float = -0.5, layers: int | list[int] | None = None, generator: Generator = None
 ) -> M:
     """Correlate the central pixel of each depthwise filter with diag(W2 W1) of the MLP in its block.
 
         f_c <- m_f + s_f (rho (d_c - m_d) / s_d + sqrt(1 - rho^2) (f_c - m_f) / s_f),   d_c = (W2 W1)_cc
 
     f_c is the central pixel of the filter of channel c, W1 (p, n) and W2 (n, p) are the weights of the MLP, and m and s
-    are means and standard deviations over the n channels of a block. Central pixels keep their mean and variance; their
-    covariances with other pixels shrink by sqrt(1 - rho^2). Within a block the correlation of f and d is rho up to a
-    sampling error of about (1 - rho^2) / sqrt(n).
-
-    In trained ConvNeXts a filter that increases its channel goes with an MLP that decreases it. The thesis prints no
-    size for the correlation and found no benefit of an initialisation of its own that used it (section 3.4.3).
+    are means and standard deviations over the n channels of a block. Central pixels keep their mean and variance; the
+    correlation of f and d is rho up to a sampling error of about (1 - rho^2) / sqrt(n). In trained ConvNeXts a filter
+    that increases its channel goes with an MLP that decreases it; the thesis prints no size.
 
     Args:
         module: changed in place: the depthwise filters' central pixels only.
         correlation: rho, from -1 to 1.
-        layers: which blocks, counted from 0; None for all.
-        generator: not used.
 
     Raises:
-        AnatomyError: if the module has no depthwise convolution with an MLP of as many channels in its block.
-        UsageError: if an argument is invalid, filters have no central pixel, or pixels or diagonal do not vary.
+        UsageError: if filters have no central pixel, or pixels or diagonal do not vary.
 
     Source: thesis 4.1 ("between adjacent convolutional and MLP layers") and 3.4.3, Fig. 3.40.
 
@@ -211,7 +181,7 @@ def mimetic_first_last_mlp_(
     correlation: float = -0.5,
     mode: str = "entries",
     layers: Sequence[int] = (0, -1),
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Correlate the second matrix of the last MLP, which writes to the residual stream, with that of the first.
 
@@ -219,23 +189,14 @@ def mimetic_first_last_mlp_(
         rows      the same of the row means r' (n, 1), added back:  W2' <- W2' + (new r' - r') 1_p^T
 
     W2 (n, p) is the second weight (fc2) of the first MLP and W2' that of the last; m and s are means and standard
-    deviations over all entries, or over the n row means. In the mode "entries" W2' keeps its mean and variance, and its
-    row means get the correlation rho, too. A population's distribution does not change when hidden units are
-    renumbered, so that across layers only row means can be correlated in it: the mode "rows" is this part alone.
-
-    The thesis prints no size ("sometimes slightly correlated"; "the last block's MLP W2 is anticorrelated with the
-    first block's").
+    deviations over all entries, or over the n row means. W2' keeps its mean and variance. Hidden units may be
+    renumbered, so that across layers only row means can be correlated in a population: "rows" is this part alone.
 
     Args:
         module: changed in place: the second weight of the last MLP only.
         correlation: rho, from -1 to 1.
         mode: "entries" or "rows".
         layers: the two MLPs, counted from 0; negative numbers count from the end.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has fewer than two MLPs, or the two have second matrices of different shapes.
-        UsageError: if an argument is invalid, or the weights do not vary.
 
     Source: thesis 4.1 ("between the first and last layer MLPs") and 3.4.3, Fig. 3.39.
 

@@ -12,7 +12,7 @@ from weightscope._util.checks import count
 from weightscope.anatomy import SSMPart, ssms
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.base import Initialiser, M, cpu_generator, normal, put
+from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
@@ -57,10 +57,9 @@ class ScaleControl:
     def of(
         cls, init: Initialiser, draw: Callable[[int], tuple[nn.Module, torch.Generator]], draws: int = DRAWS
     ) -> "ScaleControl":
-        """The moments of an initialiser over draws; `draw(k)` is network k with its defaults, and its generator.
+        """The moments of all entries of a tensor in all draws; `draw(k)` is network k by default, and a generator.
 
-        They are those of all entries of a tensor in all the draws, so a mean that differs from draw to draw enters the
-        variance. Default entries count as uniform if the bound is that of torch's layers, no entry exceeds it, and a
+        Default entries count as uniform if the bound is that of torch's layers, no entry exceeds it, and a
         Kolmogorov-Smirnov test of 32 or more does not reject it at 1e-6; that they are independent is not tested.
         """
         changed: set[tuple[str, int]] = set()
@@ -88,7 +87,7 @@ class ScaleControl:
         return cls(moments, uniform, {key: torch.cat(parts) for key, parts in rates.items() if key in changed})
 
     @torch.no_grad()
-    def __call__(self, module: M, *, generator: torch.Generator | None = None) -> M:
+    def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
         for key, block in _blocks(module).items():
             if key in self.entries:

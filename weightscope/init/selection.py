@@ -1,29 +1,30 @@
 """Weight selection: initialise a small network with a subset of the weights of a larger one of the same family."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors
+from weightscope.anatomy import attention, mlps, named_tensors
 from weightscope.anatomy import positions as position_tables
-from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.errors import SpecError
 from weightscope.init import _trained
 from weightscope.init._trained import (
     Place,
     PositionTable,
     Source,
+    chosen,
     counterparts,
     end_to_end,
+    found_parts,
     interpolated,
     selected_tokens,
     spaced,
 )
-from weightscope.init.base import INITIALISERS, M, cpu_generator, put
+from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -49,7 +50,7 @@ def select_weights_(
     components: str | Sequence[str] = _DEFAULT,
     exclude: str | None = None,
     positions: str = "select",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Initialise a network with selected layers and selected elements of a larger one.
 
@@ -67,27 +68,22 @@ def select_weights_(
 
     The first four select the same indices in every tensor that reads or writes one residual stream. Queries, keys and
     values in one tensor (and gates with the layers that they gate) are selected separately. Position embeddings of
-    images are selected by rows and columns of the grid, those of sequences from the start; or they are interpolated to
-    a smaller or larger grid (bicubic, as in timm) before channels are selected.
+    images are selected by rows and columns of the grid, those of sequences from the start, unless interpolated.
 
     Tensors are matched by name. Vision transformers and ConvNeXts with the names of Hugging Face's transformers match
     those with timm's (and ours), 1 x 1 convolutions match linear layers.
 
     Args:
         module: the student, changed in place: parameters and floating-point buffers of the components.
-        teacher: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
-            `"PATH.pop::k"`.
+        teacher: see `source` of `weightscope.init`.
         layers: "first", "spaced" or "linspace".
         elements: one of the seven above.
-        components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other"; by
-            default all but the head, since the classes rarely agree.
+        components: by default all but the head, since the classes rarely agree.
         exclude: shell patterns of student tensors to leave unchanged, comma-separated.
-        positions: "select" or "interpolate", where the student has other positions than the teacher.
-        generator: a CPU generator; None for torch's global one.
+        positions: "select", or "interpolate" to another grid (bicubic, as in timm) before channels are selected.
 
     Raises:
         SpecError: if a tensor has no counterpart, another number of axes, a larger size or another filter size.
-        UsageError: if an argument is invalid, or nothing is selected.
 
     Source: selection paper, sections 3.1, 3.2 (Algorithm 1), Tables 2, 5 and 6.
 
@@ -127,33 +123,15 @@ def matched(
     positions: str = "select",
 ) -> Iterator[Pair]:
     """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there."""
-    everything = _trained.weights(student)
-    wanted = included(student, everything, components, exclude)
+    wanted = chosen(student, components, exclude=exclude)
     teacher = _trained.open_network(teacher)
     source = Source(_trained.tensors(teacher))
     layout = Layout(student, teacher, source)
-    for name, place in counterparts(wanted, everything, source, layers).items():
+    for name, place in counterparts(wanted, _trained.weights(student), source, layers).items():
         shape = tuple(wanted[name].shape)
         tensor = layout.fitted(name, place, source.read(place, shape), shape, positions)
         packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
         yield Pair(name, wanted[name], tensor, layout.blocks.get(name, 1), packed)
-
-
-def included(
-    module: Any, student: Mapping[str, Tensor], components: str | Sequence[str], exclude: str | None
-) -> dict[str, Tensor]:
-    """The student's tensors of the components that are not excluded."""
-    allowed, kinds = _trained.chosen_components(components), _trained.components(module)
-    skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
-    out = {
-        name: value
-        for name, value in student.items()
-        if kinds[name] in allowed and not any(fnmatchcase(name, p) for p in skipped)
-    }
-    if not out:
-        left = "" if exclude is None else f" after exclude={exclude!r}"
-        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(allowed))}{left}")
-    return out
 
 
 class Layout:
@@ -217,18 +195,10 @@ def _uneven(part: Any, student: Any) -> str | None:
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
-def found_parts(finder: Any, model: Any) -> list[Any]:
-    """The parts of a model, none if it has no such parts or they cannot be read."""
-    try:
-        return finder(model if isinstance(model, nn.Module | NamedTensors) else _trained.tensors(model))
-    except AnatomyError:
-        return []
-
-
 class _Selection:
     """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
-    def __init__(self, rule: str, generator: torch.Generator | None) -> None:
+    def __init__(self, rule: str, generator: Generator) -> None:
         self.rule, self.generator = rule, generator
         self.kept: dict[tuple[int, int], Tensor] = {}
 

@@ -11,7 +11,7 @@ from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention,
 from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init.base import INITIALISERS, M
+from weightscope.init.base import INITIALISERS, Generator, M
 
 # softplus(b) = 1 for b = log(e - 1) = 0.5413
 UNIT_STEP = math.log(math.e - 1)
@@ -27,7 +27,7 @@ def mimetic_ssm_(
     cb: bool = True,
     convolution: bool | None = None,
     layers: int | list[int] | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Make Mamba and Mamba-2 layers start close to linear attention between correlated tokens.
 
@@ -38,13 +38,10 @@ def mimetic_ssm_(
 
     The four switches give the 16 combinations of thesis Fig. 3.26.
 
-    Linear attention is approached, not reached: A_log of Mamba's state 1 (of Mamba-2's head 1) is log 1 = 0, so that
-    its A is -1 for any c, and it decays by e at every token. With N = 8 and c = 8, the maps of random correlated B and
-    C on 16 tokens differ from linear attention by 23 % in Frobenius norm, on 100 tokens by 34 %; with N = 16 by 17 and
-    24 %.
-
-    The components transform the present weights, assumed to be those of Mamba's own initialisation: A_log log n or the
-    log of U(1, 16), W_B and W_C independent. They are not idempotent.
+    Linear attention is approached, not reached: A_log of Mamba's state 1 (of Mamba-2's head 1) is log 1 = 0, so A = -1
+    for any c. With N = 8 and c = 8, the maps of random correlated B and C on 16 tokens differ from linear attention
+    by 23 % in Frobenius norm. The components transform the present weights, assumed to be those of Mamba's own
+    initialisation; they are not idempotent.
 
     Args:
         module: changed in place: the named parameters of its state-space layers.
@@ -53,12 +50,6 @@ def mimetic_ssm_(
         delta: apply the second.
         cb: apply the third.
         convolution: apply the fourth; None applies it to Mamba-2 only, as published.
-        layers: which layers, counted from 0; None for all.
-        generator: not used.
-
-    Raises:
-        AnatomyError: if the module has no state-space layer.
-        UsageError: if an argument is invalid.
 
     Source: thesis 3.3.2 and Fig. 3.26.
 
@@ -98,7 +89,7 @@ def ssm_from_attention_(
     source_layer: int | None = None,
     scale: float = 1.0,
     layers: int | list[int] | None = None,
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Give state-space layers the queries and keys of trained attention, as W_C and W_B.
 
@@ -116,13 +107,9 @@ def ssm_from_attention_(
         head: of the source's layer; in Mamba-2, group g takes head `head + g`.
         source_layer: attention layer for all layers; None takes layer i of the source for state-space layer i.
         scale: factor on the product.
-        layers: which state-space layers, counted from 0; None for all.
-        generator: not used.
 
     Raises:
-        AnatomyError: if the module has no state-space layer or the source no attention.
         SpecError: if the source has another width, or too few layers or heads.
-        UsageError: if an argument is invalid.
 
     Source: thesis 3.3.2, Eq. 3.38 (the correspondence); the transfer itself is this project's.
 
@@ -177,12 +164,7 @@ def balanced(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 @INITIALISERS.register("repeat_layer", source="thesis 3.3.5, Fig. 3.34", needs="state-space layers; a trained network")
 def repeat_layer_(
-    module: M,
-    source: Any,
-    *,
-    layer: int = 0,
-    layers: int | list[int] | None = None,
-    generator: torch.Generator | None = None,
+    module: M, source: Any, *, layer: int = 0, layers: int | list[int] | None = None, generator: Generator = None
 ) -> M:
     """Copy one state-space layer of a teacher, with its normalisation, to all layers: `S_j := T_i` for every j.
 
@@ -191,12 +173,9 @@ def repeat_layer_(
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`, of the same width.
         layer: i, which state-space layer of the teacher, counted from 0.
         layers: which state-space layers of the module, counted from 0; None for all.
-        generator: not used.
 
     Raises:
-        AnatomyError: if the module or the source has no state-space layer.
-        SpecError: if the tensors of a block differ from the teacher's in name or shape; nothing is copied then.
-        UsageError: if there is no such layer.
+        SpecError: if the tensors of a block differ from the teacher's in name or shape.
 
     Source: thesis 3.3.5 and Fig. 3.34.
 

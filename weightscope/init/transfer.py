@@ -8,23 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, number
-from weightscope._util.names import listing, matching
+from weightscope._util.names import listing
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._trained import Source, places
-from weightscope.init.base import INITIALISERS, M, cpu_generator, put
-
-
-def _wanted(module: M, select: str, components: str | Sequence[str]) -> dict[str, Tensor]:
-    """The module's tensors that match the patterns and belong to the components."""
-    everything = _trained.weights(module)
-    kinds = _trained.components(module)
-    allowed = _trained.chosen_components(components)
-    names = [name for name in matching(select, everything) if kinds[name] in allowed]
-    if not names:
-        raise UsageError(f"select: no tensor matches {select!r} and belongs to {', '.join(sorted(allowed))}")
-    return {name: everything[name] for name in names}
+from weightscope.init._trained import Source, chosen, places
+from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
 
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
@@ -79,7 +68,7 @@ def transfer_(
     select: str = "*",
     components: str | Sequence[str] = "all",
     filters: str = "exact",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Copy tensors of the same name and shape from a source.
 
@@ -88,17 +77,11 @@ def transfer_(
 
     Args:
         module: changed in place: the selected parameters and floating-point buffers.
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`, or network k of a population,
-            `"PATH.pop::k"`.
-        select: shell patterns of tensor names, comma-separated.
-        components: "all", or some of "embedding", "attention", "mlp", "convolution", "norm", "head", "other".
         filters: of another size than the module's: "exact" refuses them, "pad" surrounds them by zeros or takes their
             centres, "resample" interpolates; see `resized_filters`.
-        generator: not used.
 
     Raises:
-        SpecError: if a tensor is missing in the source or has another shape there; nothing is copied then.
-        UsageError: if nothing is selected.
+        SpecError: if a tensor is missing in the source or has another shape there.
 
     Source: thesis 3.1.1 (direct transfer of filters), 4.1 (of other sizes); attention paper 5.1 (attention, positions).
 
@@ -106,7 +89,7 @@ def transfer_(
         >>> transfer_(new, trained, components="attention")
     """
     choice("filters", filters, ("exact", "pad", "resample"))
-    wanted = _wanted(module, select, components)
+    wanted = chosen(module, components, select)
     for name, value in _taken(module, source, wanted, filters).items():
         put(wanted[name], value)
     return module
@@ -122,7 +105,7 @@ def transfer_singular_(
     remainder: str = "zero",
     select: str = "*",
     components: str | Sequence[str] = "all",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Copy the top singular directions of a source's matrices.
 
@@ -134,18 +117,12 @@ def transfer_singular_(
 
     Args:
         module: changed in place: the selected weights of linear and convolutional layers.
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`.
         rank: r, at most the matrix's smaller side.
         fraction: instead of rank: r = round(fraction * smaller side), at least 1.
         remainder: of the other directions: "zero", or "keep" the module's own weights.
-        select: shell patterns of weight names, comma-separated.
-        components: as for `transfer_`.
-        generator: not used.
 
     Raises:
-        AnatomyError: if the module has no linear or convolutional layer.
         SpecError: if a tensor is missing in the source or has another shape there.
-        UsageError: if not exactly one of rank and fraction is given, or no matrix is selected.
 
     Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
@@ -169,7 +146,7 @@ def transfer_singular_(
 
 def _matrices(module: nn.Module, select: str, components: str | Sequence[str]) -> list[Matrix]:
     """The selected weights of linear and convolutional layers."""
-    everything, wanted = matrices(module), _wanted(module, select, components)
+    everything, wanted = matrices(module), chosen(module, components, select)
     found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:
         raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
@@ -195,7 +172,7 @@ def permute_(
     mode: str = "entries",
     select: str = "*",
     components: str | Sequence[str] = "all",
-    generator: torch.Generator | None = None,
+    generator: Generator = None,
 ) -> M:
     """Permute weights at random: a control that keeps statistics of a matrix and destroys its structure.
 
@@ -210,13 +187,6 @@ def permute_(
     Args:
         module: changed in place: the selected weights of linear and convolutional layers.
         mode: "entries", "rows" or "columns".
-        select: shell patterns of weight names, comma-separated.
-        components: as for `transfer_`.
-        generator: a CPU generator; None for torch's global one.
-
-    Raises:
-        AnatomyError: if the module has no linear or convolutional layer.
-        UsageError: if an argument is invalid, or no matrix is selected.
 
     Source: thesis 4.1 (random permutations that keep statistics).
 
@@ -231,7 +201,7 @@ def permute_(
     return module
 
 
-def _permuted(matrix: Tensor, mode: str, generator: torch.Generator | None) -> Tensor:
+def _permuted(matrix: Tensor, mode: str, generator: Generator) -> Tensor:
     """The matrix with its rows, columns or entries in random order."""
     rows = matrix.reshape(-1, 1) if mode == "entries" else matrix.T if mode == "columns" else matrix
     order = torch.randperm(len(rows), generator=generator).to(matrix.device)

@@ -21,10 +21,6 @@ NETWORKS: dict[str, type[nn.Module]] = {name: plugins.imported(section.network) 
 def build_for(recipe: Recipe) -> nn.Module:
     """The network of a recipe for its images or sequences, with torch's default initial weights.
 
-    Raises:
-        UsageError: as `build`.
-        DataError: if the vocabulary of a text is not recorded and its files are missing or damaged.
-
     Example:
         >>> build_for(Recipe.load("populations/digits-convnext.toml"))
     """
@@ -32,17 +28,7 @@ def build_for(recipe: Recipe) -> nn.Module:
 
 
 def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """The network described by a recipe's [network] section, with torch's default initial weights.
-
-    Args:
-        config: the section, `Recipe.network`.
-        in_channels: c of the images (B, c, S, S).
-        image_size: S.
-        num_classes: the number of logits.
-
-    Raises:
-        UsageError: if the network's patches or stages do not divide the image or its sizes are inconsistent; for a
-            network of one's own, if the factory cannot be imported or called, or does not return an `nn.Module`.
+    """The network described by a recipe's [network] section, for images (B, c, S, S), with torch's initial weights.
 
     Example:
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
@@ -92,14 +78,9 @@ def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:
 def multiply_adds(module: nn.Module, in_channels: int, image_size: int) -> int:
     """Multiply-adds of one image's forward pass in the convolutions, linear maps and attention products.
 
-    `outputs * inputs per output` for convolutions and linear maps, and `2 N^2 d` for the two products of
-    attention over N tokens. Normalisation, activations and residuals are not counted; padded pixels are. A
-    backward pass costs about twice as much again.
-
-    Args:
-        module: a network of this package, or any other made of `nn.Conv2d`, `nn.Linear` and `Attention`.
-        in_channels: c of the image (1, c, S, S).
-        image_size: S.
+    `outputs * inputs per output` for convolutions and linear maps, and `2 N^2 d` for the two products of attention over
+    N tokens. Normalisation, activations and residuals are not counted; padded pixels are. A backward pass costs about
+    twice as much again. The module is of this package, or made of `nn.Conv2d`, `nn.Linear` and `Attention`.
     """
     total = 0
 

@@ -23,14 +23,7 @@ DILATIONS = {
 
 
 def dilation_schedule(name: str, depth: int) -> tuple[int, ...]:
-    """The dilation of each depthwise layer: layer i of `depth` belongs to quarter `floor(4 i / depth)`.
-
-    Args:
-        name: one of A to H (thesis Table 3.2); A has no dilation.
-        depth: the number of layers.
-
-    Raises:
-        UsageError: if the name is unknown.
+    """The dilation of each depthwise layer, A to H (thesis Table 3.2): layer i belongs to quarter `floor(4 i / depth)`.
 
     Example:
         >>> dilation_schedule("E", 8)
@@ -78,9 +71,6 @@ class ConvMixer(nn.Module):
         residual: where inputs are added (thesis Table 2.3); "first" is the published network.
         norm: BatchNorm, or LayerNorm over the channels of each pixel (thesis Table 2.3).
         activation: GELU or ReLU (thesis Table 2.3).
-
-    Raises:
-        UsageError: if the schedule or an option is unknown.
 
     Source: Trockman and Kolter 2022; thesis 2.1.1.
 

@@ -92,14 +92,11 @@ class ConvNeXtHead(nn.Module):
 class ConvNeXt(nn.Module):
     """ConvNeXt. Images (B, c, S, S) to logits (B, n).
 
-    Isotropic if `width` and `depth` are numbers (one stage, as in the MLP paper), hierarchical if they
-    are sequences with one entry per stage; each stage after the first halves the image's side. Names
-    and shapes are those of `timm.models.convnext.ConvNeXt`, except that timm always has four stages and
-    also halves the side before the first one if the patch size is 2.
-
-    Weights and biases start from torch's defaults (Kaiming-uniform), not from the truncated normal with
-    zero biases of the original: that "led to broadly improved accuracies" on small images (MLP paper,
-    section 3).
+    Isotropic if `width` and `depth` are numbers (one stage, as in the MLP paper), hierarchical if they are sequences
+    with one entry per stage; each stage after the first halves the image's side. Names and shapes are those of
+    `timm.models.convnext.ConvNeXt`, except that timm always has four stages and also halves the side before the first
+    one if the patch size is 2. Weights and biases start from torch's defaults (Kaiming-uniform), not from the truncated
+    normal with zero biases of the original, as in the MLP paper (section 3).
 
     Args:
         width: d, or the stages' widths.
@@ -113,9 +110,6 @@ class ConvNeXt(nn.Module):
         drop_path: rate of stochastic depth in the last block, in [0, 1); it rises linearly from 0 in the first.
         learned_sum: initial value of the learned number b in each `fc1(x) + b sum(x)`, a baseline of the MLP paper
             (section 3, Fig. 4); None for none.
-
-    Raises:
-        UsageError: if `width` and `depth` do not match, or `drop_path` is not a rate.
 
     Source: Liu et al. 2022; MLP paper, section 3.
 

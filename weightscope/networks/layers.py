@@ -156,10 +156,6 @@ class Attention(nn.Module):
     `qkv.weight` (3 d, d) stacks the queries, keys and values of all heads: rows `h k` to `(h + 1) k` of each
     third belong to head h. Its forward splits channels, so it is a leaf layer of batched training.
 
-    Args:
-        width: d.
-        heads: H, which divides d; a head is k = d / H wide.
-        qkv_bias: whether queries, keys and values have a bias.
     """
 
     def __init__(self, width: int, heads: int, *, qkv_bias: bool = True) -> None:
@@ -221,13 +217,7 @@ def sinusoidal_positions(
         columns: of the grid; None for a sequence.
         width: d, length of a code; a multiple of 4 (grid) or 2 (sequence).
         temperature: about the ratio of the longest to the shortest wavelength, > 0.
-        dtype: of the result; codes are computed in float64.
-
-    Returns:
-        (rows * columns, width) for a grid, (rows, width) for a sequence.
-
-    Raises:
-        UsageError: if width is not such a multiple.
+        dtype: of the result, (rows * columns, width) or (rows, width); codes are computed in float64.
 
     Source: Chen et al. 2021 (MoCo-v3) for grids, Vaswani et al. 2017 for sequences.
 

@@ -23,20 +23,9 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
     which the one before ends. States are kept for the backward pass, which runs the adjoint recurrence in the same way.
     `torch.vmap` runs the scans of many networks, each with its own rates, as one.
 
-    Args:
-        x: inputs (B, n, p): batch, tokens, channels.
-        delta: steps (B, n, p), >= 0.
-        a: rates A (p, N), < 0 for states that decay.
-        b: input maps (B, n, N).
-        c: output maps (B, n, N).
-        segments: how many are run at once; affects speed only, except for rounding. None for a number that fits the
-            processor's cache.
-
-    Returns:
-        y (B, n, p), differentiable once with respect to all five tensors.
-
-    Raises:
-        UsageError: if the shapes do not fit together.
+    Inputs x and y (B, n, p): batch, tokens, channels; steps (B, n, p) >= 0; rates A (p, N), < 0 for states that decay;
+    maps B and C (B, n, N). `segments`, how many are run at once, affects speed only, except for rounding; None for a
+    number that fits the processor's cache. Differentiable once with respect to all five tensors.
 
     Source: Gu and Dao 2023, Algorithm 2 and Eq. 2a; thesis Eq. 3.30-3.33.
 
@@ -220,19 +209,9 @@ def block_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, blo
     at the end of each block is handed to the next. With A = 0 and delta = 1 this is linear attention with queries C,
     keys B and values x.
 
-    Args:
-        x: inputs (B, n, H, k): batch, tokens, heads, width of a head.
-        delta: steps (B, n, H), >= 0.
-        a: rates A (H,), <= 0.
-        b: input maps (B, n, G, N); head h belongs to group `h // (H / G)`.
-        c: output maps (B, n, G, N).
-        block: tokens in a block; affects speed and memory only, except for rounding.
-
-    Returns:
-        y (B, n, H, k), differentiable.
-
-    Raises:
-        UsageError: if the shapes do not fit together.
+    Inputs x and y (B, n, H, k): batch, tokens, heads, width of a head; steps (B, n, H) >= 0; rates A (H,) <= 0; maps B
+    and C (B, n, G, N), head h belongs to group `h // (H / G)`. `block`, tokens in a block, affects speed and memory
+    only, except for rounding.
 
     Source: Dao and Gu 2024, section 6 and Listing 1; thesis 3.3.1.
 

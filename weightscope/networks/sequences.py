@@ -48,14 +48,7 @@ class CausalAttention(nn.Module):
 
         softmax(mask(Q K^T / sqrt(k))) V in each head, then `o_proj`
 
-    Args:
-        width: d.
-        heads: H, divides d.
-        key_width: k of each head's queries and keys; d / H if None.
-        rotary: rotate queries and keys by their position; needs an even k.
-
-    Raises:
-        UsageError: if the heads do not divide the width, or a rotated k is odd.
+    k is `key_width`, or d / H. With `rotary`, queries and keys are rotated by their position, which needs an even k.
     """
 
     is_causal = True
@@ -87,9 +80,7 @@ class LinearAttention(nn.Module):
 
         mask(Q K^T / sqrt(k)) V, then `o_proj`
 
-    Args:
-        width: d.
-        key_width: k of queries and keys, the size of the state as N is in Mamba; d if None.
+    k is `key_width`, the size of the state as N is in Mamba, or d.
 
     Source: Katharopoulos et al. 2020, section 3.2, without a kernel and a denominator; thesis Eq. 3.38 and Fig. 3.28.
     """
@@ -113,25 +104,15 @@ class LinearAttention(nn.Module):
 
 
 class Selected(NamedTuple):
-    """What a mixer computes from its input X (B, n, d), for channels p and states N.
+    """What a mixer computes from its input X (B, n, d), for channels p and states N."""
 
-    Attributes:
-        x: inputs of the scan, (B, n, p).
-        delta: steps, (B, n, p).
-        a: rates, (p, N).
-        b: input maps of each channel's group, (B, n, G, N); channel c belongs to group `c // (p / G)`.
-        c: output maps, (B, n, G, N).
-        skip: D, (p,).
-        gate: before its SiLU, (B, n, p).
-    """
-
-    x: Tensor
-    delta: Tensor
-    a: Tensor
-    b: Tensor
-    c: Tensor
-    skip: Tensor
-    gate: Tensor
+    x: Tensor  # inputs of the scan, (B, n, p)
+    delta: Tensor  # steps, (B, n, p)
+    a: Tensor  # rates, (p, N)
+    b: Tensor  # input maps of each channel's group, (B, n, G, N); channel c belongs to group `c // (p / G)`
+    c: Tensor  # output maps, (B, n, G, N)
+    skip: Tensor  # D, (p,)
+    gate: Tensor  # before its SiLU, (B, n, p)
 
 
 class CausalConv1d(nn.Conv1d):
@@ -165,13 +146,8 @@ class StepProjection(nn.Linear):
 class MambaMixer(nn.Module):
     """Mamba's mixer, W3{SSM[SiLU(DWConv1d(W1 x))] * SiLU(W2 x)}: tokens (B, n, d) to (B, n, d).
 
-    `in_proj` stacks W1 and W2, `x_proj` the low-rank step, W_B and W_C. Initial weights are those of `mamba_ssm`:
-    A_log = log(1 .. N) in each channel (S4D), D = 1, steps in [0.001, 0.1], torch's defaults elsewhere.
-
-    Args:
-        width: d.
-        state: N.
-        expansion: p / d.
+    N is `state`, p / d `expansion`. `in_proj` stacks W1 and W2, `x_proj` the low-rank step, W_B and W_C. Initial
+    weights are those of `mamba_ssm`: A_log = log(1 .. N), D = 1, steps in [0.001, 0.1], torch's defaults elsewhere.
 
     Source: Gu and Dao 2023, sections 3.4 and 3.6; thesis Eq. 3.35.
     """
@@ -235,18 +211,8 @@ class Mamba2Mixer(nn.Module):
     """Mamba-2's mixer: heads with one rate and one step each; tokens (B, n, d) to (B, n, d).
 
     The rows of `in_proj` are [W2 | W1 | W_B | W_C | W_Delta], of widths [p, p, G N, G N, H]; the convolution covers the
-    middle three. Initial weights are those of transformers: A_log = log(1 .. H), D = 1, steps in [0.001, 0.1], torch's
-    defaults elsewhere.
-
-    Args:
-        width: d.
-        state: N.
-        head_width: k of the heads, divides p.
-        groups: G, heads of one group share B and C; divides the heads.
-        expansion: p / d.
-
-    Raises:
-        UsageError: if the sizes do not divide as required.
+    middle three. N is `state`, p / d `expansion`; heads of one of the G groups share B and C. Initial weights are those
+    of transformers: A_log = log(1 .. H), D = 1, steps in [0.001, 0.1], torch's defaults elsewhere.
 
     Source: Dao and Gu 2024, section 7.
     """
@@ -290,11 +256,9 @@ class Mamba2Mixer(nn.Module):
         """The scan's inputs and operators for tokens (B, n, d), each head's rate and step in all of its channels."""
         inner, delta, b, c, gate = self._select(x)
         k = inner.shape[-1]
-        a, skip = (
-            (-self.A_log.exp()).repeat_interleave(k)[:, None].expand(-1, self.state_size),
-            self.D.repeat_interleave(k),
-        )
-        return Selected(inner.flatten(2), delta.repeat_interleave(k, dim=-1), a, b, c, skip, gate)
+        a = (-self.A_log.exp()).repeat_interleave(k)[:, None].expand(-1, self.state_size)
+        delta = delta.repeat_interleave(k, dim=-1)
+        return Selected(inner.flatten(2), delta, a, b, c, self.D.repeat_interleave(k), gate)
 
     def finish(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gate, normalise and project the scan's output, (B, n, p) to (B, n, d)."""
@@ -443,9 +407,6 @@ class Mamba(Hybrid):
         layers: "default", "attention" or "linear_attention" for each layer; None for "default" in all.
         key_width: of the queries and keys of attention layers; d if None.
 
-    Raises:
-        UsageError: if `layers` is not one known name for each layer.
-
     Source: Gu and Dao 2023; thesis Eq. 3.35, and Fig. 3.25 for hybrids.
 
     Example:
@@ -471,22 +432,11 @@ class Mamba(Hybrid):
 class Mamba2(Hybrid):
     """Mamba-2. Tokens (B, n) to logits (B, n, v).
 
-    Names and shapes are those of `transformers.Mamba2ForCausalLM`; hybrids as for `Mamba`.
+    Names and shapes are those of `transformers.Mamba2ForCausalLM`; arguments and hybrids as for `Mamba`.
 
     Args:
-        vocabulary: v.
-        width: d.
-        depth: L, blocks.
-        state: N.
         head_width: k of the state-space heads, divides the inner channels.
         groups: G, heads of one group share B and C.
-        expansion: inner channels per channel.
-        tied: the output projection is the embedding.
-        layers: "default", "attention" or "linear_attention" for each layer; None for "default" in all.
-        key_width: of the queries and keys of attention layers; d if None.
-
-    Raises:
-        UsageError: if `layers` is not one known name for each layer, or sizes do not divide as required.
 
     Source: Dao and Gu 2024.
 
@@ -540,10 +490,6 @@ class CausalTransformer(nn.Module):
         context: the largest n with sinusoidal positions, which are computed up to there.
         expansion: the MLP's hidden units per channel.
         embedding_dropout: probability that the vector of a token is dropped in training, see `TokenEmbedding`.
-
-    Raises:
-        UsageError: if sizes do not divide as required or an argument is invalid; in `forward`, if a sequence is longer
-            than `context`.
 
     Source: Vaswani et al. 2017; thesis 3.2.6.
 

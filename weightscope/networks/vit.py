@@ -292,9 +292,6 @@ class ViT(nn.Module):
         learned_sum: initial value of the learned number b in each `fc1(x) + b sum(x)`, a baseline of the MLP paper
             (section 3, Fig. 4); None for none.
 
-    Raises:
-        UsageError: if sizes do not divide as required, a choice is invalid, or `drop_path` is not a rate.
-
     Source: Dosovitskiy et al. 2021; attention paper.
 
     Example:

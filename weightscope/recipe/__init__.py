@@ -8,8 +8,7 @@ a wrong type or a value out of range is an error that names the field's path.
 recipe is parsed without importing it; what depends on it is checked when it is used.
 """
 
-from weightscope.data.config import AugmentConfig
-from weightscope.data.image_section import DataConfig
+from weightscope.data.image_section import AugmentConfig, DataConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
 from weightscope.recipe.recipe import Recipe
 from weightscope.recipe.sections import (

@@ -53,10 +53,9 @@ def fold(tensors: Mapping[str, np.ndarray], pairs: tuple[tuple[str, str], ...]) 
         if weight is not None and gain is not None:
             out[f"{linear}.weight"] = weight * gain.reshape(len(gain), 1, -1, *[1] * (weight.ndim - 3))
     for norm in {norm for norm, _ in pairs}:
-        if f"{norm}.weight" in out:
-            out[f"{norm}.weight"] = np.ones_like(tensors[f"{norm}.weight"])
-        if f"{norm}.bias" in out:
-            out[f"{norm}.bias"] = np.zeros_like(tensors[f"{norm}.bias"])
+        for part, neutral in (("weight", np.ones_like), ("bias", np.zeros_like)):
+            if f"{norm}.{part}" in out:
+                out[f"{norm}.{part}"] = neutral(tensors[f"{norm}.{part}"])
     return out
 
 
@@ -114,7 +113,7 @@ class Computed:
 
     def _center(self, filters: np.ndarray) -> np.ndarray:
         """The middle of the last two axes, (N, ..., k, k) -> (N, ...) without axes of length 1."""
-        if len(self.tensors) != 1 or filters.ndim < 4 or filters.shape[-1] % 2 == 0 or filters.shape[-2] % 2 == 0:
+        if len(self.tensors) != 1 or filters.ndim < 4 or not filters.shape[-1] % 2 or not filters.shape[-2] % 2:
             raise UsageError(
                 f"{self.name}: expected one convolution with filters of odd side, found {filters.shape[1:]}"
             )
@@ -123,15 +122,7 @@ class Computed:
 
 
 def parse(expression: str, spec: WeightSpec) -> tuple[Computed, ...]:
-    """Expand an expression to the computed coordinates of a network, in the spec's order.
-
-    Raises:
-        UsageError: if the expression is invalid, or matches no tensors.
-
-    Example:
-        >>> parse("center(blocks.{i}.conv_dw.weight)", spec)[0].name
-        'center(blocks.0.conv_dw.weight)'
-    """
+    """Expand an expression to the computed coordinates of a network, in the spec's order."""
     known = (*FUNCTIONS, "center")
     match = re.fullmatch(r"\s*(\w+)\s*\((.+)\)\s*", expression)
     if match is None or match[1] not in known:
@@ -175,9 +166,8 @@ def _fill(pattern: str, values: Mapping[str, str], expression: str) -> str:
 class Coordinates:
     """The selected tensors, with norms folded on request, followed by computed coordinates.
 
-    Attributes:
-        spec: of the result; computed coordinates are tensors named by their expression.
-        reads: the sub-spec of the tensors that must be read.
+    `spec` is that of the result, in which computed coordinates are tensors named by their expression, and `reads` that
+    of the tensors that must be read.
     """
 
     def __init__(

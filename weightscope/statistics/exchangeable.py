@@ -207,10 +207,9 @@ class ExchangeableMoments:
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
         """One for each type, from the means of everything upwards.
 
-        Args:
-            about: "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
-                `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean
-                zero, so that a single network is enough. The empty type is always taken about its mean.
+        About "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
+        `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean zero, so
+        that a single network is enough. The empty type is always taken about its mean.
         """
         least = 2 if about == "networks" else 1
         if self.n < least:
@@ -368,10 +367,7 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
 def fisher_interval(r: float, error: float, null: Any) -> tuple[tuple[float, float], float, float]:
     """The 95 % interval of a correlation, its z and its two-sided p-value, on Fisher's scale atanh r.
 
-    Args:
-        r: the correlation.
-        error: its standard error.
-        null: distribution of the standardised estimate, `scipy.stats.norm` or a Student distribution.
+    `null` is the distribution of the estimate over its standard error: `scipy.stats.norm` or a Student distribution.
     """
     if abs(r) > 1 - 1e-12 or not error > 0:
         return (r, r), copysign(inf, r), 0.0 if r else 1.0

@@ -11,43 +11,11 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.checks import choice, positive
-from weightscope.errors import DataError, UsageError
-
-
-@dataclass(frozen=True, eq=False)
-class FilterDistribution:
-    """Mean and covariance of the filters of one depthwise layer, each filter one sample.
-
-        mean = sum_c F_c / C,   covariance = sum_c vec(F_c - mean) vec(F_c - mean)^T / (C - 1)
-
-    `vec` is in row-major order: pixel (i, j) is coordinate k i + j.
-
-    Source: thesis Eq. 3.3.
-    """
-
-    name: str  # path of the layer
-    stage: int  # number of its stage, from 0
-    depth: float  # relative depth among all depthwise layers of the network, in [0, 1]
-    kernel: int  # k, the side of the square filters
-    count: int  # C, number of filters
-    mean: np.ndarray  # (k, k) float64
-    covariance: np.ndarray  # (k*k, k*k) float64, of rank C - 1 at most
-    dead: int = 0  # number of filters whose norm is negligible; mean and covariance include them
-
-    @property
-    def usable(self) -> bool:
-        """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
-        return self.count - self.dead >= 2
-
-    def __post_init__(self) -> None:
-        k = self.kernel
-        for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", self.covariance, (k * k, k * k))):
-            if array.shape != shape:
-                raise DataError(f"`{self.name}`: expected a {what} of shape {shape}, found {array.shape}")
+from weightscope.errors import UsageError
 
 
 def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
-    """The covariance of k x k filters as one of `size` x `size` filters.
+    """The covariance (k*k, k*k) of k x k filters as one (K*K, K*K) of K x K filters, K = `size`, both sides odd.
 
         1. every block is padded with its own mean, or clipped, around its centre: k x k -> K x K pixels
         2. bilinear interpolation over the grid of blocks, k x k -> K x K blocks, corner to corner
@@ -58,22 +26,7 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
     and the central block stays the central one. The result is not positive semi-definite in general; see
     `covariance_root`.
 
-    Args:
-        covariance: (k*k, k*k), symmetric.
-        k: odd side of its filters.
-        size: K, odd side of the resized filters.
-
-    Returns:
-        (K*K, K*K) float64, symmetric; the covariance itself if K = k.
-
-    Raises:
-        UsageError: if a size is even, or the covariance has another shape.
-
     Source: thesis section 3.1.1, "Different filter sizes".
-
-    Example:
-        >>> resized_covariance(np.eye(25), 5, 7).shape
-        (49, 49)
     """
     _odd(k, size)
     covariance = np.asarray(covariance, dtype=np.float64)
@@ -97,12 +50,7 @@ def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
 
 
 def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
-    """Linear interpolation of arrays over relative depth, constant before the first and after the last.
-
-    Example:
-        >>> at_depth([0.0, 1.0], [np.zeros(2), np.ones(2)], 0.25)
-        array([0.25, 0.25])
-    """
+    """Linear interpolation of arrays over relative depth, constant before the first and after the last."""
     place = float(np.interp(depth, depths, np.arange(len(depths))))
     low = min(int(place), len(values) - 1)
     share = place - low
@@ -110,9 +58,8 @@ def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float
 
 
 def _odd(*sizes: int) -> None:
-    for size in sizes:
-        if size < 1 or size % 2 == 0:
-            raise UsageError(f"expected odd filter sizes (with a centre pixel), found {size}")
+    if bad := [size for size in sizes if size < 1 or size % 2 == 0]:
+        raise UsageError(f"expected odd filter sizes (with a centre pixel), found {bad[0]}")
 
 
 def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
@@ -148,26 +95,12 @@ class Schedule:
 
 
 def closed_form(k: int, sigma: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The matrices C, S and M of the closed form `Sigma = (M * (C - S) + S * C) / 2`.
+    """The matrices C, S and M (k*k, k*k) of the closed form `Sigma = (M * (C - S) + S * C) / 2`.
 
         C[x, y] = exp(-|x - y|_wrapped^2 / (2 sigma)),   S[x, y] = z[y],   M[x, y] = z[x]
 
-    for pixels x, y, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump, and a mask.
-
-    Args:
-        k: side of the filter, odd.
-        sigma: variance of the bumps, in square pixels, > 0.
-
-    Returns:
-        Three matrices (k*k, k*k) in float64, with pixels in row-major order.
-
-    Raises:
-        UsageError: if k is not a positive odd integer, or sigma is not positive.
-
-    Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
-
-    Example:
-        >>> c, s, m = closed_form(3, 0.5)
+    for pixels x, y in row-major order, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump,
+    and a mask. Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
         raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
@@ -201,10 +134,6 @@ def conv_covariance(k: int, sigma: float) -> np.ndarray:
         UsageError: if k is not a positive odd integer, or sigma is not positive.
 
     Source: thesis Eq. 3.10 and Fig. A.3, rearranged from blocks as in Fig. A.4.
-
-    Example:
-        >>> conv_covariance(3, 0.5).shape
-        (9, 9)
     """
     c, s, m = closed_form(k, sigma)
     return np.asarray(0.5 * ((m + s) * c - m * s))
@@ -217,9 +146,6 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
         clip   R = E diag(max(l, 0)^(1/2))   the nearest positive semi-definite matrix (Higham 1988)
 
     The thesis says "projected" and its code samples with the absolute values; its tables were made with "abs".
-
-    Returns:
-        (n, n) in float64.
     """
     choice("psd", psd, ("abs", "clip"))
     import torch
@@ -230,12 +156,7 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
 
 
 def relative_depths(parts: Sequence[Any], schedule: str) -> list[float]:
-    """The relative depth in [0, 1] of each layer, 0 for a single layer.
-
-    Args:
-        parts: layers in order, with the `stage` of each, from 0.
-        schedule: "depth" counts over the whole network, "sawtooth" restarts in every stage.
-    """
+    """The relative depth in [0, 1] of each layer: over the network ("depth"), or from 0 in every stage ("sawtooth")."""
     if schedule == "depth":
         places = [(i, len(parts)) for i in range(len(parts))]
     else:

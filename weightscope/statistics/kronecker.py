@@ -72,9 +72,8 @@ def kronecker_sum(
     semi-definite truncation: a_i = sqrt(lambda_i) v_i with the r largest positive eigenvalues. It is the global
     optimum, over factors that need not be symmetric; the part of Sigma that is odd under transposition of W remains.
 
-    For a positive semi-definite Sigma the A and B of the first term are positive semi-definite: R and its symmetric
-    part preserve positive semi-definite matrices, so a leading singular vector is one (Krein and Rutman 1948); if it is
-    not unique, the projection of the identity is taken. Signs are chosen so that traces are not negative.
+    For a positive semi-definite Sigma the A and B of the first term are positive semi-definite (Krein and Rutman 1948);
+    if it is not unique, the projection of the identity is taken. Signs are chosen so that traces are not negative.
 
     Args:
         covariance: (p n, p n), symmetric; it need not be positive semi-definite.
@@ -86,8 +85,6 @@ def kronecker_sum(
     Raises:
         DataError: if the covariance is not square, finite and symmetric, has no such factors, or is zero.
         UsageError: if `terms` is out of range, or `same` is given for W that are not square.
-
-    Source: thesis section 3.1.1 (Fig. 3.5), which minimises the same error by gradient descent.
 
     Example:
         >>> fit = kronecker_sum(np.kron(A, A), same=True)
@@ -107,7 +104,10 @@ def kronecker_sum(
     found = _matrices(_decomposed(even, terms, same, _identity(p), _identity(n)), p, n, 1)
     last = found[0][terms - 1] if len(found[0]) >= terms else 0.0
     if odd.size and np.linalg.norm(odd) > max(last, _ZERO):  # its singular values are not larger than its norm
-        found = _merged(found, _matrices(_decomposed(odd, terms, same, None, None), p, n, -1), terms)
+        other = _matrices(_decomposed(odd, terms, same, None, None), p, n, -1)
+        order = np.argsort(-np.concatenate([found[0], other[0]]), kind="stable")[:terms]  # `found` first among equals
+        values, left, right = (np.concatenate(pair)[order] for pair in zip(found, other, strict=True))
+        found = values, left, right
     kept = found[0] > _ZERO
     values, left, right = found[0][kept] * norm, found[1][kept], found[2][kept]
     if same:
@@ -121,17 +121,10 @@ def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, dia
     """`1 - |Sigma - S|_F^2 / |Sigma|_F^2`: 1 where S is exact, 0 for S = 0, negative where S is worse than that.
 
     Args:
-        covariance: Sigma (D, D).
+        covariance: Sigma (D, D); DataError if all its entries in question are zero.
         approximation: S (D, D).
         diagonal: include the variances. Without them the number describes the dependence alone: a large part of any
             diagonal Sigma is a Kronecker product.
-
-    Raises:
-        DataError: if the shapes differ, or all entries of Sigma in question are zero.
-
-    Example:
-        >>> explained_variance(sigma, kronecker_sum(sigma).matrix(), diagonal=False)
-        0.83
     """
     sigma, other = np.asarray(covariance, dtype=np.float64), np.asarray(approximation, dtype=np.float64)
     if sigma.ndim != 2 or sigma.shape != other.shape or sigma.shape[0] != sigma.shape[1]:
@@ -157,13 +150,6 @@ def _matrices(triples: _Triples, p: int, n: int, sign: int) -> _Triples:
     deciding = np.where(np.abs(traces) > 1e-12, traces, deciding)  # vectors have norm 1
     signs = np.where(deciding < 0, -1.0, 1.0)[:, None, None]
     return values, left * signs, right * signs
-
-
-def _merged(one: _Triples, other: _Triples, terms: int) -> _Triples:
-    """The largest `terms` triples of both, those of `one` first among equals."""
-    order = np.argsort(-np.concatenate([one[0], other[0]]), kind="stable")[:terms]
-    values, left, right = (np.concatenate(pair)[order] for pair in zip(one, other, strict=True))
-    return values, left, right
 
 
 def _checked(covariance: np.ndarray) -> np.ndarray:
@@ -344,12 +330,9 @@ def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iteration
     from the same N samples take one of them.
 
     Args:
-        arrays: (N, d_1, ..., d_K), already centred.
+        arrays: (N, d_1, ..., d_K), already centred; DataError if they are too few for an estimate.
         tolerance: on the log-likelihood per number, in nats.
         max_iterations: limit, after which `converged` is False.
-
-    Raises:
-        DataError: if there are too few samples for an estimate.
 
     Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011;
     for matrices Dutilleul 1999.

@@ -55,11 +55,6 @@ def stripes(matrices: Any) -> StripeResult:
     Args:
         matrices: (N, p, n), or (N, p, ...) whose trailing axes are flattened to columns. Non-finite networks
             are left out and counted.
-
-    Example:
-        >>> fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(-1, 32, 16)
-        >>> stripes(fc1).column.value
-        1.52
     """
     array = np.asarray(matrices)
     if array.ndim < 3 or array.size == 0:

@@ -50,15 +50,7 @@ class RunningMean:
 class EntryMoments(RunningMean):
     """Streaming mean and sum of squared deviations of each of D entries.
 
-    Args:
-        size: D.
-        chunks: rows (n, D) to begin with, of which those that are not finite are left out and counted.
-
-    Attributes:
-        n: rows taken.
-        mean: (D,) float64.
-        squares: (D,) sum of squared deviations from the mean.
-        excluded: rows of `chunks` that were left out.
+    Rows of `chunks` (n, D) that are not finite are left out and counted in `excluded`.
     """
 
     def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
@@ -78,11 +70,7 @@ class EntryMoments(RunningMean):
         return deviations
 
     def variance(self) -> np.ndarray:
-        """The variances with divisor n - 1, (D,).
-
-        Raises:
-            DataError: if there are fewer than 2 rows.
-        """
+        """The variances with divisor n - 1, (D,); DataError if there are fewer than 2 rows."""
         if self.n < 2:
             raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded as not finite)")
         return self.squares / (self.n - 1)
@@ -118,6 +106,7 @@ class Moments:
 
     Raises:
         UsageError: if the size is not positive or the precision unknown.
+        DataError: by a method, if there are too few rows for it (2, for the mean 1), or rows have another length.
 
     Example:
         >>> moments = Moments(3).update(np.eye(3))
@@ -144,17 +133,7 @@ class Moments:
         self._work: np.ndarray | None = None
 
     def update(self, chunk: Any) -> "Moments":
-        """Add rows.
-
-        Args:
-            chunk: (n, D), or (D,) for one row; float32 or float64.
-
-        Returns:
-            this object.
-
-        Raises:
-            DataError: if the rows do not have length D.
-        """
+        """Add rows (n, D), or (D,) for one row, in float32 or float64; returns this object."""
         self._alive()
         rows = np.atleast_2d(np.asarray(chunk))
         if rows.ndim != 2 or rows.shape[1] != self.size:
@@ -181,11 +160,7 @@ class Moments:
         return self
 
     def merge(self, other: "Moments") -> "Moments":
-        """The moments of the union of both samples, in a new object; the operands stay valid.
-
-        Raises:
-            UsageError: if sizes, precisions or devices differ.
-        """
+        """The moments of the union of both samples, in a new object; UsageError if size, precision or device differ."""
         kinds = [(m.size, m.precision, str(m._device)) for m in (self, other)]
         if kinds[0] != kinds[1]:
             raise UsageError(f"merge: expected equal (size, precision, device), found {kinds[0]} and {kinds[1]}")
@@ -213,11 +188,7 @@ class Moments:
 
     @property
     def mean(self) -> np.ndarray:
-        """The mean, (D,) float64.
-
-        Raises:
-            DataError: before the first row.
-        """
+        """The mean, (D,) float64."""
         self._need(1)
         return self._running.mean.copy()
 
@@ -229,12 +200,8 @@ class Moments:
     def covariance(self, *, destroy: bool = False) -> np.ndarray:
         """The covariance with divisor n - 1, (D, D), in the precision of accumulation.
 
-        Args:
-            destroy: compute the result in the accumulator's memory, so that the peak is one matrix and not two;
-                the object cannot be used afterwards.
-
-        Raises:
-            DataError: if there are fewer than 2 rows.
+        With `destroy` it is computed in the accumulator's memory, so that the peak is one matrix and not two; the
+        object cannot be used afterwards.
         """
         self._need(2)
         gram = self._alive() if destroy else self._alive().copy()

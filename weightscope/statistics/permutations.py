@@ -81,8 +81,7 @@ class PermutationSpec:
         views: the tensors, or parts of tensors.
         heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
             within their head, and heads of one name are permuted together; those without a name (None) stay where
-            they are. Statistics do not depend on it: signs leave nothing between two units of attention, whose heads
-            are exchangeable. For units without signs, the inner channels of Mamba-2, they are averages over heads.
+            they are. Statistics do not depend on it: they are averages over heads.
 
     Raises:
         SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
@@ -188,9 +187,7 @@ class PermutationSpec:
     ) -> dict[str, np.ndarray]:
         """Renumber tensors: entry i of a permuted axis becomes entry permutation_i, times sign_i where signs flip.
 
-        Args:
-            tensors: name -> array of the tensor's shape; those without a view are returned as they are.
-            element: see `random`.
+        Tensors without a view are returned as they are; `element` as from `random`.
         """
         out = {name: np.array(array) for name, array in tensors.items()}
         for view in self.views:

@@ -52,17 +52,10 @@ class WeightArray:
 
 
 def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
-    """The slices of one tensor along its first axis as samples: the filters of a layer, the rows of a matrix.
+    """The slices of a tensor (n, *shape) along its first axis as samples: filters of a layer, or rows of a matrix.
 
-    For a depthwise convolution's weight (d, 1, k, k) these are d samples of a k x k filter, as in thesis 3.1.1.
-
-    Args:
-        tensor: (n, *shape); axes of length 1 are dropped from `shape`.
-        name: of the tensor in the resulting spec.
-
-    Example:
-        >>> joint_covariance(slices_as_samples(state["stages.0.blocks.0.conv_dw.weight"])).matrix.shape
-        (49, 49)
+    Axes of length 1 are dropped: a depthwise convolution's weight (d, 1, k, k) is d samples of a k x k filter, as in
+    thesis 3.1.1. `name` is that of the tensor in the resulting spec.
     """
     array = np.asarray(tensor)
     if array.ndim == 0:
@@ -79,7 +72,7 @@ def literal(names: Sequence[str]) -> list[str]:
 def usable_chunks(
     source: WeightSamples, names: Sequence[str], size: int | None = None
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Blocks of rows without the diverged networks."""
+    """Blocks of rows without the diverged networks, and how many were left out."""
     blocks = source.marked_chunks if hasattr(source, "marked_chunks") else partial(_marked_chunks, source)
     for rows, bad in blocks(select=literal(names), size=size):
         out = int(bad.sum())
@@ -92,10 +85,8 @@ def _marked_chunks(
     diverged, start = getattr(source, "diverged", None), 0
     for rows in source.chunks(select=select, size=size):
         stop = start + len(rows)
-        yield (
-            rows,
-            np.zeros(len(rows), dtype=bool) if diverged is None else np.asarray(diverged[start:stop], dtype=bool),
-        )
+        bad = np.zeros(len(rows), bool) if diverged is None else np.asarray(diverged[start:stop], bool)
+        yield rows, bad
         start = stop
 
 

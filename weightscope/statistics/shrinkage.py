@@ -36,11 +36,7 @@ def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fou
 
 
 def ledoit_wolf(moments: Moments) -> LedoitWolf:
-    """The intensity from moments, without a second pass over the data.
-
-    Example:
-        >>> shrunk = shrunk_covariance(moments, ledoit_wolf(moments))
-    """
+    """The intensity from moments, without a second pass over the data."""
     return ledoit_wolf_from_sums(moments.n, moments.size, *moments.squared_norms())
 
 

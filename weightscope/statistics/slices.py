@@ -57,14 +57,10 @@ class SliceMoments:
 
 
 def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
-    """Mean, covariance and spectrum of samples, computed in float64 (thesis Eq. 3.3).
+    """Mean, covariance and spectrum of samples (n, P), computed in float64 (thesis Eq. 3.3).
 
     Sums run over blocks of 256 samples or coordinates, about the mean. Memory is one square matrix with the smaller
-    of n and P as its side (P x P if the covariance is kept), besides the samples.
-
-    Args:
-        samples: (n, P).
-        keep: the largest P for which the covariance itself is returned.
+    of n and P as its side, besides the samples. The covariance itself is returned for P up to `keep`.
     """
     x = np.asarray(samples)
     if x.ndim != 2 or 0 in x.shape:
@@ -121,31 +117,21 @@ class Focus:
     The centre is the point `((kh - 1) / 2, (kw - 1) / 2)`; the central pixels are the one, two or four nearest to it.
     Distances are in pixels. Channels of a patch embedding are summed. All numbers are NaN without variance.
 
-    Attributes:
-        spread: `sum_p v_p r_p^2 / sum_p v_p`, in square pixels: 0 for a single central pixel.
-        relative_spread: spread divided by that of equal variances, `(kh^2 + kw^2 - 2) / 12`: 1 for independent
-            entries of one variance and any kernel, below 1 if variance is concentrated in the middle.
-        relative_spread_se: its standard error over the samples (delta method for a quotient of means).
-        central_share: variance of the central pixels over the total variance.
-        central_share_se: its standard error.
-        central_ratio: central_share times P over the number of central pixels: 1 for equal variances.
-        neighbours: mean correlation of pixels that touch at a side (the moving positive bump of thesis Fig. 3.1).
-        from_centre: mean correlation of the central pixels with all others that do not touch them (the standing
-            negative bump); NaN without such pixels.
-        offset_down: `sum_p v_p (i_p - (kh - 1) / 2) / sum_p v_p`, the offset of the variance below the centre.
-        offset_right: the same along a row, to the right.
     """
 
-    spread: float
+    spread: float  # `sum_p v_p r_p^2 / sum_p v_p`, in square pixels: 0 for a single central pixel
+    # spread over that of equal variances, `(kh^2 + kw^2 - 2) / 12`: 1 for independent entries of one variance and any
+    # kernel, below 1 if variance is concentrated in the middle
     relative_spread: float
-    relative_spread_se: float
-    central_share: float
+    relative_spread_se: float  # its standard error over the samples (delta method for a quotient of means)
+    central_share: float  # variance of the central pixels over the total variance
     central_share_se: float
-    central_ratio: float
-    neighbours: float
+    central_ratio: float  # central_share times P over the number of central pixels: 1 for equal variances
+    neighbours: float  # mean correlation of pixels that touch at a side (the moving positive bump of thesis Fig. 3.1)
+    # mean correlation of the central pixels with all others that do not touch them (the standing negative bump), or NaN
     from_centre: float
-    offset_down: float
-    offset_right: float
+    offset_down: float  # `sum_p v_p (i_p - (kh - 1) / 2) / sum_p v_p`, the offset of the variance below the centre
+    offset_right: float  # the same along a row, to the right
 
 
 def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
