@@ -12,12 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.names import listing
-<<<<<<< HEAD
-from weightscope._util.sources import is_population
-from weightscope._util.torch_random import seeded
-=======
 from weightscope._util.sources import is_population, population_member
->>>>>>> main
+from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces

@@ -9,10 +9,6 @@ from functools import cache
 import torch
 
 from weightscope._util.names import unknown
-<<<<<<< HEAD
-=======
-from weightscope.data.image_section import dataset_info
->>>>>>> main
 from weightscope.errors import UsageError
 
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"

@@ -11,12 +11,8 @@ from torch import Tensor, nn
 from weightscope import networks
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import population_member
-<<<<<<< HEAD
 from weightscope._util.torch_random import seeded
-from weightscope.data.catalog import dataset_info
-=======
 from weightscope.data.image_section import dataset_info
->>>>>>> main
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
 from weightscope.init._trained import COMPONENTS

@@ -18,12 +18,8 @@ from torch import Tensor
 from weightscope import networks
 from weightscope._util.plugins import imported, is_reference
 from weightscope._util.seeding import Purpose, numpy_generator
-<<<<<<< HEAD
 from weightscope._util.torch_random import seeded
-from weightscope.data.config import FOLDER
-=======
 from weightscope.data.registry import FOLDER
->>>>>>> main
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
 from weightscope.population.shards import TrainedTile

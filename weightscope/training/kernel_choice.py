@@ -22,7 +22,7 @@ from torch.utils._triton import has_triton
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.torch_random import seeded
-from weightscope.data.catalog import dataset_info
+from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES

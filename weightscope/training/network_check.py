@@ -15,11 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope import networks
 from weightscope._util.names import matching, shortened
-<<<<<<< HEAD
 from weightscope._util.torch_random import draws, repeatable, seeded
-=======
-from weightscope.data.image_section import dataset_info
->>>>>>> main
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
