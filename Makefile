@@ -22,7 +22,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 # The oldest versions that pyproject.toml allows; torch is in constraints.txt, since older wheels are hard to get.
-# SciPy 1.11.1 has wheels up to Python 3.11 only: `make test-oldest PYTHON=python3.11` where python3 is another.
+# With the oldest Python, too: `make test-oldest PYTHON=python3.11` where python3 is another.
 test-oldest:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "expected Python 3.11: make test-oldest PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv-oldest

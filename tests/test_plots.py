@@ -40,7 +40,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
     sizes = [40, 4, 4, 4, 60, 6] * 8
     stops = np.cumsum(sizes)
     thin = {name: slice(int(b - a), int(b)) for name, a, b in zip(whole, sizes, stops, strict=True)}
-    every, accuracies = np.abs(g.normal(0, 0.05, (40, 6))).cumsum(axis=1), g.integers(300, 360, 100) / 360
+    every = np.abs(g.normal(0, 0.05, (40, 6))).cumsum(axis=1)
     many, one = g.normal(size=(3, 7, 40, 40)), g.normal(size=(1, 1, 3, 3))
     runs, longer = bench_runs(["default", INIT, "digits-mlp"], [3]), bench_runs(["default", INIT], [3, 9])
     grey, colour = g.normal(size=(40, 7, 7)), g.normal(size=(10, 3, 4, 4))
@@ -50,9 +50,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
         "covariance of groups": lambda: plots.covariance_map(
             spd(80), blocks_of(LONG, 20), groups={n: np.tile(np.arange(5), 4) for n in LONG}, title=title
         ),
-        "filter covariance": lambda: plots.filter_covariance(spd(9), 3, title=title),
         "training curves": lambda: plots.training_curves(every, label="train", title=title),
-        "accuracies": lambda: plots.metric_distribution(accuracies, title=title),
         "stripes": lambda: plots.stripe_ratios(STRIPES, title=title),
         "held out": lambda: plots.heldout_scores(SCORES, title=title),
         "convergence": lambda: plots.convergence(

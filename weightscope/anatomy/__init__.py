@@ -10,7 +10,7 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from weightscope._util.checks import flag
 from weightscope.anatomy import attention_modules as _attention
@@ -23,22 +23,23 @@ from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, named_tensors
+from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
     "AttentionPart",
     "DepthwisePart",
     "FilterMLP",
-    "Layered",
     "MLPPart",
     "MappingTensors",
     "Model",
     "ModuleTensors",
     "NamedTensors",
+    "Parts",
     "PatchEmbedding",
     "PositionEmbedding",
     "SSMPart",
+    "Unread",
     "attention",
     "chosen_layers",
     "depthwise",
@@ -51,17 +52,11 @@ __all__ = [
     "require_read",
     "self_attention",
     "ssms",
-    "unparsed",
 ]
 
 P = TypeVar("P")
 
-_UNPARSED: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
-    "attention modules": _attention.unparsed,
-    "depthwise convolutions": _convolution.unparsed,
-    "MLPs": _mlp.unparsed,
-}
-FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
+FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
     "attention modules": _attention.find,
     "depthwise convolutions": _convolution.find,
     "MLPs": _mlp.find,
@@ -70,12 +65,16 @@ FINDERS: dict[str, Callable[[NamedTensors], list[Any]]] = {
     "state-space layers": _ssm.find,
 }
 """Kind of parts -> the function that finds them."""
+_ALIKE: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
+    "attention modules": _attention.unparsed,
+    "depthwise convolutions": _convolution.unparsed,
+    "MLPs": _mlp.unparsed,
+}
 
 
 def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, int]:
     """The number of parts of each kind; 0 for a kind that cannot be read."""
-    tensors = named_tensors(model, config)
-    out = {}
+    tensors, out = named_tensors(model, config), {}
     for kind, finder in FINDERS.items():
         try:
             out[kind] = len(finder(tensors))
@@ -84,56 +83,56 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
     return out
 
 
-def unparsed(kind: str, tensors: NamedTensors, parts: Iterable[Any]) -> tuple[str, ...]:
-    """The names of the tensors that look like parts of a kind and belong to none that was found.
+def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
+    """What cannot be read: parts found by their place, and what resembles one by names and shapes alone.
 
     An initialiser that sets the parts that it recognises and leaves the others would make a network that is initialised
-    in part, without a word. So what resembles a part by its name and shape is found independently of the adapters.
-
-    Args:
-        kind: "attention modules", "MLPs" or "depthwise convolutions"; none of another kind is ever listed.
-        tensors: the model's.
-        parts: those found.
+    in part, without a word. So what resembles a part is found independently of the adapters.
     """
-    return _UNPARSED[kind](tensors, list(parts)) if kind in _UNPARSED else ()
+    places = tuple(unread.name.rpartition(".")[0] for unread in parts.unread)
+    names = _ALIKE[kind](tensors, parts) if kind in _ALIKE else ()
+    others = (name for name in names if not any(name.startswith(f"{place}.") for place in places))
+    return (*parts.unread, *(Unread(name, str(tensors.shape(name))) for name in others))
 
 
-def _described(tensors: NamedTensors, names: tuple[str, ...]) -> str:
-    """The first few of the tensors with their shapes."""
-    some = ", ".join(f"`{name}` {tensors.shape(name)}" for name in names[:3])
-    return some + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def _first(unread: Sequence[Unread]) -> str:
+    return ", ".join(map(str, unread[:3])) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
 
 
-def _refusal(kind: str, tensors: NamedTensors, names: tuple[str, ...], parts: int) -> str:
-    """The error message for tensors that look like parts of a kind and were not read, with what to do next."""
+def _refusal(kind: str, unread: Sequence[Unread], parts: int) -> str:
+    """The error message for what looks like parts of a kind and was not read, with what to do next."""
     step = (
         f"strict=False uses the {parts} that were read and lists the others"
         if parts
         else "none can be used; write an initialiser for this layout (docs: Your own initialiser)"
     )
     return (
-        f"expected {kind} that can be read, found {len(names)} tensors that look like them and were not: "
-        f"{_described(tensors, names)}; {step}"
+        f"expected {kind} that can be read, found {len(unread)} tensors that look like them and were not: "
+        f"{_first(unread)}; {step}"
     )
 
 
 def _some(
     kind: str,
-    finder: Callable[[NamedTensors], list[P]],
+    finder: Callable[[NamedTensors], Parts[P]],
     model: Model,
     config: Mapping[str, Any] | None,
     strict: bool | None = None,
     caller: str = "",
-) -> list[P]:
+) -> Parts[P]:
     tensors = named_tensors(model, config)
     parts = finder(tensors)
-    if strict is not None and (left := _unread(kind, tensors, parts, flag("strict", strict), caller)):
-        text = f"{len(left)} tensors look like {kind} and are left as they are: {_described(tensors, left)}"
+    parts.unread = left = _unread(kind, tensors, parts)
+    refused = strict is not None and flag("strict", strict)
+    if left and refused:
+        raise AnatomyError(f"{caller}: {_refusal(kind, left, len(parts))}")
+    if left and strict is not None:
+        text = f"{len(left)} tensors look like {kind} and are left as they are: {_first(left)}"
         warnings.warn(f"{caller}: {text}", stacklevel=4)
     if parts:
         return parts
-    if alike := unparsed(kind, tensors, parts):
-        raise AnatomyError(_refusal(kind, tensors, alike, 0))
+    if left:
+        raise AnatomyError(_refusal(kind, left, 0))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(
@@ -142,18 +141,10 @@ def _some(
     )
 
 
-def _unread(kind: str, tensors: NamedTensors, parts: list[Any], strict: bool, caller: str) -> tuple[str, ...]:
-    """The tensors that look like parts of a kind and were not read; an error if strict."""
-    left = unparsed(kind, tensors, parts)
-    if left and strict:
-        raise AnatomyError(f"{caller}: {_refusal(kind, tensors, left, len(parts))}")
-    return left
-
-
 def attention(
     model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
-) -> list[AttentionPart]:
-    """Every attention module of a model, in order.
+) -> Parts[AttentionPart]:
+    """Every attention module of a model, in order; `unread` of the list is what cannot be read.
 
     Args:
         model: see `named_tensors`.
@@ -175,83 +166,75 @@ def attention(
 
 def self_attention(
     model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
-) -> list[AttentionPart]:
-    """The self-attention parts of a model; arguments and errors as `attention`.
-
-    Raises:
-        UsageError: if it has cross-attention only.
-    """
+) -> Parts[AttentionPart]:
+    """The self-attention parts of a model; as `attention`, and a UsageError if it has cross-attention only."""
     everything = attention(model, config, strict=strict, caller=caller)
-    found = [part for part in everything if part.kind == "self"]
+    found = Parts(part for part in everything if part.kind == "self")
     if not found:
         raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
+    found.unread, found.layers = everything.unread, everything.layers
     return found
 
 
 def depthwise(
     model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
-) -> list[DepthwisePart]:
-    """Every depthwise convolution, in depth order; arguments and errors as `attention`."""
+) -> Parts[DepthwisePart]:
+    """Every depthwise convolution, in depth order; as `attention`."""
     return _some("depthwise convolutions", _convolution.find, model, config, strict, caller)
 
 
-def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> list[FilterMLP]:
-    """Every depthwise convolution with the plain MLP of its block (ConvNeXts); arguments and errors as `attention`."""
+def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> Parts[FilterMLP]:
+    """Every depthwise convolution with the plain MLP of its block (ConvNeXts); as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
     return _some(kind, _mlp.find_filter_mlps, model, config)
 
 
 def mlps(
     model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
-) -> list[MLPPart]:
-    """Every MLP, plain or gated, in order; arguments and errors as `attention`."""
+) -> Parts[MLPPart]:
+    """Every MLP, plain or gated, in order; as `attention`."""
     return _some("MLPs", _mlp.find, model, config, strict, caller)
 
 
-def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None) -> list[PatchEmbedding]:
-    """Every patch embedding; arguments and errors as `attention`."""
+def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None) -> Parts[PatchEmbedding]:
+    """Every patch embedding; as `attention`."""
     return _some("patch embeddings", _embedding.find_patches, model, config)
 
 
-def positions(model: Model, config: Mapping[str, Any] | None = None) -> list[PositionEmbedding]:
-    """Every table of position embeddings; arguments and errors as `attention`."""
+def positions(model: Model, config: Mapping[str, Any] | None = None) -> Parts[PositionEmbedding]:
+    """Every table of position embeddings; as `attention`."""
     return _some("position embeddings", _embedding.find_positions, model, config)
 
 
-def ssms(model: Model, config: Mapping[str, Any] | None = None) -> list[SSMPart]:
-    """Every Mamba or Mamba-2 layer, in order; arguments and errors as `attention`."""
+def ssms(model: Model, config: Mapping[str, Any] | None = None) -> Parts[SSMPart]:
+    """Every Mamba or Mamba-2 layer, in order; as `attention`."""
     return _some("state-space layers", _ssm.find, model, config)
 
 
 def require_read(kinds: Iterable[str], tensors: NamedTensors, *, strict: bool, caller: str) -> tuple[str, ...]:
-    """The names of the tensors that look like parts of some kinds and cannot be read; an AnatomyError if strict."""
-    return tuple(name for kind in kinds for name in _unread(kind, tensors, FINDERS[kind](tensors), strict, caller))
+    """The names of what looks like parts of some kinds and cannot be read; an AnatomyError if strict."""
+    left: list[str] = []
+    for kind in kinds:
+        parts = FINDERS[kind](tensors)
+        if (found := _unread(kind, tensors, parts)) and strict:
+            raise AnatomyError(f"{caller}: {_refusal(kind, found, len(parts))}")
+        left += [unread.name for unread in found]
+    return tuple(left)
 
 
-class Layered(Protocol):
-    """A part of a network that has the number of its layer."""
-
-    @property
-    def layer(self) -> int:
-        """From 0."""
-        ...
-
-
-L = TypeVar("L", bound=Layered)
+L = TypeVar("L", bound="AttentionPart | DepthwisePart | MLPPart | SSMPart | FilterMLP")
 
 
 def chosen_layers(parts: Sequence[L], layers: int | Iterable[int] | None) -> list[L]:
     """The parts in the layers selected: all for None, one number, or several; negative ones count from the end.
 
-    Raises:
-        UsageError: if the model has no such layer, or none is selected.
+    UsageError if the model has no such layer, or none is selected.
     """
     known = sorted({part.layer for part in parts})
     if layers is None:
         return list(parts)
-    wanted = [layers] if isinstance(layers, int) else list(layers)
     out = set()
-    for layer in wanted:
+    for layer in [layers] if isinstance(layers, int) else layers:
         if isinstance(layer, bool) or not isinstance(layer, int):
             raise UsageError(f"layers: expected integers, found {layer!r}")
         number = layer + known[-1] + 1 if layer < 0 else layer

@@ -1,19 +1,30 @@
 """Queries, keys, values and output projections, per layer and head, independent of their names and packing.
 
-An adapter is a row of `attention_schemes.SCHEMES`: the names that a model family gives to the three input projections,
+An adapter is a row of `SCHEMES`: the names that a model family gives to the three input projections,
 and how they are packed. Head counts come from attributes or the config; they are never guessed.
 """
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Rows, Slot, deepest, unread_matrices
+from weightscope.anatomy.tensors import (
+    InSlots,
+    NamedTensors,
+    Parts,
+    Place,
+    Rows,
+    Slot,
+    deepest,
+    in_layers,
+    places,
+    unread_matrices,
+)
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 
@@ -26,7 +37,7 @@ class Scheme:
     v: str
     interleaved: bool = False  # packed rows are ordered by head (q, k, v of head 0, then of head 1, ...)
     conv1d: bool = False  # may be those of transformers' Conv1D, stored (in, out), to be seen from the packed shape
-    bias: tuple[str, str, str] | None = None  # None derives them from the weights' names
+    bias: str | None = None  # packed, of all three; None derives their names from those of the weights
 
 
 def _packed(name: str, **options: Any) -> Scheme:
@@ -37,15 +48,13 @@ def _separate(q: str, k: str, v: str) -> Scheme:
     return Scheme(f"{q}.weight", f"{k}.weight", f"{v}.weight")
 
 
-_IN_PROJ_BIAS = ("in_proj_bias", "in_proj_bias", "in_proj_bias")
-
 SCHEMES: tuple[Scheme, ...] = (
     _packed("qkv.weight"),  # timm, ours, SAM
     _packed("Wqkv.weight"),  # ModernBERT, MPT
     _packed("to_qkv.weight"),  # lucidrains
     _packed("qkv_proj.weight"),  # Phi-3: rows q, k, v with fewer k and v
-    _packed("in_proj_weight", bias=_IN_PROJ_BIAS),  # nn.MultiheadAttention
-    Scheme("q_proj_weight", "k_proj_weight", "v_proj_weight", bias=_IN_PROJ_BIAS),  # the same with kdim or vdim
+    _packed("in_proj_weight", bias="in_proj_bias"),  # nn.MultiheadAttention
+    Scheme("q_proj_weight", "k_proj_weight", "v_proj_weight", bias="in_proj_bias"),  # the same with kdim or vdim
     Scheme("q_attn.weight", "c_attn.weight", "c_attn.weight", conv1d=True),  # GPT-2's cross-attention
     _packed("c_attn.weight", conv1d=True),  # GPT-2; nanoGPT keeps it as Linear
     _packed("query_key_value.weight", interleaved=True),  # GPT-NeoX, BLOOM
@@ -81,41 +90,23 @@ class AttentionPart(InSlots):
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
     `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
     key/value head that query head h uses (`kv_head`).
-
-    Attributes:
-        layer: number of the layer over the whole model, from 0; self- and cross-attention of one block share it.
-        name: path of the attention module, including the components that wrappers add.
-        kind: "self" or "cross".
-        heads: H, number of query heads.
-        kv_heads: number of key/value heads; less than H for grouped queries.
-        width: d, of the residual stream that queries read.
-        kv_width: of the stream that keys and values read; d, except in some cross-attention.
-        head_width: k, of queries and keys.
-        value_width: of values; usually k.
-        rotary: queries and keys are rotated by position, so that `q k^T` is the product at relative position 0.
-        causal: whether later tokens are masked; None if unknown.
-        normalised: queries and keys are normalised before the product (`q_norm`), so that its scale is arbitrary.
-        scale: factor on the logits; 1/sqrt(k), unless the module states another.
-        positional: gates, positional maps or convolutions of its own enter the attention map, so that it is not the
-            softmax of the logits alone.
-        numbers: of the query heads within the module; not all of them in a part made by `only`.
     """
 
-    layer: int
-    name: str
+    layer: int  # over the whole model, from 0; self- and cross-attention of one block share it
+    name: str  # path of the attention module, including the components that wrappers add
     kind: Literal["self", "cross"]
-    heads: int
-    kv_heads: int
-    width: int
-    kv_width: int
-    head_width: int
-    value_width: int
-    rotary: bool
-    causal: bool | None
-    normalised: bool
-    scale: float
-    positional: bool
-    numbers: tuple[int, ...]
+    heads: int  # H, number of query heads
+    kv_heads: int  # number of key/value heads; less than H for grouped queries
+    width: int  # d, of the residual stream that queries read
+    kv_width: int  # of the stream that keys and values read; d, except in some cross-attention
+    head_width: int  # k, of queries and keys
+    value_width: int  # of values; usually k
+    rotary: bool  # queries and keys are rotated by position, so that `q k^T` is the product at relative position 0
+    causal: bool | None  # whether later tokens are masked; None if unknown
+    normalised: bool  # queries and keys are normalised before the product, so that its scale is arbitrary
+    scale: float  # factor on the logits; 1/sqrt(k), unless the module states another
+    positional: bool  # gates, maps or convolutions of its own enter the map: it is not the softmax of logits alone
+    numbers: tuple[int, ...]  # of the query heads within the module; not all of them in a part made by `only`
     _total: tuple[int, int] = field(repr=False)  # query heads and key/value heads of the module
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
@@ -126,18 +117,10 @@ class AttentionPart(InSlots):
         return head // (self.heads // self.kv_heads)
 
     def only(self, heads: Sequence[int]) -> "AttentionPart":
-        """The module's part in some query heads, with the key/value heads that these use; the others stay as they are.
-
-        Args:
-            heads: numbers from 0, negative ones from the end.
-
-        Raises:
-            UsageError: if there is no such head, or some of the heads that share a key are missing.
-        """
+        """The part in some query heads, negative ones counted from the end, with the key heads that these use."""
         wanted = [head + self.heads if isinstance(head, int) and head < 0 else head for head in heads]
         if not wanted or any(isinstance(h, bool) or h not in range(self.heads) for h in wanted):
-            found = f"heads: expected some of 0 to {self.heads - 1} in `{self.name}`, found {list(heads)}"
-            raise UsageError(found)
+            raise UsageError(f"heads: expected some of 0 to {self.heads - 1} in `{self.name}`, found {list(heads)}")
         numbers = tuple(sorted(set(wanted)))
         groups = {self.kv_head(h) for h in numbers}
         if len(numbers) * self.kv_heads != len(groups) * self.heads:
@@ -148,8 +131,7 @@ class AttentionPart(InSlots):
 
     def _groups(self, part: str) -> tuple[int, int, list[int]]:
         """Heads of the module, the width of one, and the numbers of those that this part has."""
-        if part not in ("q", "k", "v", "o"):
-            raise UsageError(f"part: expected one of 'q', 'k', 'v', 'o', found {part!r}")
+        self._slot(part)
         inner = self.head_width if part in "qk" else self.value_width
         heads, kv_heads = self._total
         if part in "qo":
@@ -176,9 +158,7 @@ class AttentionPart(InSlots):
     def write(self, part: PartName, value: Tensor) -> None:
         """Write a projection in place; the exact inverse of `read`, same shapes.
 
-        Raises:
-            SpecError: if the shape differs from that of `read`.
-            DataError: if a finite number overflows in the parameter's data type, or the model is a read-only file.
+        DataError if a finite number overflows in the parameter's data type, or the model is a read-only file.
         """
         heads, inner, chosen = self._groups(part)
         if value.ndim != 3 or value.shape[0] != len(chosen) or value.shape[1 if part == "o" else 2] != inner:
@@ -201,22 +181,17 @@ class AttentionPart(InSlots):
         return vector if part == "o" else vector.reshape(heads, inner)[chosen]
 
     def write_bias(self, part: PartName, value: Tensor) -> None:
-        """Write a bias in place; the exact inverse of `read_bias`.
-
-        Raises:
-            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
-        """
+        """Write a bias in place; the exact inverse of `read_bias`."""
         heads, inner, chosen = self._groups(part)
-        if part not in self._biases:
-            raise SpecError(f"`{self.name}` has no bias for {part}")
+        slot = self._bias(part)
         if part != "o":
             if tuple(value.shape) != (len(chosen), inner):
                 shape = f"({len(chosen)}, {inner})"
                 raise SpecError(f"`{self.name}` {part} bias: expected {shape}, found {tuple(value.shape)}")
-            whole = self._biases[part].read(self._tensors).reshape(heads, inner)
+            whole = slot.read(self._tensors).reshape(heads, inner)
             whole[chosen] = value.to(whole)
             value = whole.reshape(-1)
-        self._biases[part].write(self._tensors, value)
+        slot.write(self._tensors, value)
 
 
 def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | None) -> list[AttentionPart]:
@@ -227,40 +202,20 @@ def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | No
     return [part.only(wanted) for part in parts]
 
 
-_CROSS = re.compile(r"cross|^encoder_attn$|^encdec|^enc_dec|^encoder_decoder|^attn_pool", re.IGNORECASE)
+_CROSS = re.compile(
+    r"cross|\bencoder_attn\b|\bencdec|\benc_dec|\bencoder_decoder|\battn_pool|\bmultihead_attn$", re.IGNORECASE
+)
 
 
-def find(tensors: NamedTensors) -> list[AttentionPart]:
-    """All attention modules, in order."""
-    parts: list[AttentionPart] = []
-    seen: set[Any] = set()
-    for prefix, scheme in _anchors(tensors):
+def find(tensors: NamedTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order; the cross-attention of a block is in the layer of its self-attention."""
+
+    def build(prefix: str, scheme: Scheme) -> AttentionPart | None:
         slots = _slots(tensors, prefix, scheme)
-        if slots is None:
-            continue
-        key = tuple((tensors.identity(s.name), str(s.rows)) for s in slots[0].values())
-        if key in seen:
-            continue
-        seen.add(key)
-        kind = _kind(tensors, prefix, *slots[:1])
-        layer = parts[-1].layer + (not _same_block(parts[-1], prefix, kind)) if parts else 0
-        parts.append(_part(tensors, prefix, layer, kind, *slots))
-    return parts
+        return slots and _part(tensors, prefix, *slots)
 
-
-def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
-    """Prefix and scheme of each attention module, in order; the first matching scheme is used."""
-    taken: set[str] = set()
-    for name in tensors.names:
-        for scheme in SCHEMES:
-            keys = {scheme.q, scheme.k, scheme.v}
-            prefix = next((name.removesuffix(key) for key in keys if name.endswith(key)), None)
-            if prefix is None or (prefix and not prefix.endswith(".")) or prefix in taken:
-                continue
-            if all(prefix + key in tensors for key in keys):
-                taken.add(prefix)
-                yield prefix, scheme
-                break
+    schemes = {scheme: tuple(dict.fromkeys((scheme.q, scheme.k, scheme.v))) for scheme in SCHEMES}
+    return in_layers(places(tensors, schemes, build), _same_block)
 
 
 def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
@@ -268,6 +223,8 @@ def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed:
     for candidate in OUTPUTS:
         base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
         name = base + candidate.lstrip("^")
+        if why := tensors.every.get(name):
+            raise AnatomyError(f"`{name}` ({why})")
         if name in tensors:
             shape = tensors.shape(name)
             if len(shape) >= 2 and columns in (None, shape[0 if transposed else 1]):
@@ -294,12 +251,12 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
         return None
     columns = tensors.shape(out)[0 if transposed else 1]
     spans: list[Rows] = [None, None, None]
-    if triple:
+    if scheme.interleaved:
+        spans = [*_interleaved(tensors, rows["q"], prefix)]
+    elif triple:
         spans = [*_spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))]
     elif pair:
         spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
-    if scheme.interleaved and triple:
-        spans = [*_interleaved(tensors, rows["q"], prefix)]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
     weights["o"] = Slot(out, None, transposed)
     query_rows = columns if triple else rows["q"]
@@ -348,7 +305,7 @@ def _biases(
         name = weight.name.removesuffix("weight") + "bias"
         span = weight.rows
         if part != "o" and scheme.bias is not None:
-            name = prefix + scheme.bias[i]
+            name = prefix + scheme.bias
             span = weight.rows if weight.rows is not None else whole[i]
         elif part in "qv" and name not in tensors:
             name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
@@ -357,26 +314,29 @@ def _biases(
     return out
 
 
-def _kind(tensors: NamedTensors, prefix: str, weights: dict[str, Slot]) -> Literal["self", "cross"]:
-    words = prefix[:-1].split(".") if prefix else [""]
+def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> Literal["self", "cross"]:
+    words = path.split(".")
     parent = ".".join(words[:-1])
     beside = f"{parent}.self_attn." if parent else "self_attn."
-    if any(_CROSS.search(word) for word in words[-2:]) or f"{prefix}latent" in tensors:
+    if (
+        any(_CROSS.search(word) for word in words[-2:] if word != "multihead_attn")
+        or f"{path}.latent".lstrip(".") in tensors
+    ):
         return "cross"
     if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in tensors.names):
         return "cross"
     if any(f"{parent}.{probe}" in tensors for probe in ("probe", "latent")):
         return "cross"  # a learned query pools the tokens
-    q, k = (tensors.shape(weights[p].name)[0 if weights[p].transposed else 1] for p in "qk")
-    return "self" if q == k else "cross"
+    return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
 
 
-def _same_block(last: AttentionPart, prefix: str, kind: str) -> bool:
-    if kind == "self" or last.kind == "cross":
+def _same_block(last: Place, place: Place) -> bool:
+    """Whether this is the cross-attention of a block whose self-attention was last."""
+    kinds = [p.part.kind if p.part else "cross" if _CROSS.search(p.path) else "self" for p in (last, place)]
+    if kinds != ["self", "cross"]:
         return False
-    mine, other = prefix[:-1], last.name
-    beside = mine.rpartition(".")[0] == other.rpartition(".")[0]
-    return beside or (_block(mine) != "" and _block(mine) == _block(other))
+    beside = place.path.rpartition(".")[0] == last.path.rpartition(".")[0]
+    return beside or (_block(place.path) != "" and _block(place.path) == _block(last.path))
 
 
 def _block(path: str) -> str:
@@ -386,19 +346,14 @@ def _block(path: str) -> str:
 
 
 def _part(
-    tensors: NamedTensors,
-    prefix: str,
-    layer: int,
-    kind: Literal["self", "cross"],
-    weights: dict[str, Slot],
-    biases: dict[str, Slot],
-    query_rows: int,
+    tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: dict[str, Slot], query_rows: int
 ) -> AttentionPart:
     path = prefix.removesuffix(".")
     sizes = {part: slot.size(tensors) for part, slot in weights.items()}
     heads, kv_heads, k, values = _heads(tensors, path, query_rows, sizes)
+    kind = _kind(tensors, path, sizes)
     return AttentionPart(
-        layer=layer,
+        layer=0,
         name=path,
         kind=kind,
         heads=heads,
@@ -454,7 +409,7 @@ _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 
 def _causal(tensors: NamedTensors, path: str) -> bool | None:
     stated = tensors.own(path, "is_causal")
-    if stated is True or (f"{path}.bias" in tensors and len(tensors.shape(f"{path}.bias")) == 4):
+    if stated is True or (f"{path}.bias" in tensors.every and len(tensors.shape(f"{path}.bias")) == 4):
         return True
     # CLIP's text tower is causal by a mask that is passed to it.
     return False if stated is False and "text_model" not in path.split(".") else None

@@ -1,13 +1,13 @@
 """Depthwise filters, in depth order, with their stage."""
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -23,27 +23,16 @@ _STAGES = (
 
 @dataclass(frozen=True, eq=False)
 class DepthwisePart(OneTensor):
-    """One depthwise convolution, groups == channels; `read` and `write` take filters (C, kh, kw).
+    """One depthwise convolution, groups == channels; `read` and `write` take filters (C, kh, kw)."""
 
-    Attributes:
-        layer: position among the depthwise layers (of this `ndim`) of the model, from 0.
-        depth: number of depthwise layers (of this `ndim`).
-        stage: number of the stage, from 0; from the name (`stages.2`), else a new one where the channels change.
-        name: path of the convolution.
-        channels: C, number of filters.
-        kernel: (kh, kw); (1, k) in one dimension.
-        dilation: of the filter; 1 if unknown.
-        ndim: 1 or 2.
-    """
-
-    layer: int
-    depth: int
-    stage: int
-    name: str
-    channels: int
-    kernel: tuple[int, int]
-    dilation: int
-    ndim: int
+    layer: int  # position among the depthwise layers (of this `ndim`) of the model, from 0
+    depth: int  # number of depthwise layers (of this `ndim`)
+    stage: int  # from 0; from the name (`stages.2`), else a new one where the channels change
+    name: str  # path of the convolution
+    channels: int  # C, number of filters
+    kernel: tuple[int, int]  # (kh, kw); (1, k) in one dimension
+    dilation: int  # of the filter; 1 if unknown
+    ndim: int  # 1 or 2
     _tensors: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
 
@@ -65,74 +54,76 @@ class DepthwisePart(OneTensor):
         return f"square filters of odd size, found {kh} x {kw}"
 
 
-def find(tensors: NamedTensors) -> list[DepthwisePart]:
+def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     """All depthwise convolutions, in depth order."""
-    found = list(_depthwise(tensors))
-    stages = _stages(tensors, [name for name, _ in found])
-    parts = []
-    for i, (name, ndim) in enumerate(found):
-        shape = tensors.shape(name)
-        path = name.rpartition(".")[0]
-        dilation = tensors.own(path, "dilation")
-        alike = [other for other, n in found if n == ndim]
-        parts.append(
-            DepthwisePart(
-                layer=alike.index(name),
-                depth=len(alike),
-                stage=stages[i],
-                name=path,
-                channels=shape[0],
-                kernel=(1, shape[2]) if ndim == 1 else (shape[2], shape[3]),
-                dilation=dilation[-1] if isinstance(dilation, tuple) else 1,
-                ndim=ndim,
-                _tensors=tensors,
-                _tensor=name,
-            )
-        )
-    return parts
-
-
-def _depthwise(tensors: NamedTensors) -> Iterator[tuple[str, int]]:
     seen: set[Any] = set()
+    stem, rows = _stem(tensors), list[tuple[int, Place]]()
+    stage, last = -1, None
+    good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
+    for name, bad in tensors.every.items():
+        path, shape = name.rpartition(".")[0], tensors.known_shape(name)
+        fits = not bad and _fits(tensors, name, stem)
+        ndim = (
+            len(shape) - 2
+            if fits
+            else good.get(_template(name), len(shape) - 2 if bad and _is_shape(shape, name) else 0)
+        )
+        # A kernel of another layer may have such a name; one that was flattened, emptied or quantised is at fault.
+        if not ndim or (not fits and not bad and len(shape) == ndim + 2 and 0 not in shape):
+            continue
+        identity = tensors.identity(name) if fits else name
+        if identity in seen:
+            continue
+        seen.add(identity)
+        key = next((m.group(1) for pattern in _STAGES if (m := pattern.search(name))), shape[0] if fits else last)
+        stage, last = stage + (key != last), key
+        if not fits:
+            why = bad or f"expected filters of {ndim + 2} axes, found {shape}"
+            rows.append((ndim, Place(path, None, f"({why})", name, sure=True)))
+            continue
+        kernel = (1, shape[2]) if ndim == 1 else (shape[2], shape[3])
+        given = tensors.own(path, "dilation")
+        dilation = given[-1] if isinstance(given, tuple) else 1
+        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, dilation, ndim, tensors, name)
+        rows.append((ndim, Place(path, part)))
+    found = {ndim: in_layers(place for n, place in rows if n == ndim) for ndim in (1, 2)}
+    numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}
+    out = Parts(numbered[place.path] for _, place in rows if place.part is not None)
+    out.unread, out.layers = found[1].unread + found[2].unread, found[1].layers + found[2].layers
+    return out
+
+
+def _template(name: str) -> str:
+    """A name without the numbers of layers; those at the end are places in a sequence, as of a convolution's norm."""
+    return re.sub(r"\d+(?=.*[a-z].*\.)", "#", name)
+
+
+def _stem(tensors: NamedTensors) -> str | None:
+    """The first convolution of a network for grayscale images, by its name."""
     stems = [name for name in tensors.names if len(tensors.shape(name)) == 4 and _STEM.search(name)]
     colour = any(2 <= tensors.shape(name)[1] <= 4 for name in stems)
-    stem = stems[0] if stems and not colour else None
-    for name in tensors.names:
-        shape = tensors.shape(name)
-        # By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m).
-        if len(shape) not in (3, 4) or (len(shape) == 3 and not name.endswith("weight")):
-            continue
-        if shape[1] != 1 or shape[0] < 2 or min(shape) < 1 or all(n == 1 for n in shape[2:]):
-            continue
-        path = name.rpartition(".")[0]
-        groups, transposed = tensors.own(path, "groups"), tensors.own(path, "transposed")
-        if (
-            transposed is True
-            or (groups < 2 if isinstance(groups, int) else name == stem)
-            or _weight_norm(tensors, name)
-        ):
-            continue
-        if tensors.identity(name) not in seen:
-            seen.add(tensors.identity(name))
-            yield name, len(shape) - 2
+    return stems[0] if stems and not colour else None
+
+
+def _is_shape(shape: tuple[int, ...], name: str) -> bool:
+    """By shape, under any name; sequences' filters only as `weight`, since many tables are (n, 1, m)."""
+    if len(shape) not in (3, 4) or (len(shape) == 3 and not name.endswith("weight")):
+        return False
+    return shape[1] == 1 and shape[0] > 1 and min(shape) > 0 and any(n != 1 for n in shape[2:])
+
+
+def _fits(tensors: NamedTensors, name: str, stem: str | None) -> bool:
+    path = name.rpartition(".")[0]
+    groups = tensors.own(path, "groups")
+    if not _is_shape(tensors.shape(name), name) or tensors.own(path, "transposed") is True:
+        return False
+    return (groups > 1 if isinstance(groups, int) else name != stem) and not _weight_norm(tensors, name)
 
 
 def _weight_norm(tensors: NamedTensors, name: str) -> bool:
     """Whether a tensor is the direction v of weight normalisation, whose filter is g v / |v|."""
     magnitude = {"weight_v": "weight_g", "original1": "original0"}.get(name.rpartition(".")[2])
     return magnitude is not None and f"{name.rpartition('.')[0]}.{magnitude}".lstrip(".") in tensors
-
-
-def _stages(tensors: NamedTensors, names: list[str]) -> list[int]:
-    keys: list[Any] = []
-    for name in names:
-        match = next((m.group(1) for pattern in _STAGES if (m := pattern.search(name))), None)
-        keys.append(match if match is not None else ("channels", tensors.shape(name)[0]))
-    out, stage = [], 0
-    for i, key in enumerate(keys):
-        stage += i > 0 and key != keys[i - 1]
-        out.append(stage)
-    return out
 
 
 def listed(parts: Sequence[DepthwisePart]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, OneTensor
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Unread
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -27,19 +27,12 @@ _TOKENS = re.compile(
 
 @dataclass(frozen=True, eq=False)
 class PatchEmbedding(OneTensor):
-    """The convolution that turns patches of an image into tokens; `read` and `write` take weights (d, c, kh, kw).
+    """The convolution that turns patches of an image into tokens; `read` and `write` take weights (d, c, kh, kw)."""
 
-    Attributes:
-        name: path of the convolution.
-        width: d, of a token.
-        channels: c, of the image.
-        patch: (height, width) of a patch.
-    """
-
-    name: str
-    width: int
-    channels: int
-    patch: tuple[int, int]
+    name: str  # path of the convolution
+    width: int  # d, of a token
+    channels: int  # c, of the image
+    patch: tuple[int, int]  # height and width of a patch
     _tensors: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
 
@@ -50,23 +43,14 @@ class PatchEmbedding(OneTensor):
 
 @dataclass(frozen=True, eq=False)
 class PositionEmbedding(OneTensor):
-    """A table of position embeddings (tokens, d), one row for each token.
+    """A table of position embeddings (tokens, d), one row for each token."""
 
-    Attributes:
-        name: the tensor.
-        tokens: number of rows, special tokens included.
-        width: d.
-        prefix: number of rows at the start for class, distillation and register tokens.
-        grid: (rows, columns) of the patches after them; None for a sequence.
-        trained: whether it is a parameter that takes gradients (a fixed table is a buffer or frozen).
-    """
-
-    name: str
-    tokens: int
-    width: int
-    prefix: int
-    grid: tuple[int, int] | None
-    trained: bool
+    name: str  # of the tensor
+    tokens: int  # number of rows, special tokens included
+    width: int  # d
+    prefix: int  # number of rows at the start for class, distillation and register tokens
+    grid: tuple[int, int] | None  # (rows, columns) of the patches after them; None for a sequence
+    trained: bool  # whether it is a parameter that takes gradients (a fixed table is a buffer or frozen)
     _tensors: NamedTensors = field(repr=False)
 
     @property
@@ -78,15 +62,15 @@ class PositionEmbedding(OneTensor):
         return (self.tokens, self.width)
 
 
-def find_patches(tensors: NamedTensors) -> list[PatchEmbedding]:
+def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
     """All patch embeddings.
 
     In a module, these are the convolutions whose kernel equals their stride, if their name says so or they are the
     model's first convolution. In a mapping, the names decide, and a 3x3 stem is not one.
     """
-    parts = []
-    first = True
+    parts, first = Parts[PatchEmbedding](), True
     seen: set[Any] = set()
+    parts.unread = tuple(Unread(n, f"({why})") for n, why in tensors.every.items() if why and _PATCH.search(n))
     for name in tensors.names:
         shape = tensors.shape(name) if name.endswith("weight") else ()
         if len(shape) != 4 or tensors.identity(name) in seen:
@@ -94,28 +78,29 @@ def find_patches(tensors: NamedTensors) -> list[PatchEmbedding]:
         seen.add(tensors.identity(name))
         path, kernel = name.rpartition(".")[0], (shape[2], shape[3])
         stride = strides(tensors, path)
-        named = _PATCH.search(name) is not None
         fits = stride == kernel if stride is not None else kernel != (3, 3)
-        if fits and (named or (first and stride is not None and max(kernel) > 1)):
+        if fits and (_PATCH.search(name) or (first and stride is not None and max(kernel) > 1)):
             parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name))
         first = False
     return parts
 
 
-def find_positions(tensors: NamedTensors) -> list[PositionEmbedding]:
+def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
     """All tables of position embeddings."""
-    tables = []
+    tables, parts = [], Parts[PositionEmbedding]()
     seen: set[Any] = set()
-    for name in tensors.names:
-        named = _POSITION.search(name) and not _NOT_TOKENS.search(name)
-        shape = tensors.shape(name) if named else ()
-        if len(shape) == 3 and shape[0] == 1:
-            shape = shape[1:]
+    for name, bad in tensors.every.items():
+        if not _POSITION.search(name) or _NOT_TOKENS.search(name):
+            continue
+        if bad:
+            parts.unread += (Unread(name, f"({bad})"),)
+            continue
+        shape = tensors.shape(name)
+        shape = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
         if len(shape) == 2 and min(shape) > 1 and tensors.identity(name) not in seen:
             seen.add(tensors.identity(name))
             tables.append((name, shape))
     owners = _owners([name for name, _ in tables], find_patches(tensors))
-    parts = []
     for name, (tokens, width) in tables:
         patch = owners.get(name)
         prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)

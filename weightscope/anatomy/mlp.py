@@ -1,17 +1,28 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.convolution import find as find_depthwise
-from weightscope.anatomy.tensors import InSlots, NamedTensors, Slot, deepest, unread_matrices
-from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.anatomy.tensors import (
+    InSlots,
+    NamedTensors,
+    Parts,
+    Place,
+    Slot,
+    Unread,
+    deepest,
+    in_layers,
+    places,
+    unread_matrices,
+)
+from weightscope.errors import AnatomyError, UsageError
 
 MLPName = Literal["fc1", "fc2", "gate"]
 
@@ -58,31 +69,16 @@ POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\."
 
 @dataclass(frozen=True, eq=False)
 class MLPPart(InSlots):
-    """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`.
+    """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`."""
 
-    Attributes:
-        layer: number of the MLP over the whole model, from 0.
-        name: path of the module with the matrices.
-        kind: "plain" or "gated".
-        width: n, input features.
-        hidden: p, hidden units.
-    """
-
-    layer: int
-    name: str
+    layer: int  # over the whole model, from 0
+    name: str  # path of the module with the matrices
     kind: Literal["plain", "gated"]
-    width: int
-    hidden: int
+    width: int  # n, input features
+    hidden: int  # p, hidden units
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
-
-    def _slot(self, part: str) -> Slot:
-        if part not in self._weights:
-            raise UsageError(
-                f"`{self.name}` is a {self.kind} MLP: expected one of {', '.join(self._weights)}, found {part!r}"
-            )
-        return self._weights[part]
 
     def shape(self, part: MLPName) -> tuple[int, int]:
         """(out, in) of one matrix, without reading it."""
@@ -93,12 +89,7 @@ class MLPPart(InSlots):
         return self._slot(part).read(self._tensors)
 
     def write(self, part: MLPName, value: Tensor) -> None:
-        """Write a matrix in place; the exact inverse of `read`.
-
-        Raises:
-            SpecError: if the shape differs from that of `read`.
-            UsageError: if the MLP has no such matrix.
-        """
+        """Write a matrix in place; the exact inverse of `read`."""
         self._slot(part).write(self._tensors, value)
 
     def read_bias(self, part: MLPName) -> Tensor | None:
@@ -107,61 +98,25 @@ class MLPPart(InSlots):
         return self._biases[part].read(self._tensors) if part in self._biases else None
 
     def write_bias(self, part: MLPName, value: Tensor) -> None:
-        """Write a bias in place; the exact inverse of `read_bias`.
-
-        Raises:
-            SpecError: if the model has no such bias, or the shape differs from that of `read_bias`.
-        """
-        self._slot(part)
-        if part not in self._biases:
-            raise SpecError(f"`{self.name}` has no bias for {part}")
-        self._biases[part].write(self._tensors, value)
+        """Write a bias in place; the exact inverse of `read_bias`."""
+        self._bias(part).write(self._tensors, value)
 
 
-def find(tensors: NamedTensors) -> list[MLPPart]:
+def find(tensors: NamedTensors) -> Parts[MLPPart]:
     """All MLPs, in order."""
-    parts: list[MLPPart] = []
-    seen: set[Any] = set()
-    for prefix, scheme in _anchors(tensors):
-        weights = _slots(tensors, prefix, scheme)
+
+    def build(prefix: str, scheme: Scheme) -> MLPPart | None:
+        weights = None if POSITIONAL.search(prefix) else _slots(tensors, prefix, scheme)
         if weights is None:
-            continue
-        key = tuple(tensors.identity(slot.name) for slot in weights.values())
-        if key in seen:
-            continue
-        seen.add(key)
+            return None
         biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
         out, columns = weights["fc1"].size(tensors)
-        parts.append(
-            MLPPart(
-                layer=len(parts),
-                name=prefix.removesuffix("."),
-                kind="gated" if "gate" in weights else "plain",
-                width=columns,
-                hidden=out,
-                _tensors=tensors,
-                _weights=weights,
-                _biases=biases,
-            )
-        )
-    return parts
+        kind: Literal["plain", "gated"] = "gated" if "gate" in weights else "plain"
+        return MLPPart(0, prefix.removesuffix("."), kind, columns, out, tensors, weights, biases)
 
-
-def _anchors(tensors: NamedTensors) -> Iterator[tuple[str, Scheme]]:
-    taken: set[str] = set()
-    for name in tensors.names:
-        for scheme in SCHEMES:
-            suffix = f"{scheme.fc1}.weight"
-            prefix = name.removesuffix(suffix)
-            if not name.endswith(suffix) or (prefix and not prefix.endswith(".")) or prefix in taken:
-                continue
-            if POSITIONAL.search(prefix):
-                continue
-            others = [f"{prefix}{n}.weight" for n in (scheme.fc2, scheme.gate) if n is not None]
-            if all(other in tensors for other in others):
-                taken.add(prefix)
-                yield prefix, scheme
-                break
+    names = {scheme: (scheme.fc1, scheme.fc2, scheme.gate) for scheme in SCHEMES}
+    schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
+    return in_layers(places(tensors, schemes, build))
 
 
 def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:
@@ -222,15 +177,9 @@ def unparsed(tensors: NamedTensors, parts: Sequence[MLPPart]) -> tuple[str, ...]
 
 @dataclass(frozen=True, eq=False)
 class FilterMLP:
-    """One depthwise convolution with filters of odd side, and the plain MLP of its block, from C channels to C.
+    """One depthwise convolution with filters of odd side, and the plain MLP of its block, from C channels to C."""
 
-    Attributes:
-        layer: number of the block, from 0.
-        filters: the convolution.
-        mlp: the MLP.
-    """
-
-    layer: int
+    layer: int  # number of the block, from 0
     filters: DepthwisePart
     mlp: MLPPart
 
@@ -265,15 +214,19 @@ class FilterMLP:
         return slice(None), height // 2, width // 2
 
 
-def find_filter_mlps(tensors: NamedTensors) -> list[FilterMLP]:
+def find_filter_mlps(tensors: NamedTensors) -> Parts[FilterMLP]:
     """All such blocks, in depth order; a convolution belongs to the one MLP in its own block, by their paths."""
-    plain = [part for part in find(tensors) if part.kind == "plain"]
-    out: list[FilterMLP] = []
-    for filters in find_depthwise(tensors):
-        inside = [part for part in plain if _one_block(filters.name, part.name)]
-        if len(inside) == 1 and filters.channels == inside[0].width == inside[0].shape("fc2")[0]:
-            out.append(FilterMLP(len(out), filters, inside[0]))
-    return out
+    found, convolutions = find(tensors), find_depthwise(tensors)
+    rows: list[DepthwisePart | Unread] = sorted([*convolutions, *convolutions.unread], key=lambda row: row.layer or 0)
+    blocks = []
+    for row in rows:
+        inside = [part for part in found if part.kind == "plain" and _one_block(row.name, part.name)]
+        lost = [row] if isinstance(row, Unread) else [u for u in found.unread if _one_block(row.name, u.name)]
+        if lost or isinstance(row, Unread):
+            blocks.append(Place(row.name, None, lost[0].why, lost[0].name, sure=True))
+        elif len(inside) == 1 and row.channels == inside[0].width == inside[0].shape("fc2")[0]:
+            blocks.append(Place(row.name, FilterMLP(0, row, inside[0])))
+    return in_layers(blocks)
 
 
 def _one_block(filters: str, other: str) -> bool:

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
-from weightscope.anatomy.tensors import NamedTensors, Slot
-from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Place, Slot, in_layers, places
+from weightscope.errors import AnatomyError
 
 SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "in", "conv_weight", "conv_bias"]
 
@@ -16,38 +16,24 @@ _GROUPS = ("n_groups", "ngroups", "mamba_n_groups")
 
 
 @dataclass(frozen=True, eq=False)
-class SSMPart:
-    """One selective state-space layer.
+class SSMPart(InSlots):
+    """One selective state-space layer."""
 
-    Attributes:
-        layer: number of the layer, from 0.
-        version: 1 (Mamba: A per channel and state) or 2 (Mamba-2: A per head).
-        name: path of the mixer.
-        state: N, state size.
-        channels: d_inner, channels of the scan.
-        heads: heads of Mamba-2; `channels` for Mamba-1.
-        groups: number of groups, each with its own B and C; 1 for Mamba-1.
-    """
-
-    layer: int
-    version: Literal[1, 2]
-    name: str
-    state: int
-    channels: int
-    heads: int
-    groups: int
+    layer: int  # from 0
+    version: Literal[1, 2]  # 1, Mamba: A per channel and state; 2, Mamba-2: A per head
+    name: str  # path of the mixer
+    state: int  # N, state size
+    channels: int  # d_inner, channels of the scan
+    heads: int  # of Mamba-2; `channels` for Mamba
+    groups: int  # each has its own B and C; 1 for Mamba
     _tensors: NamedTensors = field(repr=False)
-    _slots: dict[str, Slot] = field(repr=False)
+    _weights: dict[str, Slot] = field(repr=False)
+    _biases: dict[str, Slot] = field(default_factory=dict, repr=False)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The names that `read` and `write` accept."""
-        return tuple(self._slots)
-
-    @property
-    def parameters(self) -> dict[str, tuple[str, ...]]:
-        """The names of the tensors that each part reads and writes: part -> names."""
-        return {part: (slot.name,) for part, slot in self._slots.items()}
+        return tuple(self._weights)
 
     @property
     def packed(self) -> dict[str, tuple[int, ...]]:
@@ -56,17 +42,12 @@ class SSMPart:
         `in_proj` of Mamba packs x and z, of Mamba-2 z, x, B, C and dt; `x_proj` of Mamba packs dt, B and C.
         """
         ends: dict[str, set[int]] = {}
-        for slot in self._slots.values():
+        for slot in self._weights.values():
             if isinstance(slot.rows, slice):
                 ends.setdefault(slot.name, {0, self._tensors.shape(slot.name)[0]}).update(
                     (slot.rows.start, slot.rows.stop)
                 )
         return {name: tuple(b - a for a, b in pairwise(sorted(found))) for name, found in ends.items()}
-
-    def _slot(self, part: str) -> Slot:
-        if part not in self._slots:
-            raise UsageError(f"`{self.name}`: expected one of {', '.join(self._slots)}, found {part!r}")
-        return self._slots[part]
 
     def read(self, part: SSMName) -> Tensor:
         """A copy of one parameter, float32 or better.
@@ -79,37 +60,30 @@ class SSMPart:
         return self._slot(part).read(self._tensors)
 
     def write(self, part: SSMName, value: Tensor) -> None:
-        """Write a parameter in place; the exact inverse of `read`.
-
-        Raises:
-            SpecError: if the shape differs from that of `read`.
-        """
-        slot = self._slot(part)
-        if slot.vector:
-            shape = tuple(slot.read(self._tensors).shape)
-            if tuple(value.shape) != shape:
-                raise SpecError(f"`{slot.name}`: expected {shape}, found {tuple(value.shape)}")
-        slot.write(self._tensors, value)
+        """Write a parameter in place; the exact inverse of `read`."""
+        self._slot(part).write(self._tensors, value)
 
 
-def find(tensors: NamedTensors) -> list[SSMPart]:
+# Version -> the tensors that tell it, relative to the mixer.
+_NAMES = {
+    1: ("A_log", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "conv1d.weight"),
+    2: ("A_log", "in_proj.weight", "out_proj.weight", "dt_bias", "conv1d.weight"),
+}
+
+
+def find(tensors: NamedTensors) -> Parts[SSMPart]:
     """All Mamba layers, in order."""
-    parts: list[SSMPart] = []
-    seen: set[Any] = set()
+    found = list(places(tensors, _NAMES, lambda prefix, version: _BUILD[version](tensors, prefix)))
+    known = {place.path for place in found}
     for name in tensors.names:
-        prefix = name.removesuffix("A_log")
-        if not name.endswith("A_log") or (prefix and not prefix.endswith(".")) or tensors.identity(name) in seen:
-            continue
-        seen.add(tensors.identity(name))
-        build = _mamba2 if len(tensors.shape(name)) == 1 else _mamba1
-        parts.append(build(tensors, prefix, len(parts)))
-    return parts
-
-
-def _need(tensors: NamedTensors, prefix: str, *names: str) -> None:
-    missing = [f"`{prefix}{n}`" for n in names if prefix + n not in tensors]
-    if missing:
-        raise AnatomyError(f"`{prefix}A_log` belongs to a Mamba layer, but {', '.join(missing)} is missing")
+        path = name.removesuffix("A_log").removesuffix(".")
+        if name.endswith("A_log") and path not in known:
+            mine = min(_NAMES.values(), key=lambda keys: sum(f"{path}.{k}".lstrip(".") not in tensors for k in keys))
+            missing = ", ".join(f"`{path}.{k}`" for k in mine if f"{path}.{k}".lstrip(".") not in tensors)
+            found.append(
+                Place(path, None, f"`{name}` belongs to a Mamba layer, but {missing} is missing", name, error=True)
+            )
+    return in_layers(found)
 
 
 def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:
@@ -118,8 +92,7 @@ def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:
     return slots | {part: slot for part, slot in optional.items() if slot.name in tensors}
 
 
-def _mamba1(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
-    _need(tensors, prefix, "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "conv1d.weight")
+def _mamba1(tensors: NamedTensors, prefix: str) -> SSMPart:
     channels, state = tensors.shape(f"{prefix}A_log")
     rank = tensors.shape(f"{prefix}dt_proj.weight")[1]
     rows = tensors.shape(f"{prefix}x_proj.weight")[0]
@@ -135,12 +108,11 @@ def _mamba1(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
     if f"{prefix}in_proj.weight" in tensors:
         slots["in"] = Slot(f"{prefix}in_proj.weight", slice(0, channels))
     slots |= _common(tensors, prefix)
-    return SSMPart(layer, 1, prefix.removesuffix("."), state, channels, channels, 1, tensors, slots)
+    return SSMPart(0, 1, prefix.removesuffix("."), state, channels, channels, 1, tensors, slots)
 
 
-def _mamba2(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
+def _mamba2(tensors: NamedTensors, prefix: str) -> SSMPart:
     """The rows of in_proj are [.. | z | x | B | C | dt]; x, B and C are convolved, so shapes locate B, C and dt."""
-    _need(tensors, prefix, "in_proj.weight", "out_proj.weight", "dt_bias", "conv1d.weight")
     path = prefix.removesuffix(".")
     heads = tensors.shape(f"{prefix}A_log")[0]
     rows = tensors.shape(f"{prefix}in_proj.weight")[0]
@@ -164,4 +136,7 @@ def _mamba2(tensors: NamedTensors, prefix: str, layer: int) -> SSMPart:
         "in": Slot(f"{prefix}in_proj.weight", slice(end - shared - channels, end - shared)),
     }
     slots |= _common(tensors, prefix)
-    return SSMPart(layer, 2, path, half // groups, channels, heads, groups, tensors, slots)
+    return SSMPart(0, 2, path, half // groups, channels, heads, groups, tensors, slots)
+
+
+_BUILD = {1: _mamba1, 2: _mamba2}

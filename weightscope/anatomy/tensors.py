@@ -6,16 +6,17 @@ attributes, never on classes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from weightscope.checkpoint import open_checkpoint
-from weightscope.errors import AnatomyError, DataError, SpecError
+from weightscope.checkpoint.tensors import not_weights
+from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 
 # Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
 _RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
@@ -23,36 +24,44 @@ _RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_at
 
 
 class NamedTensors:
-    """Named tensors with hints: a `ModuleTensors` or a `MappingTensors`.
+    """Named tensors with hints, of a module (`ModuleTensors`) or of a mapping (`MappingTensors`)."""
 
-    Attributes:
-        names: of the tensors, in the model's order.
-    """
+    names: tuple[str, ...]  # of the tensors that can be read, in the model's order
+    every: Mapping[str, str]  # name of each tensor, in the model's order -> why it cannot be read, or nothing
+    config: dict[str, Any]
+    _tensors: Mapping[str, Any]
 
-    names: tuple[str, ...]
+    def _know(self, every: Iterable[str], unreadable: Mapping[str, str]) -> None:
+        self.every = {name: unreadable.get(name, "") for name in every}
+        self.names = tuple(name for name, why in self.every.items() if not why)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._index
-
-    @property
-    def _index(self) -> Mapping[str, Any]:
-        raise NotImplementedError
+        return self.every.get(name) == ""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, without reading it if possible."""
-        raise NotImplementedError
+        known = getattr(self._tensors, "shape", None)
+        return tuple(known(name) if callable(known) else self._tensors[name].shape)
+
+    def known_shape(self, name: str) -> tuple[int, ...]:
+        """`shape`, or () of a tensor that cannot be read and whose shape is not known."""
+        try:
+            return self.shape(name)
+        except (KeyError, RuntimeError):
+            return ()
 
     def get(self, name: str) -> Tensor:
         """The tensor, detached; it shares memory with the model if the model is writable."""
-        raise NotImplementedError
+        return torch.as_tensor(self._tensors[name]).detach()
 
     def writable(self, name: str) -> None:
-        """Check that writing into `get(name)` changes the model.
-
-        Raises:
-            DataError: if it does not.
-        """
-        raise NotImplementedError
+        """Check that writing into `get(name)` changes the model; DataError if it does not."""
+        value = self._tensors[name]
+        if getattr(value, "is_meta", False):
+            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
+        kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
+        if not kept or not isinstance(value, Tensor):
+            raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
 
     def identity(self, name: str) -> Any:
         """Equal for two names of one tied tensor."""
@@ -68,7 +77,7 @@ class NamedTensors:
 
     def own(self, path: str, key: str) -> Any | None:
         """The attribute `key` of the module at `path` itself; None if unknown."""
-        return None
+        raise NotImplementedError
 
     def rope(self, path: str) -> bool:
         """Whether queries and keys at `path` are rotated by position, judged by attributes and names."""
@@ -80,49 +89,23 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 
 
 class ModuleTensors(NamedTensors):
-    """The parameters and buffers of an `nn.Module`, in registration order.
-
-    Tied tensors have several names and one `identity`.
-
-    Args:
-        module: any module.
-        config: hints that the modules' attributes lack, such as `{"num_heads": 3}`.
-    """
+    """The parameters and buffers of an `nn.Module`, in registration order; `config` holds hints that it lacks."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
         self.module = module
         self.config = dict(config or {})
         self._modules = dict(module.named_modules(remove_duplicate=False))
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors = {}
         for path, inner in self._modules.items():
             own = [*inner._parameters.items(), *inner._buffers.items()]
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
-        self.names = tuple(self._tensors)
-
-    @property
-    def _index(self) -> Mapping[str, Any]:
-        return self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `NamedTensors.shape`."""
-        return tuple(self._tensors[name].shape)
-
-    def get(self, name: str) -> Tensor:
-        """See `NamedTensors.get`."""
-        return self._tensors[name].detach()
-
-    def writable(self, name: str) -> None:
-        """See `NamedTensors.writable`."""
-        if self._tensors[name].is_meta:
-            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
+        self._know(self._tensors, not_weights(self._tensors))
 
     def identity(self, name: str) -> Any:
-        """See `NamedTensors.identity`."""
         return id(self._tensors[name])
 
     def trained(self, name: str) -> bool:
-        """See `NamedTensors.trained`."""
-        return self._tensors[name].requires_grad
+        return bool(self._tensors[name].requires_grad)
 
     def _above(self, path: str) -> Iterable[nn.Module]:
         while True:
@@ -133,21 +116,16 @@ class ModuleTensors(NamedTensors):
             path = path.rpartition(".")[0]
 
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
-        """See `NamedTensors.hint`."""
         keys = tuple(keys)
-        for module in self._above(path):
-            for holder in (module, getattr(module, "config", None)):
-                value = _first(holder, keys, kind)
-                if value is not None:
-                    return value
-        return next((v for k in keys if _is(v := self.config.get(k), kind)), None)
+        holders = [holder for module in self._above(path) for holder in (module, getattr(module, "config", None))]
+        values = (getattr(holder, key, None) for holder in holders for key in keys)
+        known = (value for value in (*values, *map(self.config.get, keys)) if _is(value, kind))
+        return next(known, None)
 
     def own(self, path: str, key: str) -> Any | None:
-        """See `NamedTensors.own`."""
         return getattr(self._modules.get(path), key, None)
 
     def rope(self, path: str) -> bool:
-        """See `NamedTensors.rope`."""
         # A block may hold the rotation of its own attention, the module above it that of the whole tower.
         for module in self._above(path):
             config = getattr(module, "config", None)
@@ -161,35 +139,20 @@ class ModuleTensors(NamedTensors):
 class MappingTensors(NamedTensors):
     """Tensors by name (a state dict, a `Checkpoint`) with the model's config.
 
-    Args:
-        tensors: name -> tensor. It may have `shape(name)`, so that shapes are known without reading, and `config`.
-        config: the model's `config.json` as a dictionary; sub-configs (`text_config`, ...) are found by name.
+    The mapping may have `shape(name)`, so that shapes are known without reading, `skipped` and `config`, a model's
+    `config.json`, which `config` replaces; sub-configs (`text_config`, ...) are found by name.
     """
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
         self._tensors = tensors
         self.config = dict(config if config is not None else getattr(tensors, "config", None) or {})
-        self.names = tuple(sorted(tensors, key=natural))
-
-    @property
-    def _index(self) -> Mapping[str, Any]:
-        return self._tensors
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See `NamedTensors.shape`."""
-        known = getattr(self._tensors, "shape", None)
-        return tuple(known(name) if callable(known) else self._tensors[name].shape)
-
-    def get(self, name: str) -> Tensor:
-        """See `NamedTensors.get`."""
-        return torch.as_tensor(self._tensors[name]).detach()
-
-    def writable(self, name: str) -> None:
-        """See `NamedTensors.writable`."""
-        value = self._tensors[name]
-        kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
-        if not kept or not isinstance(value, Tensor) or value.is_meta:
-            raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
+        skipped: Mapping[str, str] | None = getattr(tensors, "skipped", None)
+        if skipped is None:
+            values = {} if callable(getattr(tensors, "shape", None)) else tensors
+            skipped = not_weights({name: value for name, value in values.items() if isinstance(value, Tensor)})
+        packed = {name.removesuffix("qweight") + "weight": why for name, why in skipped.items() if "qweight" in name}
+        skipped = packed | dict(skipped)
+        self._know(sorted({*tensors, *skipped}, key=natural), skipped)
 
     def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
         for key, inner in self.config.items():
@@ -198,7 +161,6 @@ class MappingTensors(NamedTensors):
         yield self.config
 
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
-        """See `NamedTensors.hint`."""
         side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
         keys = tuple(keys)
         for scope in self._scopes(path):
@@ -215,9 +177,8 @@ class MappingTensors(NamedTensors):
         return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
 
     def rope(self, path: str) -> bool:
-        """See `NamedTensors.rope`."""
         tower = path.split(".")[0]
-        tables = (name for name in self.names if re.search(r"(rotary_emb|rope)\b.*(inv_freq|freqs)", name))
+        tables = (name for name in self.every if re.search(r"(rotary_emb|rope)\b.*(inv_freq|freqs)", name))
         if any(name.split(".")[0] == tower for name in tables):
             return True
         return any(_rope_config(scope) for scope in list(self._scopes(path))[:1])
@@ -238,10 +199,6 @@ def _rope_config(config: Mapping[str, Any]) -> bool:
     if kind is not None:
         return kind in ("rotary", "rope")
     return any(key in config for key in _ROPE_KEYS) or config.get("model_type") in _ROPE_TYPES
-
-
-def _first(holder: Any, keys: Iterable[str], kind: type | tuple[type, ...]) -> Any | None:
-    return next((value for key in keys if _is(value := getattr(holder, key, None), kind)), None)
 
 
 _STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")
@@ -275,16 +232,10 @@ def numbered(names: Iterable[str]) -> list[str]:
 
 
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:
-    """The `NamedTensors` of anything that is a model.
+    """The `NamedTensors` of a module, a mapping of tensors (state dict, `Checkpoint`), or what `Checkpoint` opens.
 
-    Args:
-        model: an `nn.Module`, a mapping of tensors (state dict, `Checkpoint`), a `NamedTensors`, or what `Checkpoint`
-            opens: a path or `hf://org/name[@revision]`. A file is read lazily.
-        config: hints that the model lacks, such as `{"num_heads": 3}`. For a mapping they replace its config.
-
-    Raises:
-        AnatomyError: for anything else.
-        DataError: if a path cannot be read.
+    A file is read lazily. `config` has hints that the model lacks, such as `{"num_heads": 3}`; for a mapping they
+    replace its config. AnatomyError for anything else.
 
     Example:
         >>> named_tensors("hf://openai-community/gpt2").shape("h.0.attn.c_attn.weight")
@@ -380,6 +331,8 @@ class OneTensor:
 class InSlots:
     """A part whose matrices and biases are slots, by name: "q" or "fc1"."""
 
+    name: str
+    _tensors: NamedTensors
     _weights: dict[str, Slot]
     _biases: dict[str, Slot]
 
@@ -392,6 +345,17 @@ class InSlots:
     def bias_parameters(self) -> dict[str, tuple[str, ...]]:
         """The names of the bias tensors, for the matrices that have one."""
         return {part: (slot.name,) for part, slot in self._biases.items()}
+
+    def _slot(self, part: str) -> Slot:
+        if part not in self._weights:
+            there = ", ".join(map(repr, self._weights))
+            raise UsageError(f"`{self.name}`: part: expected one of {there}, found {part!r}")
+        return self._weights[part]
+
+    def _bias(self, part: str) -> Slot:
+        if part in self._weights and part not in self._biases:
+            raise SpecError(f"`{self.name}` has no bias for {part}")
+        return self._biases.get(part) or self._slot(part)
 
 
 @torch.no_grad()
@@ -409,6 +373,109 @@ def _cast(name: str, value: Tensor, target: Tensor) -> Tensor:
     if cast.dtype != value.dtype and bool((cast.isinf() & value.to(cast.device).isfinite()).any()):
         raise DataError(f"`{name}`: the values overflow in {target.dtype}; use a wider type or a smaller scale")
     return cast
+
+
+@dataclass(frozen=True)
+class Unread:
+    """What looks like a part of a network and cannot be read."""
+
+    name: str  # of the tensor at fault, or of the module
+    why: str
+    layer: int | None = None  # as of a part; None if only its names look like one
+
+    def __str__(self) -> str:
+        return f"`{self.name}` {self.why}"
+
+
+P = TypeVar("P")
+
+
+class Parts(list[P]):
+    """The parts of one kind in order; `unread` are those that cannot be read, `layers` is the number of both."""
+
+    unread: tuple[Unread, ...] = ()
+    layers: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the names of a model say that a part is: what was read, or why it cannot be."""
+
+    path: str
+    part: Any | None = None
+    why: str = ""
+    name: str = ""  # of the tensor at fault
+    sure: bool = False  # whether it is a part; else it is one if others with such a path are
+    error: bool = False  # whether nothing can be read without knowing more
+
+
+def places(
+    tensors: NamedTensors, schemes: Mapping[Any, Sequence[str]], build: Callable[[str, Any], Any]
+) -> Iterator[Place]:
+    """Where the names of a scheme are, in order, with the part that `build(prefix, scheme)` reads there.
+
+    A prefix has the first scheme of which all tensors `prefix + name` are there, readable or not. Where some of them
+    are missing it is a place if there is another one of the same scheme that differs in numbers only. `build` returns
+    None if shapes are those of something else.
+    """
+    found: dict[str, list[Any]] = {}
+    for name in tensors.every:
+        for scheme, keys in schemes.items():
+            for key in keys:
+                prefix = name.removesuffix(key)
+                if name.endswith(key) and (not prefix or prefix.endswith(".")):
+                    found.setdefault(prefix, []).append(scheme)
+    whole = {p: [s for s in schemes if s in mine and _all(tensors, p, schemes[s])] for p, mine in found.items()}
+    alike = {template(prefix): known[0] for prefix, known in whole.items() if known}
+    seen: set[Any] = set()
+    for prefix, mine in found.items():
+        scheme = whole[prefix][0] if whole[prefix] else alike.get(template(prefix))
+        if scheme not in mine:
+            continue
+        path, names = prefix.removesuffix("."), [prefix + key for key in schemes[scheme]]
+        bad = next((name for name in names if name not in tensors), None)
+        if bad is not None:
+            yield Place(path, None, f"({tensors.every.get(bad, 'missing')})", bad, sure=bad in tensors.every)
+            continue
+        try:
+            part = build(prefix, scheme)
+        except AnatomyError as error:
+            yield Place(path, None, str(error), path, error=True)
+            continue
+        tied = tuple((tensors.identity(slot.name), str(slot.rows)) for slot in part._weights.values()) if part else path
+        if tied not in seen:
+            seen.add(tied)
+            yield Place(path, part, "" if part else "(its shapes are not those of such a part)", path)
+
+
+def _all(tensors: NamedTensors, prefix: str, keys: Sequence[str]) -> bool:
+    return all(prefix + key in tensors.every for key in keys)
+
+
+def template(path: str) -> str:
+    """A path without its numbers: what layers of one kind have in common."""
+    return re.sub(r"\d+", "#", path)
+
+
+def in_layers(
+    found: Iterable[Place], together: Callable[[Place, Place], bool] = lambda last, place: False
+) -> Parts[Any]:
+    """The parts, each with the number of its place; `together` says whether a place is in the layer of the last one."""
+    given = list(found)
+    good = {template(place.path) for place in given if place.part is not None}
+    kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
+    if not good and (wrong := [place.why for place in given if place.error]):
+        raise AnatomyError(wrong[0])
+    out, unread, last, layer = Parts[Any](), [], None, -1
+    for place in kept:
+        layer += last is None or not together(last, place)
+        last = place
+        if place.part is None:
+            unread.append(Unread(place.name, place.why, layer))
+        else:
+            out.append(replace(place.part, layer=layer))
+    out.unread, out.layers = tuple(unread), layer + 1
+    return out
 
 
 def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:

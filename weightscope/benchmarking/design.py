@@ -39,26 +39,16 @@ _LENGTH = "training.epochs"
 
 @dataclass(frozen=True)
 class Axis:
-    """Names that vary together, with a tuple of values for each point.
-
-    Attributes:
-        names: such as `("network.kernel_size",)`.
-        points: one value for each name.
-    """
+    """Names that vary together, such as `("network.kernel_size",)`, with a tuple of values for each point."""
 
     names: tuple[str, ...]
     points: tuple[tuple[Any, ...], ...]
 
     @classmethod
     def of(cls, names: str, values: str | Sequence[Any]) -> "Axis":
-        """An axis from its names, joined by commas, and its values.
+        """An axis from its names, joined by commas, and its different values.
 
-        Args:
-            names: one name, or several that vary together.
-            values: a list, of lists if there are several names; or text as on the command line, see `parse`.
-
-        Raises:
-            UsageError: if there is no value, one is given twice, or their number is not that of the names.
+        Values are a list, of lists if there are several names; or text as on the command line, see `parse`.
         """
         if isinstance(values, str):
             return cls.parse(f"{names}={values}")
@@ -81,9 +71,6 @@ class Axis:
 
         A value is a number, true, false, a list in brackets, `all` or `none` for no limit, or text. A range includes
         both ends.
-
-        Raises:
-            UsageError: if the text has another form.
 
         Example:
             >>> Axis.parse("mimetic_attention.alpha_qk=0:1:0.5").points
@@ -265,22 +252,13 @@ def _literal(node: ast.expr) -> Any:
 
 @dataclass(frozen=True)
 class Arm:
-    """One initialiser in one cell at one training length.
+    """One initialiser in one cell at one training length."""
 
-    Attributes:
-        init: label: the initialiser's name, the function's name or the file's stem; with ` (scale only)` if it is the
-            control of that initialiser, and with ` (frozen)` if tensors are frozen.
-        epochs: training length, a full schedule.
-        recipe: what `collect` trains.
-        cell: the recipe's fields that vary, and their values in this arm.
-        numbers: the initialiser's numbers that vary, such as `{"mimetic_mlp.sigma": 0.2}`.
-    """
-
-    init: str
-    epochs: int
-    recipe: Recipe
-    cell: Mapping[str, Any] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    init: str  # the name of the initialiser or function or the file's stem, and perhaps `CONTROL` and `FROZEN`
+    epochs: int  # a full schedule
+    recipe: Recipe  # what `collect` trains
+    cell: Mapping[str, Any] = field(default_factory=dict)  # the recipe's fields that vary, and their values here
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # the initialiser's: `{"mimetic_mlp.sigma": 0.2}`
 
     @property
     def place(self) -> str:
@@ -299,15 +277,6 @@ class Arm:
         name = f"{_file_name(f'{self.init}-{self.epochs}-epochs')}.pop"
         parts = [_file_name(f"{key}-{value_text(value)}") for key, value in self.cell.items()]
         return f"{_file_name('_'.join(parts))}/{name}" if parts else name
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """An initialiser with its label and the numbers of its grid."""
-
-    label: str
-    config: InitConfig
-    numbers: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_arms(
@@ -330,7 +299,7 @@ def plan_arms(
             (.safetensors; an initialiser on top of one is joined by `+`: `"fitted.safetensors+mimetic_attention"`),
             and [init] tables, as `InitConfig`, mappings or .toml files.
         epochs: training lengths; the recipe's if empty.
-        seeds: networks in each arm; the recipe's if None.
+        seeds: networks in each arm, at least 2; the recipe's if None.
         frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
         control: "scale" for a control arm of every initialiser but the default: independent Gaussian entries with its
             mean and variance of each tensor.
@@ -339,55 +308,54 @@ def plan_arms(
             `{"network.width,network.heads": [[96, 3]]}`.
         grid: numbers of initialisers and their values, `{"mimetic_mlp.sigma": [0.1, 0.2]}`: each initialiser with this
             name is compared with each value. Ranges may be given as text, `"0:1:0.1"`.
-
-    Raises:
-        UsageError: if there is no initialiser, two have the same label, an axis is invalid or names no initialiser, or
-            there are fewer than 2 seeds.
-        RecipeError: if a cell is not a valid recipe.
     """
     candidates = _candidates(inits, axes_of(grid or ()), control)
     networks = recipe.population.networks if seeds is None else count("seeds", seeds)
     if networks < 2:
         raise UsageError(f"seeds: a paired comparison needs at least 2 seeds, found {networks}")
     cells, lengths = _cells(axes_of(vary or ()), tuple(epochs))
-    variants: list[tuple[str, tuple[str, ...]]] = [("", ())] + ([] if frozen is None else [(FROZEN, (frozen,))])
-    out = []
-    for cell in cells:
-        for length in lengths or (recipe.training.epochs,):
-            for suffix, patterns in variants:
-                for candidate in candidates:
-                    changes = {**cell, _LENGTH: length, "population.networks": networks}
-                    changes["init"] = candidate.config.model_dump(exclude_none=True)
-                    if patterns:
-                        changes["training.frozen"] = sorted({*recipe.training.frozen, *patterns})
-                    changed = _changed(recipe, changes, cell)
-                    out.append(Arm(candidate.label + suffix, length, changed, cell, candidate.numbers))
+    variants = [""] if frozen is None else ["", FROZEN]
     by_folder: dict[str, Arm] = {}
-    for arm in out:
-        if (other := by_folder.setdefault(arm.folder, arm)) is not arm:
-            raise UsageError(
-                f"{other.init} and {arm.init}: expected arms with folders of their own, found {arm.folder} for both; "
-                "give one a name (name:initialiser)"
-            )
-    return out
+    for cell, length, suffix in product(cells, lengths or (recipe.training.epochs,), variants):
+        for label, config, numbers in candidates:
+            changes = {**cell, _LENGTH: length, "population.networks": networks}
+            changes["init"] = config.model_dump(exclude_none=True)
+            if suffix:
+                changes["training.frozen"] = sorted({*recipe.training.frozen, str(frozen)})
+            try:
+                changed = recipe.model_copy(update={"bench": None}).replace(changes)
+            except RecipeError as error:
+                raise RecipeError(f"{error} (at {point_text(cell)})" if cell else str(error)) from None
+            arm = Arm(label + suffix, length, changed, cell, numbers)
+            if (other := by_folder.setdefault(arm.folder, arm)) is not arm:
+                raise UsageError(
+                    f"{other.init} and {arm.init}: expected arms with folders of their own, found {arm.folder} for "
+                    "both; give one a name (name:initialiser)"
+                )
+    return list(by_folder.values())
+
+
+_Candidate = tuple[str, InitConfig, Mapping[str, Any]]
+"""An initialiser's label and table, and the numbers of its grid."""
 
 
 def _candidates(inits: Sequence[Init], grid: Sequence[Axis], control: str | None) -> list[_Candidate]:
     given = [labelled(init) for init in inits]
     found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
     for axis in grid:
-        if not any(set(axis.names) <= set(candidate.numbers) for candidate in found):
+        if not any(set(axis.names) <= set(numbers) for _, _, numbers in found):
             raise UsageError(
                 f"grid: {', '.join(axis.names)}: expected the name of an initialiser and one of its numbers, as in "
                 f"mimetic_mlp.sigma, found none in {', '.join(label for label, _ in given) or 'no initialisers'}"
             )
-    repeated = [label for label, times in Counter(c.label for c in found).items() if times > 1]
+    repeated = [label for label, times in Counter(label for label, _, _ in found).items() if times > 1]
     if not found or repeated:
         what = f"{', '.join(repeated)} more than once" if repeated else "none"
         raise UsageError(f"inits: expected initialisers with different names, found {what}")
     if control is not None:
         choice("control", control, CONTROLS)
-        found = [arm for candidate in found for arm in _with_control(candidate)]
+        default = [config.control or (config.artifact is None and config.name == "default") for _, config, _ in found]
+        return [arm for each, alone in zip(found, default, strict=True) for arm in ([each] if alone else _pair(*each))]
     return found
 
 
@@ -395,20 +363,16 @@ def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Ca
     """An initialiser at every point of the axes that have its name."""
     names = {label, *short_name(config.name).split("+")} if config.artifact is None else {label}
     mine = [axis for axis in grid if all(name.rpartition(".")[0] in names for name in axis.names)]
-    out = []
+    out: list[_Candidate] = []
     for point in points_of(mine):
         numbers = {name.rpartition(".")[2]: value for name, value in point.items()}
-        out.append(_Candidate(*with_numbers(label, config, numbers), point))
+        out.append((*with_numbers(label, config, numbers), point))
     return out
 
 
-def _with_control(candidate: _Candidate) -> list[_Candidate]:
+def _pair(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> list[_Candidate]:
     """An initialiser and its control; the default has none, because it changes nothing."""
-    config = candidate.config
-    if config.control or (config.artifact is None and config.name == "default"):
-        return [candidate]
-    control = config.model_copy(update={"control": "scale"})
-    return [candidate, _Candidate(candidate.label + CONTROL, control, candidate.numbers)]
+    return [(label, config, numbers), (label + CONTROL, config.model_copy(update={"control": "scale"}), numbers)]
 
 
 def _cells(vary: Sequence[Axis], epochs: tuple[int, ...]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
@@ -424,13 +388,6 @@ def _cells(vary: Sequence[Axis], epochs: tuple[int, ...]) -> tuple[list[dict[str
     for (length,) in (point for axis in lengths for point in axis.points):
         epochs = (*epochs, count(_LENGTH, length))
     return points_of([axis for axis in vary if axis not in lengths]), epochs
-
-
-def _changed(recipe: Recipe, changes: dict[str, Any], cell: Mapping[str, Any]) -> Recipe:
-    try:
-        return recipe.model_copy(update={"bench": None}).replace(changes)
-    except RecipeError as error:
-        raise RecipeError(f"{error} (at {point_text(cell)})" if cell else str(error)) from None
 
 
 def default_folder(source: Recipe | str | Path) -> Path:

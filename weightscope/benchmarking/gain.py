@@ -29,23 +29,17 @@ GAINS = (0.0, 1.0, 3.0, 10.0, 30.0)
 class GainChoice(Result):
     """The gain that was chosen, and the curve that chose it.
 
-    Attributes:
-        gain: the smallest candidate whose primary metric is within one standard error of the best one's.
-        curve: one row for each candidate: `gain`, `n`, the mean of the primary metric on the validation images under
-            its name without `test_` (`accuracy`), paired `difference` to the smallest gain and to the best one
-            (`to_best`) with their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks,
-            nats each) and `chosen`. Where a network's metric is not finite, the mean and what is compared with it are
-            None.
-        fit: with the chosen gain; its settings have the curve under "gain".
-        trainings: the benchmark of the candidates.
-        settings: `epochs`, `seeds`, `seed` (the root), `train` and `validation` (numbers of images, or of sequences),
-            `metric`, and `data`, "images" or "sequences".
+    The curve has one row for each candidate: `gain`, `n`, the mean of the primary metric on the validation images under
+    its name without `test_` (`accuracy`), paired `difference` to the smallest gain and to the best one (`to_best`) with
+    their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks, nats each) and `chosen`.
+    Where a network's metric is not finite, the mean and what is compared with it are None. The settings are `epochs`,
+    `seeds`, `seed` (the root), `train` and `validation` (numbers of images, or of sequences), `metric`, and `data`.
     """
 
-    gain: float
+    gain: float  # the smallest candidate whose primary metric is within one standard error of the best one's
     curve: tuple[dict[str, Any], ...]
-    fit: PopulationFit
-    trainings: BenchResult
+    fit: PopulationFit  # with the chosen gain; its settings have the curve under "gain"
+    trainings: BenchResult  # of the candidates
     settings: dict[str, Any]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -128,11 +122,6 @@ def choose_gain(
         fitting: further arguments of `fit`; by default `{"joint": "all"}`. The option "denoise" may be in its options.
         training: passed on to `bench` (`metric`, `workers`, `device`, `data`, `progress`, ...).
 
-    Raises:
-        UsageError: if a number is invalid; see also `fit` and `bench`.
-        DataError: if networks of every gain diverged.
-        Resumable: if interrupted.
-
     Example:
         >>> choice = choose_gain(Population("digits.pop"), "stages.*")
         >>> print(choice)
@@ -145,7 +134,12 @@ def choose_gain(
     count("seeds", seeds, least=2)
     recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
     folder = Path(out)
-    fits = _fits(population, select, candidates, {"joint": "all", **(fitting or {})})
+    fitting = {"joint": "all", **(fitting or {})}
+    options = dict(fitting.pop("options", None) or {})
+    fits = [
+        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **fitting)
+        for gain in candidates
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
@@ -175,26 +169,11 @@ def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURA
     (first, first_se), (top, top_se) = paired(0), paired(best)
     chosen = int(np.flatnonzero(-metric.sign * top <= top_se)[0])
     columns = {metric.key: means, "difference": first, "difference_se": first_se, "to_best": top, "to_best_se": top_se}
-    rows = [
-        {
-            "gain": float(gain),
-            "n": values.shape[1],
-            **{key: finite_or_none(column[i]) for key, column in columns.items()},
-            "chosen": i == chosen,
-        }
-        for i, gain in enumerate(gains)
-    ]
+    rows = []
+    for i, gain in enumerate(gains):
+        numbers = {key: finite_or_none(column[i]) for key, column in columns.items()}
+        rows.append({"gain": float(gain), "n": values.shape[1], **numbers, "chosen": i == chosen})
     return rows, chosen
-
-
-def _fits(
-    population: Population, select: str | Sequence[str], gains: Sequence[float], fitting: dict[str, Any]
-) -> list[PopulationFit]:
-    """`exchangeable` fitted with each gain."""
-    options = dict(fitting.pop("options", None) or {})
-    return [
-        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **fitting) for gain in gains
-    ]
 
 
 def _short(

@@ -25,6 +25,7 @@ def of(
 
     out: dict[str, Picture] = {}
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
+    references = [row for row in all_arms if row["difference"] is None]
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
@@ -33,26 +34,27 @@ def of(
     if any(row.get("control") for row in arms):
         out["scale"] = partial(plots.scale_and_structure, arms, metric=metric), scale_finding(arms, metric)
     if not axes and any(row["difference"] is not None for row in arms):
-        out["differences"] = partial(_differences, runs, metric=metric), found
+        out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
-    kept = [run for run in runs if run.get(metric.key) is not None]
-    if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(_known(run)) > 1 for run in kept):
-        out["curves"] = partial(_curves, runs, metric=metric), found
+    curves = [[v for v in run.get("curve") or [] if v is not None] for run in runs if run.get(metric.key) is not None]
+    if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(curve) > 1 for curve in curves):
+        out["curves"] = partial(_of_runs, plots.metric_curves, mean_curves, runs, metric), found
     if not axes and (by_length := _by_length(runs, metrics)):
-        longest = max(by_length)
         drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
-        said = finding(by_length[longest])
-        out["accuracy-by-length"] = (
-            partial(plots.accuracy_by_length, drawn),
-            said and f"At {longest}x the length: {said}",
-        )
+        said = finding(by_length[max(by_length)])
+        said = said and f"At {max(by_length)}x the length: {said}"
+        out["accuracy-by-length"] = partial(plots.accuracy_by_length, drawn), said
     for pair in combinations(axes, 2):
         for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
-            said, place = _map_finding(rows, all_arms, pair, metric), f"{pair[0]}-{pair[1]}-{name}"
-            out[f"map-{place}"] = partial(plots.difference_map, rows, pair, metric=metric), said
+            said = finding([*rows, *references], metric)
+            out[f"map-{pair[0]}-{pair[1]}-{name}"] = partial(plots.difference_map, rows, pair, metric=metric), said
             if (part := _products(*pair)) and (size := _size(rows, network)):
                 out[f"frontier-{part}-{name}"] = partial(_frontier, rows, pair, (part, *size), metric), said
     return out
+
+
+def _of_runs(draw: Callable[..., Any], statistic: Callable[..., Any], runs: Rows, metric: Metric, title: Any) -> Any:
+    return draw(statistic(runs, metric), metric=metric, title=title)
 
 
 def axes_of(arms: Rows) -> list[str]:
@@ -70,13 +72,8 @@ def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
         if row["difference"] is not None and {x, y} <= set(place):
             parts = [label_without(row["init"], x, y), point_text(rest), f"{row['epochs']} epochs"]
-            name = ", ".join(filter(None, parts))
-            groups.setdefault(name, []).append(row)
+            groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     return groups
-
-
-def _known(run: dict[str, Any]) -> list[float]:
-    return [value for value in run.get("curve") or [] if value is not None]
 
 
 def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
@@ -90,18 +87,6 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
         for length, metric in sorted(lengths.items())
     }
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
-
-
-def _differences(runs: Rows, metric: Metric, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.paired_differences(seed_differences(runs, metric), metric=metric, title=title)
-
-
-def _curves(runs: Rows, metric: Metric, title: str | None) -> Any:
-    from weightscope import plots
-
-    return plots.metric_curves(mean_curves(runs, metric), metric=metric, title=title)
 
 
 def with_variants(arms: Rows) -> list[dict[str, Any]]:
@@ -158,27 +143,22 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     of the arms that it is about diverged, and names the initialisers of which none is left.
     """
     text, about = _finding(arms, metric)
-    rows = list(arms) if about is None else [about, *_reference(about, arms)]
+    rows = list(arms)
+    if about is not None:
+        place = cell_key(about), about["epochs"], about["reference"]
+        rows = [about, *(row for row in arms if (cell_key(row), row["epochs"], row["init"]) == place)]
     lost = divergence([*rows, *(row for row in arms if row["n"] == 0)], about["init"] if about else None)
     said = "; ".join(filter(None, [text, lost]))
     return (said if text else said[:1].upper() + said[1:]) or None
-
-
-def _reference(row: dict[str, Any], arms: Rows) -> list[dict[str, Any]]:
-    """The arm that one is compared with."""
-    place = cell_key(row), row["epochs"], row["reference"]
-    return [other for other in arms if (cell_key(other), other["epochs"], other["init"]) == place]
 
 
 def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | None]:
     """What `finding` says of the differences, and the arm that it is about, if it is about one."""
     rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
     sure = [row for row in rows if row["p_holm"] < LEVEL]
-    if not rows:
-        return None, None
     if not sure:
         references = " or ".join(dict.fromkeys(str(row["reference"]) for row in rows))
-        return f"No initialiser differs significantly from {references}", None
+        return f"No initialiser differs significantly from {references}" if rows else None, None
     best = max(sure, key=lambda row: metric.sign * row["difference"])
     if not metric.better(best["difference"]):
         best = min(sure, key=lambda row: metric.sign * row["difference"])
@@ -205,26 +185,14 @@ def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
         return None
     sure = [row for row in rows if row["beyond_scale_p_holm"] < LEVEL]
     better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row["beyond_scale"])))
-    worse = [row["init"] for row in sure if metric.better(-row["beyond_scale"])]
-    if not better and worse:
-        text = f"Worse than scale alone: {', '.join(dict.fromkeys(worse))}"
-    elif not better:
-        text = "No initialiser is significantly better than its scale alone"
-    else:
+    worse = list(dict.fromkeys(row["init"] for row in sure if metric.better(-row["beyond_scale"])))
+    if better:
         text = f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
+    elif worse:
+        text = f"Worse than scale alone: {', '.join(worse)}"
+    else:
+        text = "No initialiser is significantly better than its scale alone"
     named = rows if not sure else [row for row in sure if row["init"] in (better or worse)]
     labels = {(cell_key(row), row["epochs"], name) for row in named for name in (row["init"], row["control"])}
     lost = divergence([row for row in arms if (cell_key(row), row["epochs"], row["init"]) in labels])
     return f"{text}; {lost}" if lost else text
-
-
-def _map_finding(rows: Rows, arms: Rows, axes: tuple[str, str], metric: Metric) -> str:
-    """What a map shows: its best arm; `arms` has the reference."""
-    best = max(rows, key=lambda row: metric.sign * row["difference"])
-    place = {**best.get("cell", {}), **best.get("numbers", {})}
-    where = point_text({axis: place[axis] for axis in axes})
-    sure = best["p_holm"] is not None and best["p_holm"] < LEVEL
-    more = "better" if metric.better(best["difference"]) else "worse"
-    text = f"Best at {where}: {metric.amount(best['difference'])} {more} than {best['reference']}"
-    lost = divergence([best, *_reference(best, arms)], best["init"])
-    return text + ("" if sure else ", not significant") + (f"; {lost}" if lost else "")

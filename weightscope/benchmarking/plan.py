@@ -7,7 +7,7 @@ from typing import Any
 
 from weightscope._util.environment import usable_cores
 from weightscope._util.results import Result, text_table
-from weightscope.benchmarking.design import Arm, Init, point_text
+from weightscope.benchmarking.design import Init, point_text
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import Design, train_arms
 from weightscope.population import shards
@@ -16,27 +16,23 @@ from weightscope.training.planning import TileCost, tile_costs
 from weightscope.training.request import Request
 from weightscope.training.workers import Workers
 
+_COUNTED = ("arms", "networks", "tiles", "done")
+
 
 @dataclass(frozen=True, repr=False)
 class BenchPlan(Result):
     """A benchmark that is checked, and its planned cost.
 
-    Attributes:
-        cells: one row for each cell: `cell`, `arms`, `networks`, `tiles`, `done` (tiles that are on disk), and, if
-            measured, the `seconds` of one worker that the others take.
-        workers: processes.
-        seconds: expected wall time; None if not measured.
-        design: what is compared.
-        requests: the populations of the arms.
-        on: where they are trained.
+    One row of `cells` for each cell: `cell`, `arms`, `networks`, `tiles`, `done` (tiles that are on disk), and, if
+    measured, the `seconds` of one worker that the others take.
     """
 
     cells: list[dict[str, Any]]
-    workers: int
-    seconds: float | None
-    design: Design = field(compare=False)
-    requests: Sequence[Request] = field(compare=False)
-    on: Workers = field(compare=False)
+    workers: int  # processes
+    seconds: float | None  # expected wall time; None if not measured
+    design: Design = field(compare=False)  # what is compared
+    requests: Sequence[Request] = field(compare=False)  # the populations of the arms
+    on: Workers = field(compare=False)  # where they are trained
 
     def run(self, *, progress: bool = True) -> BenchResult:
         """Train and compare the arms, as `bench` does, without checking them again."""
@@ -52,7 +48,7 @@ class BenchPlan(Result):
 
     def summary(self) -> str:
         """Numbers of cells, arms, networks and tiles, and the expected time."""
-        arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in ("arms", "networks", "tiles", "done"))
+        arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
         counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
         words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
         text = f"{', '.join(words[:3])} in {words[3]}"
@@ -95,21 +91,8 @@ def plan_bench(
         seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
                             + evaluations x seconds of an evaluation
 
-    Args:
-        recipe: see `bench`.
-        inits: see `bench`.
-        out: see `bench`; tiles that are there are not counted again.
-        workers: see `collect`.
-        backend: see `collect`.
-        scheduler: see `collect`.
-        device: see `collect`.
-        data: see `collect`.
-        progress: of no effect.
-        measure: whether to measure; otherwise only the numbers of arms, networks and tiles are returned.
-        given: the other arguments of `bench`.
-
-    Raises:
-        UsageError: see `bench`.
+    The arguments are those of `bench`, of which `progress` has no effect. Tiles in `out` are not counted again. Without
+    `measure`, only the numbers of arms, networks and tiles are returned.
 
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
@@ -118,27 +101,26 @@ def plan_bench(
     requests, on = design.requests(workers, backend, scheduler, device)
     missing = [_missing(request) for request in requests]
     on = on.on_device(requests[0].device, sum(missing))
-    number = on.count or usable_cores()
-    costs: list[TileCost | None] = [None] * len(requests)
-    if measure and any(missing):
-        kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
-        timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left))
-        found = dict(zip(timed, tile_costs([requests[kinds.index(kind)] for kind in timed], on), strict=True))
-        costs = [found.get(kind) for kind in kinds]
+    kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
+    timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left)) if measure else []
+    costs: dict[str, TileCost] = {}
+    if timed:
+        found = tile_costs([requests[kinds.index(kind)] for kind in timed], on)
+        costs = dict(zip(timed, found, strict=True))
     rows: dict[str, dict[str, Any]] = {}
     seconds: list[float] = []
-    for arm, request, left, cost in zip(design.arms, requests, missing, costs, strict=True):
-        each = 0.0 if cost is None else cost.seconds(request.recipe.training)
+    for arm, request, left, kind in zip(design.arms, requests, missing, kinds, strict=True):
+        each = costs[kind].seconds(request.recipe.training) if kind in costs else 0.0
         seconds += [each] * left
-        _add(rows.setdefault(arm.place, {}), arm, request, left, each * left if cost or not left else None)
-    return BenchPlan(
-        cells=list(rows.values()),
-        workers=number,
-        seconds=_makespan(seconds, number) if measure or not any(missing) else None,
-        design=design,
-        requests=requests,
-        on=on,
-    )
+        row = rows.setdefault(arm.place, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
+        tiles = request.manifest.tiles
+        for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
+            row[key] += more
+        known = row["seconds"] is not None and (kind in costs or not left)
+        row["seconds"] = row["seconds"] + each * left if known else None
+    number = on.count or usable_cores()
+    expected = _makespan(seconds, number) if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), number, expected, design, requests, on)
 
 
 def _missing(request: Request) -> int:
@@ -146,16 +128,6 @@ def _missing(request: Request) -> int:
     path, manifest = request.path, request.manifest
     there = shards.tiles_on_disk(path, manifest) if path.exists() else []
     return manifest.tiles - sum(shards.state(path, manifest, tile).kind == "done" for tile in there)
-
-
-def _add(row: dict[str, Any], arm: Arm, request: Request, left: int, seconds: float | None) -> None:
-    """Count an arm in the row of its cell."""
-    tiles = request.manifest.tiles
-    row.setdefault("cell", dict(arm.cell))
-    for key, more in (("arms", 1), ("networks", request.manifest.networks), ("tiles", tiles), ("done", tiles - left)):
-        row[key] = row.get(key, 0) + more
-    known = row.get("seconds", 0.0)
-    row["seconds"] = None if known is None or seconds is None else known + seconds
 
 
 def _makespan(seconds: Sequence[float], workers: int) -> float:

@@ -1,6 +1,7 @@
 """`BenchResult`: the runs of a benchmark and their summary, as tables, text and JSON."""
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,38 +35,24 @@ _SCALE_HEADER = (
 class BenchResult(Result):
     """Result of a benchmark.
 
-    Attributes:
-        runs: one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
-            (the initialiser's that vary), `epochs`, `seed` (its number), each of the task's metrics under its name
-            without `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged`, `curve` (the
-            compared metric after each epoch) and `seconds` (its share of the time that its tile took).
-        arms: one row for each arm: `init`, `cell`, `numbers`, `epochs`, `n`, `mean` and `ci95` of the compared metric
-            (Student's on the log-odds or the logarithm, so inside its bounds), mean `loss`, `seconds`, `diverged`,
-            `networks` (of all; `n` is of those with a finite value), and relative to the first initialiser in its cell
-            at the same length the mean paired `difference`, `difference_ci95` (Student's, inside what is possible), `p`
-            of the paired t-test, `pairs` (the seeds of both that have a finite value) and `p_holm`, adjusted for the
-            number of comparisons in the table. With controls (`bench`'s `control`), `control` is the label of the arm's
-            control and `beyond_scale`, `beyond_scale_ci95`, `beyond_scale_p`, `beyond_scale_pairs` and
-            `beyond_scale_p_holm` compare the arm with it; None elsewhere. `results.json` calls the rows `summary`. Of
-            accuracies with a known chance level, `chance` and `chance_p`, the one-sided p-value of a mean above it.
-        environment: versions, machine, device and the recipe.
-        metric: that is compared; all of `arms` and the differences are in its stored unit.
-        metrics: all that the task reports.
+    `runs` has one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
+    (the initialiser's that vary), `epochs`, `seed` (its number), each of the task's metrics under its name without
+    `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged`, `curve` (the compared metric after
+    each epoch) and `seconds` (its share of the time that its tile took).
+
+    `arms`, which `results.json` calls `summary`, are the rows of `summarise`: means of the compared metric with their
+    intervals, and differences from the first initialiser in the cell at the same length.
     """
 
     runs: list[dict[str, Any]]
     arms: list[dict[str, Any]]
-    environment: dict[str, Any] = field(default_factory=dict)
-    metric: Metric = ACCURACY
-    metrics: tuple[Metric, ...] = (ACCURACY, LOSS)
+    environment: dict[str, Any] = field(default_factory=dict)  # versions, machine, device and the recipe
+    metric: Metric = ACCURACY  # that is compared; all of `arms` and the differences are in its stored unit
+    metrics: tuple[Metric, ...] = (ACCURACY, LOSS)  # all that the task reports
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
-        """Read a `results.json`, or that of a folder.
-
-        Raises:
-            DataError: if it cannot be read, is not the result of a benchmark, or names an unknown metric.
-        """
+        """Read a `results.json`, or that of a folder; a DataError if it is not the result of a benchmark."""
         path = Path(path)
         path = path / "results.json" if path.is_dir() else path
         try:
@@ -125,28 +112,14 @@ class BenchResult(Result):
         return f"{table}\n\n{beyond}\n{_ruled(('cell', *_SCALE_HEADER) if cells else _SCALE_HEADER, lines)}"
 
     def table(self, form: str = "text") -> str:
-        """A table like those of the papers: initialisers in rows, cells in columns.
-
-        Args:
-            form: "text", "markdown" or "latex" (booktabs).
-
-        Raises:
-            UsageError: for another form.
-        """
+        """A table like those of the papers, in "text", "markdown" or "latex" (booktabs); see `paper_table`."""
         return paper_table(self.arms, form, self.metric)
 
     def between(self, field: str) -> list[dict[str, Any]]:
-        """Each arm against the same arm at the first value of a field, on the same seeds; see `between_cells`.
+        """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
 
-        Args:
-            field: a field of the recipe that varies.
-
-        Returns:
-            One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
-            `difference_ci95`, `p`, `pairs` and `p_holm`, adjusted over these rows.
-
-        Raises:
-            UsageError: if the field does not vary.
+        One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
+        `difference_ci95`, `p`, `pairs` and `p_holm`, adjusted over these rows.
 
         Example:
             >>> BenchResult.load("bench/results.json").between("distillation.alpha")
@@ -160,12 +133,7 @@ class BenchResult(Result):
         return {"runs": self.runs, "summary": self.arms, **compared, "environment": self.environment}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """The metric against what was varied: the first axis, else the training length, else the initialiser.
-
-        Args:
-            path: a .png, .pdf or .svg file to write; none if None.
-            title: of the figure.
-        """
+        """The metric against what was varied: the first axis, else the training length, else the initialiser."""
         return next(iter(self.figures(title=title, only=1).values()))(path)
 
     def figures(self, *, title: str | None = None, only: int | None = None) -> "dict[str, Callable[..., Figure]]":
@@ -173,11 +141,8 @@ class BenchResult(Result):
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` (with controls), `along-AXIS`
         for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for alpha and beta of mimetic
-        attention, `accuracy-by-length` where the task evaluates sequences of several lengths.
-
-        Args:
-            title: of all figures; by default each has its own.
-            only: how many of them.
+        attention, `accuracy-by-length` where the task evaluates sequences of several lengths. By default each has a
+        title of its own; `only` is how many of them are wanted.
         """
         network = self.environment.get("recipe", {}).get("network", {})
         found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
@@ -244,14 +209,15 @@ def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: M
     comparable with one over all. A dagger marks a difference from the reference at an adjusted level of 0.05.
     """
     choice("form", form, FORMATS)
-    columns = {(cell_key(dict(row)), row["epochs"]): row for row in arms}
+    columns: dict[Any, dict[str, Mapping[str, Any]]] = {}
+    for row in arms:
+        columns.setdefault((cell_key(dict(row)), row["epochs"]), {})[row["init"]] = row
     lengths = len({epochs for _, epochs in columns}) > 1
-    heads = [_head(row, lengths) for row in columns.values()]
-    inits = list(dict.fromkeys(row["init"] for row in arms))
-    found = {(cell_key(dict(row)), row["epochs"], row["init"]): row for row in arms}
-    best = {place: _best_of([row for key, row in found.items() if key[:2] == place], metric) for place in columns}
+    heads = [_head(next(iter(column.values())), lengths) for column in columns.values()]
+    best = [_best_of(list(column.values()), metric) for column in columns.values()]
     body = [
-        [init, *(_entry(found.get((*place, init)), best[place], form, metric) for place in columns)] for init in inits
+        [init, *(_entry(rows.get(init), top, form, metric) for rows, top in zip(columns.values(), best, strict=True))]
+        for init in dict.fromkeys(row["init"] for row in arms)
     ]
     note, lost = _note(arms, metric), divergence(arms)
     if form == "latex":
@@ -318,6 +284,4 @@ def _latex(header: Sequence[str], body: Sequence[Sequence[str]], note: str, lost
 
 
 def _escaped(text: str) -> str:
-    for character in ("&", "%", "$", "#", "_", "{", "}"):
-        text = text.replace(character, "\\" + character)
-    return text
+    return re.sub(r"([&%$#_{}])", r"\\\1", text)

@@ -66,33 +66,19 @@ def bench(
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
 
-    Args:
-        recipe: network, data and training: a recipe, a .toml file, the name of a shipped recipe, or the folder of a
-            population. What is not given here is taken from its [bench] table.
-        inits: see `plan_arms`; the others are compared with the first.
-        out: folder of the arms' populations and the results; named after the recipe if None. Calling again resumes.
-        epochs: see `plan_arms`.
-        seeds: see `plan_arms`.
-        seed: root of the benchmark's random streams. By default one of its own, the recipe's plus 1,000,000, since a
-            population of the recipe, from which an artifact may come, has the recipe's.
-        frozen: see `plan_arms`.
-        control: see `plan_arms`; "scale" tells what an initialiser's structure adds beyond its scale.
-        vary: see `plan_arms`.
-        grid: see `plan_arms`.
-        metric: the task's metric that is compared, such as "test_loss"; the primary one if None.
-        collector: a function with the signature of `collect`, which trains the arms one after the other.
-        workers: see `collect`.
-        backend: see `collect`.
-        scheduler: see `collect`.
-        device: see `collect`.
-        data: see `collect`.
-        progress: see `collect`.
+    `recipe` is a recipe, a .toml file, the name of a shipped one, or the folder of a population; what is not given here
+    is taken from its [bench] table. `inits`, `epochs`, `seeds`, `frozen`, `control`, `vary` and `grid` are those of
+    `plan_arms`; the first initialiser is the reference of the others, and `control="scale"` tells what structure adds
+    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data` and `progress` are those of `collect`, and
+    `collector`, a function with its signature, trains the arms one after the other in its place.
 
-    Raises:
-        UsageError: see `plan_arms`; also for an unknown initialiser or metric, and for a seed of the population that an
-            artifact was fitted to, before anything is trained.
-        DataError: if trained weights that an arm takes have changed in the meantime.
-        Resumable: if interrupted.
+    `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
+    `seed` is the root of the random streams. By default it is not the recipe's but 1,000,000 more, since a population
+    of the recipe, from which an artifact may come, has the recipe's. `metric` is the task's metric that is compared,
+    such as "test_loss"; the primary one if None.
+
+    Errors of the arguments come before anything is trained, also for a seed of the population that an artifact was
+    fitted to. A DataError says that trained weights that an arm takes have changed in the meantime.
 
     Example:
         >>> result = bench("digits-convnext", ["default", my_init])
@@ -179,28 +165,27 @@ class Design:
         """The populations of the arms, checked once, and the workers that train them; nothing is written."""
         chosen, where = chosen_workers(backend, workers, scheduler), resolve_device(device)
         shared: dict[Any, Any] = {}
+        options: dict[str, Any] = {"data": self.data, "device": device, "cluster": backend != "loky", "shared": shared}
         out = []
         for arm in self.arms:
             path = self.folder / RUNS / arm.folder
-            recipe = arm.recipe.replace({"population.tile": self._tile(arm, path, where, shared)})
-            options: dict[str, Any] = {
-                "data": self.data,
-                "device": device,
-                "cluster": backend != "loky",
-                "shared": shared,
-            }
+            there = manifests.read(path) if (path / manifests.NAME).exists() else None
+            tile = self._tile(arm, where, shared) if there is None else there.tile
+            recipe = arm.recipe.replace({"population.tile": tile})
             out.append(_in_cell(arm, partial(Request.of, recipe, path, **options)))
-            if (path / manifests.NAME).exists():
-                _refuse_another(path, manifests.read(path).recipe, out[-1].manifest.recipe)
+            differing = [] if there is None else there.recipe.differences(out[-1].manifest.recipe)
+            if lines := [line for line in differing if not line.startswith("population.networks:")]:
+                raise RecipeError(
+                    f"{path} was trained with another recipe (there -> this benchmark): {'; '.join(lines)}; "
+                    "give another folder (-o), or the same recipe and --seed"
+                )
         return out, chosen
 
-    def _tile(self, arm: Arm, path: Path, device: torch.device, shared: dict[Any, Any]) -> int:
-        """Networks in a tile: as on disk, or the recipe's but not more than there are.
+    def _tile(self, arm: Arm, device: torch.device, shared: dict[Any, Any]) -> int:
+        """Networks in a tile: the recipe's but not more than there are.
 
         On a GPU, a size that no recipe gives is chosen by the memory that the first arm of each cell takes.
         """
-        if (path / manifests.NAME).exists():
-            return manifests.read(path).tile
         tile = arm.recipe.population.tile or (TILE if device.type == "cpu" else shared.get(("tile", arm.place)))
         if tile is None:
             recipe = arm.recipe.completed(self.data)
@@ -240,16 +225,11 @@ class Design:
 
     def _chances(self) -> dict[str, Chance]:
         """The chance level of each cell that has one; each data set is read once."""
-        found: dict[str, Chance | None] = {}
-        cells: dict[str, Chance] = {}
-        for arm in self.arms:
-            recipe = arm.recipe.completed(self.data)
-            key = recipe.data.model_dump_json()
-            if key not in found:
-                found[key] = chance_of(recipe, self.metric, self.data)
-            if (level := found[key]) is not None:
-                cells[arm.place] = level
-        return cells
+        sections = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
+        distinct = {recipe.data.model_dump_json(): recipe for recipe in sections.values()}
+        levels = {key: chance_of(recipe, self.metric, self.data) for key, recipe in distinct.items()}
+        found = {place: levels[recipe.data.model_dump_json()] for place, recipe in sections.items()}
+        return {place: level for place, level in found.items() if level is not None}
 
 
 def train_arms(design: Design, requests: Sequence[Request], workers: Workers, *, progress: bool = True) -> BenchResult:
@@ -285,20 +265,11 @@ def _fitted_seeds(arms: Sequence[Arm]) -> dict[int, str]:
 
 
 def _in_cell(arm: Arm, function: Callable[[], Any]) -> Any:
-    """What the function returns; a RecipeError names the arm's cell."""
+    """What a function returns; a RecipeError names the arm's cell."""
     try:
         return function()
     except RecipeError as error:
         raise RecipeError(f"{point_text(dict(arm.cell))}: {error}" if arm.cell else str(error)) from error
-
-
-def _refuse_another(path: Path, there: Recipe, wanted: Recipe) -> None:
-    lines = [line for line in there.differences(wanted) if not line.startswith("population.networks:")]
-    if lines:
-        raise RecipeError(
-            f"{path} was trained with another recipe (there -> this benchmark): {'; '.join(lines)}; "
-            "give another folder (-o), or the same recipe and --seed"
-        )
 
 
 def _time_file(folder: Path, request: Request, tile: int) -> Path:

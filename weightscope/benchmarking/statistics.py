@@ -16,7 +16,7 @@ from weightscope.recipe import Recipe
 
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
-_BEYOND = ("beyond_scale", "beyond_scale_ci95", "beyond_scale_p", "beyond_scale_pairs", "beyond_scale_p_holm")
+Runs = Sequence[dict[str, Any]]
 
 
 class Chance(NamedTuple):
@@ -54,7 +54,7 @@ def above_chance(values: np.ndarray, chance: Chance) -> float:
 
 
 def summarise(
-    runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY, chances: Mapping[str, Chance] | None = None
+    runs: Runs, metric: Metric = ACCURACY, chances: Mapping[str, Chance] | None = None
 ) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
@@ -64,44 +64,44 @@ def summarise(
     the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm with a control is
     also compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference`
     the effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate
-    of the whole table (Holm 1979).
-
-    Args:
-        runs: rows of networks.
-        metric: that is compared.
-        chances: cell (`cell_key`) -> its chance level; rows then have `chance` and `chance_p`, see `above_chance`.
+    of the whole table (Holm 1979). `chances` maps cells (`cell_key`) to chance levels; rows then have `chance` and
+    `chance_p`, see `above_chance`. For the intervals see `mean_interval` and `paired`.
     """
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
-    controls = {(*place, arm): runs for (*place, init), runs in groups.items() if (arm := control_of(init)) is not None}
-    rows: list[dict[str, Any]] = []
-    reference: dict[tuple[str, int, bool], tuple[str, dict[int, float]]] = {}
+    groups, rows = _groups(runs), list[dict[str, Any]]()
+    controls = {(*key[:2], control_of(key[2])): key for key in groups}  # an arm -> its control
     for (cell, epochs, init), group in groups.items():
-        values = _values(group, metric)
+        values, first = _values(group, metric), _reference(groups, (cell, epochs, init))
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
         row |= {"epochs": epochs, **mean_interval(np.array(list(values.values())), metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
-        name, base = reference.setdefault((cell, epochs, init.endswith(FROZEN)), (init, values))
-        row |= {"reference": name if name != init else None, **_compared(values, base if name != init else {}, metric)}
-        row["p_holm"] = None
+        base = _values(groups[first], metric) if first[2] != init else {}
+        row |= {"reference": first[2] if first[2] != init else None, **_compared(values, base, metric)}
         control = controls.get((cell, epochs, init))
-        found = _compared(values, {} if control is None else _values(control, metric), metric)
-        row |= {"control": None if control is None else control[0]["init"]}
-        row |= dict(zip(_BEYOND, (*found.values(), None), strict=True))
-        level = (chances or {}).get(cell)
-        if level is not None:
+        found = _compared(values, _values(groups[control], metric) if control else {}, metric)
+        row |= {"control": control and control[2], "beyond_scale": found.pop("difference")}
+        row |= {f"beyond_scale_{key.removeprefix('difference_')}": value for key, value in found.items()}
+        if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(np.array(list(values.values())), level) if values else None
             row |= {"chance": level.accuracy, "chance_p": p}
         rows.append(row)
-    tested = [(row, key) for row in rows for key in ("p", "beyond_scale_p") if row[key] is not None]
-    for (row, key), p in zip(tested, holm([row[key] for row, key in tested]), strict=True):
-        row[f"{key}_holm"] = p
-    return rows
+    return _adjusted(rows, ("", "beyond_scale_"))
 
 
-def _values(runs: Sequence[dict[str, Any]], metric: Metric) -> dict[int, float]:
+def _groups(runs: Runs) -> dict[tuple[str, int, str], Runs]:
+    """(cell, epochs, initialiser) -> its runs, in order."""
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
+    return groups  # type: ignore[return-value]
+
+
+def _reference(groups: Mapping[tuple[str, int, str], Runs], arm: tuple[str, int, str]) -> tuple[str, int, str]:
+    """The first arm of the cell at the length, of a frozen arm the first frozen one."""
+    return next(key for key in groups if (*key[:2], key[2].endswith(FROZEN)) == (*arm[:2], arm[2].endswith(FROZEN)))
+
+
+def _values(runs: Runs, metric: Metric) -> dict[int, float]:
     """Seed -> value, of the runs that have a finite one."""
     return {run["seed"]: run[metric.key] for run in runs if run.get(metric.key) is not None}
 
@@ -110,12 +110,20 @@ def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) 
     """`paired` on the seeds that both have, and `pairs`, their number; None where there is none."""
     shared = [k for k in values if k in base]
     if not shared:
-        return dict.fromkeys(("difference", "difference_ci95", "p", "pairs"))
+        return dict.fromkeys(("difference", "difference_ci95", "p", "pairs", "p_holm"))
     found = paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
-    return found | {"pairs": len(shared)}
+    return {**found, "pairs": len(shared), "p_holm": None}
 
 
-def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+def _adjusted(rows: list[dict[str, Any]], prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
+    """The rows with `p_holm`, adjusted over all p-values of the table."""
+    tested = [(row, prefix) for row in rows for prefix in prefixes if row[f"{prefix}p"] is not None]
+    for (row, prefix), p in zip(tested, holm([row[f"{prefix}p"] for row, prefix in tested]), strict=True):
+        row[f"{prefix}p_holm"] = p
+    return rows
+
+
+def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
     """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
 
     Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
@@ -124,97 +132,71 @@ def between_cells(runs: Sequence[dict[str, Any]], field: str, metric: Metric = A
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
         raise UsageError(unknown("field", field, known))
-    first = runs[0]["cell"][field]
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
-    rows = []
+    first, groups, rows = runs[0]["cell"][field], _groups(runs), []
     for (cell, epochs, init), group in groups.items():
         place = json.loads(cell)
         base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
         found = _compared(_values(group, metric), _values(base, metric), metric)
         if place[field] != first and found["difference"] is not None:
-            about = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
-            rows.append({**about, **found, "p_holm": None})
-    tested = [row for row in rows if row["p"] is not None]
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
-        row["p_holm"] = p
-    return rows
+            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}, **found})
+    return _adjusted(rows)
 
 
-def seed_differences(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
-    """The differences of each arm from its reference on each seed, for `weightscope.plots.paired_differences`.
+def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The differences of each arm of one cell from its reference on each seed, for `plots.paired_differences`.
 
-    The reference at a length is the first initialiser, that of a frozen arm the first frozen one.
-
-    Returns:
-        For each arm at each length that has seeds of its reference: `init`, `epochs`, `reference`, `differences` (n,),
-        `diverged` (n,), whether one of the two did, `ci95` of their mean (None if they are equal up to rounding), and
-        `left_out`, the number of networks without a finite value (of the reference, too, in its first row). A frozen
-        arm has `variant_of`, the label without that suffix.
-
-    Raises:
-        DataError: if a difference is not finite.
+    For each arm at each length that has seeds of its reference, see `summarise`: `init`, `epochs`, `reference`,
+    `differences` (n,), `diverged` (n,), whether one of the two did, `ci95` of their mean (None if they are equal up to
+    rounding), and `left_out`, the number of networks without a finite value (of the reference, too, in its first row).
+    A frozen arm has `variant_of`, the label without that suffix. A difference that is not finite is a DataError.
     """
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
-    for run in runs:
-        groups.setdefault((run["epochs"], run["init"]), []).append(run)
-    references: dict[tuple[float, bool], str] = {}
-    rows, lost = [], {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
-    for (epochs, init), group in groups.items():
-        first = references.setdefault((epochs, init.endswith(FROZEN)), init)
-        base = {run["seed"]: run for run in groups[epochs, first] if run.get(metric.key) is not None}
+    groups, rows = _groups(runs), []
+    lost = {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
+    for place, group in groups.items():
+        first, (_, epochs, init) = _reference(groups, place), place
+        base = {run["seed"]: run for run in groups[first] if run.get(metric.key) is not None}
         pairs = [(run, base[run["seed"]]) for run in group if run["seed"] in base and run.get(metric.key) is not None]
-        if first == init or not pairs:
+        if first == place or not pairs:
             continue
         values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
         if not np.isfinite(values - others).all():
             raise DataError(f"`{init}` after {epochs:g} epochs: {metric.label} is not finite")
-        same = same_differences(values, others)
-        row = {"init": init, "epochs": epochs, "reference": first, "differences": values - others}
+        row = {"init": init, "epochs": epochs, "reference": first[2], "differences": values - others}
         row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
-        row["ci95"] = None if same else paired(values, others, metric)["difference_ci95"]
-        row["left_out"] = lost[epochs, init] + lost.pop((epochs, first), 0)
+        equal = same_differences(values, others)
+        row["ci95"] = None if equal else paired(values, others, metric)["difference_ci95"]
+        row["left_out"] = lost[place] + lost.pop(first, 0)
         rows.append(row | ({"variant_of": init.removesuffix(FROZEN)} if init.endswith(FROZEN) else {}))
     return rows
 
 
-def mean_curves(runs: Sequence[dict[str, Any]], metric: Metric = ACCURACY) -> list[dict[str, Any]]:
-    """The mean of the metric after each epoch, for `weightscope.plots.metric_curves`.
+def mean_curves(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+    """The mean of the metric after each epoch, for `plots.metric_curves`, of runs of one cell and one length.
 
-    Args:
-        runs: rows of networks of one cell and one length, with `curve`, the metric after each epoch.
-        metric: what the curves are of.
-
-    Returns:
-        For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and
-        `band` (2, E), the 95 % interval of the difference from the first one on the seeds of both, drawn around its
-        mean and inside the metric's bounds; None for the first one and for a single seed.
-
-    Raises:
-        UsageError: if the runs are of several cells or lengths, or an initialiser has no curve on a seed of the first.
+    For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and `band`
+    (2, E), the 95 % interval of the difference from the first one on the seeds of both, drawn around its mean and
+    inside the metric's bounds; None for the first one and for a single seed. It is a UsageError if the runs are of
+    several cells or lengths, or an initialiser has no `curve` on a seed of the first.
     """
-    places = {(cell_key(run), run["epochs"]) for run in runs}
+    groups = _groups(runs)
+    places = {key[:2] for key in groups}
     if len(places) != 1:
         raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
     found: dict[str, dict[int, np.ndarray]] = {}
-    for run in runs:
-        mine = found.setdefault(run["init"], {})
-        values = np.array([np.nan if v is None else v for v in run.get("curve") or []], dtype=float)
-        if values.size and np.isfinite(values[-1]):
-            mine[run["seed"]] = values
+    for (_, _, init), group in groups.items():
+        curves = {run["seed"]: np.array([np.nan if v is None else v for v in run.get("curve") or []]) for run in group}
+        found[init] = {seed: curve for seed, curve in curves.items() if curve.size and np.isfinite(curve[-1])}
     first = next(iter(found.values()))
     if not all(set(mine) & set(first) for mine in found.values()):
         raise UsageError('curves: expected a value after each epoch (training.evaluate = "epoch"), found none')
     rows = []
-    for init, mine in found.items():
+    for (key, group), mine in zip(groups.items(), found.values(), strict=True):
         shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
         if mine is not first and len(shared) > 1:
             differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
             half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
             band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
-        networks = sum(run["init"] == init for run in runs)
-        rows.append({"init": init, "mean": mean, "band": band, "n": len(mine), "networks": networks})
+        rows.append({"init": key[2], "mean": mean, "band": band, "n": len(mine), "networks": len(group)})
     return rows
 
 

@@ -12,13 +12,10 @@ from weightscope._util.names import listing
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.files import open_path
-from weightscope.checkpoint.tensors import WEIGHTS, FileCheck, Store, StoredTensor, open_mapping, open_module
+from weightscope.checkpoint.tensors import FileCheck, Store, StoredTensor, not_weights, open_mapping, open_module
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
-# Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
-_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
-_FP8_SCALES = ("_scale", "_scale_inv")
 _STATISTICS = ("running_mean", "running_var")
 _KEPT_BYTES = 32 << 20
 
@@ -73,7 +70,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.metadata: dict[str, str] = self._store.metadata
         self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._store.commit
-        self.skipped: dict[str, str] = _not_weights(self._store.tensors) | self._store.unreadable
+        self.skipped: dict[str, str] = not_weights(self._store.tensors) | self._store.unreadable
         self.nonfinite: dict[str, int] = {}
         self._weights = {name: e for name, e in self._store.tensors.items() if name not in self.skipped}
         self._kept: tuple[str, Tensor | None] | None = None
@@ -104,51 +101,34 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return self._entry(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of a tensor as stored, skipped or not; nothing is read.
-
-        Raises:
-            DataError: if torch has no such type.
-        """
+        """The data type of a tensor as stored, skipped or not; nothing is read."""
         entry = self._entry(name)
         if entry.dtype is None:
             raise DataError(f"{self.source}: `{name}` is stored as {entry.kind}, for which torch has no data type")
         return entry.dtype
 
     def raw(self, name: str) -> Tensor:
-        """A tensor in the data type in which it is stored, skipped or not.
-
-        Raises:
-            DataError: if it does not exist, or cannot be read.
-        """
-        return self._note(name, *self._entry(name).read(wide=False))
+        """A tensor in the data type in which it is stored, skipped or not; DataError if it cannot be read."""
+        return self._read(name, wide=False)
 
     @property
     def unverified(self) -> tuple[str, ...]:
-        """Files at the hub of which only byte ranges were read, so that they were not compared with their hash.
-
-        The ranges themselves are compared with the digest that they had when they were downloaded.
-        """
+        """Files at the hub of which only byte ranges were read, so that they were not compared with their hash."""
         return tuple(self._store.unverified())
 
     def check(self, *, download: bool = False) -> list[FileCheck]:
         """Compare the model's files with every checksum that is known, and say of each what was found.
 
         That is, the hash that the hub states, or that names a file in huggingface_hub's cache; the digest of each
-        cached range; and the CRC-32 of every record of a torch file. A safetensors file on disk has none.
-
-        Args:
-            download: fetch what is missing of files at the hub; otherwise they are unverified.
+        cached range; and the CRC-32 of every record of a torch file. A safetensors file on disk has none. Files at the
+        hub of which only ranges were read are unverified, unless `download` fetches the rest.
         """
         return self._store.check(download)
 
     def verify(self) -> int:
-        """Compare the files of a model at the hub with their hashes, downloading what is missing of them.
+        """The number of files at the hub that were compared with their hashes, after downloading what is missing.
 
-        Returns:
-            The number of files compared; 0 on disk and in memory, where no hash is known.
-
-        Raises:
-            DataError: on a checksum mismatch; the download is removed from the cache.
+        0 on disk and in memory, where no hash is known; DataError on a checksum mismatch.
         """
         found = self.check(download=True)
         if damaged := next((check.detail for check in found if check.status == "damaged"), None):
@@ -158,16 +138,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
     def __getitem__(self, name: str) -> Tensor:
         """A copy of a weight on the CPU: float64 if stored so, else float32.
 
-        Raises:
-            MissingTensor: if it does not exist, or is not a weight (says why); a `KeyError`, too.
-            DataError: if it cannot be read.
+        `MissingTensor`, which is a DataError and a KeyError, if it does not exist, or is not a weight (says why).
         """
         if name not in self._weights:
             raise self._missing(name)
         # A fused tensor is read once for each of its parts, so the second read keeps a copy; most are read only once.
         if self._kept is not None and self._kept[0] == name and self._kept[1] is not None:
             return self._kept[1].clone()
-        value = self._note(name, *self._weights[name].read(wide=True))
+        value = self._read(name, wide=True)
         again = self._kept is not None and self._kept[0] == name and value.nbytes <= _KEPT_BYTES
         self._kept = (name, value.clone() if again else None)
         return value
@@ -188,7 +166,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return id(self)
 
     def summary(self) -> str:
-        """See `Result.summary`."""
+        """One line: the source and its size."""
         numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         unverified = f", {len(self.unverified)} files unverified" if self.unverified else ""
@@ -196,16 +174,10 @@ class Checkpoint(Mapping[str, Tensor], Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, dtype and bytes as stored, and why it is skipped (or None)."""
-        return [
-            {
-                "name": name,
-                "shape": "x".join(map(str, entry.shape)),
-                "dtype": entry.kind,
-                "bytes": entry.nbytes,
-                "skipped": self.skipped.get(name),
-            }
-            for name, entry in self._store.tensors.items()
-        ]
+        keys = ("name", "shape", "dtype", "bytes", "skipped")
+        found = self._store.tensors.items()
+        rows = ((n, "x".join(map(str, e.shape)), e.kind, e.nbytes, self.skipped.get(n)) for n, e in found)
+        return [dict(zip(keys, row, strict=True)) for row in rows]
 
     def text(self) -> str:
         """The table of `rows`, for the terminal."""
@@ -224,18 +196,15 @@ class Checkpoint(Mapping[str, Tensor], Result):
         there = listing(self.names, most=4)
         return MissingTensor(f"{self.source}: no tensor {ascii(name)[:200]}; it has {len(self)} weights: {there}")
 
-    def _note(self, name: str, value: Tensor, bad: int) -> Tensor:
+    def _read(self, name: str, wide: bool) -> Tensor:
+        value, bad = self._entry(name).read(wide)
         if bad:
             self.nonfinite[name] = bad
         return value
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """The `Checkpoint` at a path or `hf://org/name` if it is a model.
-
-    Raises:
-        DataError: if it cannot be read, or is the artifact of an initialiser.
-    """
+    """The `Checkpoint` at a path or `hf://org/name`; DataError if it is the artifact of an initialiser."""
     found = Checkpoint(source)
     if ARTIFACT_KEY in found.metadata:
         raise DataError(
@@ -268,34 +237,3 @@ def _open(source: Any, key: str | None) -> Store:
     if isinstance(source, Mapping):
         return open_mapping(source)
     raise UsageError(f"expected a path, hf://org/name, a module or a mapping, found {type(source).__name__}")
-
-
-def _not_weights(entries: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Name -> why a tensor is not a weight, or not one without the tensors next to it."""
-    out = {}
-    for name, entry in entries.items():
-        if entry.dtype is None:
-            out[name] = f"stored as {entry.kind}, for which torch has no data type"
-        elif entry.dtype not in WEIGHTS:
-            kind = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
-            out[name] = f"{kind} ({entry.kind}), not weights; `raw` reads them"
-        elif entry.dtype.itemsize == 1:
-            scale = next((name + suffix for suffix in _FP8_SCALES if name + suffix in entries), None)
-            if scale is not None:
-                out[name] = f"{entry.kind}, to be multiplied by the scales in `{scale}`; `raw` reads it"
-    for name in entries:
-        if name not in out and (owner := _owner(name, out)):
-            out[name] = f"belongs to the quantised `{owner}`"
-    return out
-
-
-def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
-    """The quantised tensor that a tensor of scales or the like belongs to."""
-    path, _, last = name.rpartition(".")
-    if last in _QUANTISED_PARTS:
-        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
-    while path:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
-        if path in skipped:
-            return path
-        path = path.rpartition(".")[0]
-    return None

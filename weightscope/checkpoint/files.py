@@ -24,6 +24,8 @@ from weightscope.checkpoint.tensors import (
     LocalFile,
     Store,
     StoredTensor,
+    checked_shape,
+    natural,
     printable,
     read_bytes,
 )
@@ -33,18 +35,11 @@ from weightscope.errors import DataError, UsageError
 CONFIG = "config.json"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # The order in which transformers and diffusers look, safetensors before pickles.
-CANDIDATES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "diffusion_pytorch_model.safetensors",
-    "diffusion_pytorch_model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json"))
 _ONNX_SUFFIX = ".onnx"
 _MAX_JSON = 100 << 20
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
-_MAX_ENTRIES = 2**62
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 # Bits of an entry of each data type of safetensors.
 _BITS = {name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_TYPES.items()}
@@ -57,8 +52,7 @@ class Folder:
     commit: str | None = None
 
     def __init__(self, path: Path) -> None:
-        self.where = str(path)
-        self._path = path
+        self.where, self._path = str(path), path
         self._files: list[LocalFile] = []
 
     def names(self) -> list[str]:
@@ -123,35 +117,27 @@ def open_path(path: Path, key: str | None) -> Store:
 
 def open_folder(folder: Folder, key: str | None = None) -> Store:
     """The tensors of a model folder."""
-    names = set(folder.names())
+    names, where = set(folder.names()), folder.where
     found = [name for name in CANDIDATES if name in names][:1]
     for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
-        listed = ", ".join(found[:6])
-        raise DataError(f"{folder.where}: found {len(found)} checkpoints; name one of them: {listed}")
+        raise DataError(f"{where}: found {len(found)} checkpoints; name one of them: {', '.join(found[:6])}")
     if not found and POPULATION_FILE in names:
-        where = folder.where
         raise DataError(f"{where}: expected a model, found a population; give one of its networks: {where}::0")
     if not found:
-        raise DataError(
-            f"{folder.where}: expected {CANDIDATES[0]}, {CANDIDATES[1]} or another checkpoint, found "
-            f"{', '.join(sorted(names)[:6]) or 'no files'}"
-        )
-    store = _open(folder, found[0], folder.where, key, CONFIG in names)
+        there = ", ".join(sorted(names)[:6]) or "no files"
+        raise DataError(f"{where}: expected {CANDIDATES[0]}, {CANDIDATES[1]} or another checkpoint, found {there}")
+    store = _open(folder, found[0], where, key, CONFIG in names)
     if ARTIFACT_KEY in store.metadata and folder.commit is None:
-        file = Path(folder.where, found[0])
-        raise DataError(
-            f"{folder.where}: expected a model, found the artifact of an initialiser; give its file: {file}"
-        )
+        file = Path(where, found[0])
+        raise DataError(f"{where}: expected a model, found the artifact of an initialiser; give its file: {file}")
     return store
 
 
 def plain(name: Any) -> bool:
     """Whether a name is that of a file in the same folder: no path, not hidden, printable."""
-    if not isinstance(name, str) or not 0 < len(name) <= 255:
-        return False
-    return name.isprintable() and not name.startswith(".") and not set(name) & set("/\\:")
+    return isinstance(name, str) and bool(re.fullmatch(r"[^./\\:][^/\\:]{0,254}", name)) and name.isprintable()
 
 
 def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bool) -> Store:
@@ -219,8 +205,7 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
             if table.get(tensor) != shard:
                 out.unreadable.setdefault(tensor, f"in {shard}, but the index does not map it there")
         out.metadata |= store.metadata
-    for tensor in out.tensors:
-        out.unreadable.pop(tensor, None)
+    out.unreadable = {tensor: why for tensor, why in out.unreadable.items() if tensor not in out.tensors}
     return out
 
 
@@ -262,23 +247,16 @@ def _described(name: str, value: Any, file: ByteReader, offset: int) -> FileTens
     kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(kind, str) or kind not in _BITS:
         raise DataError(f"{place}: unknown dtype {ascii(kind)[:50]}; expected one of {', '.join(_BITS)}")
-    if not isinstance(shape, list) or len(shape) > 64 or not all(map(_is_natural, shape)):
-        raise DataError(f"{place}: expected a shape of integers >= 0, found {ascii(shape)[:100]}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_natural, offsets)):
+    dims = checked_shape(shape, place)
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
         raise DataError(f"{place}: expected two offsets >= 0, found {ascii(offsets)[:100]}")
-    if math.prod(max(n, 1) for n in shape) > _MAX_ENTRIES:
-        raise DataError(f"{place}: the shape {ascii(shape)[:100]} overflows")
-    bits, (start, stop) = math.prod(shape) * _BITS[kind], offsets
+    bits, (start, stop) = math.prod(dims) * _BITS[kind], offsets
     if bits != 8 * (stop - start):
         raise DataError(
             f"{place}: {kind} of shape {ascii(shape)[:100]} takes {bits / 8:.15g} bytes, "
             f"its offsets {ascii(offsets)[:100]} hold {stop - start}"
         )
-    return FileTensor(name, kind, SAFETENSORS_TYPES.get(kind), tuple(shape), file, offset + start, offset + stop)
-
-
-def _is_natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_ENTRIES
+    return FileTensor(name, kind, SAFETENSORS_TYPES.get(kind), dims, file, offset + start, offset + stop)
 
 
 def _json_object(raw: bytes, where: str) -> dict[str, Any]:

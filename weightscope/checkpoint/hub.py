@@ -61,8 +61,8 @@ class _Unreachable(DataError):
     """No answer: the endpoint is down, or there is no network."""
 
 
-class _Broken(Exception):
-    """Carries an OSError of a transfer through the writing of a file, whose own OSErrors mean a full disk."""
+class _Dropped(Exception):
+    """A transfer that ended early; no OSError, since those of writing the file mean a full disk."""
 
 
 def open_hub(address: str, key: str | None = None) -> Store:
@@ -91,11 +91,9 @@ class HubFolder(Folder):
         self.commit: str = commit
 
     def names(self) -> list[str]:
-        """See `Folder.names`."""
         return self._names
 
     def open(self, name: str, parts: bool = True) -> "LocalFile | HubFile":
-        """See `Folder.open`; huggingface_hub's cache is preferred."""
         path = try_to_load_from_cache(self.repository, name, revision=self.commit)
         if parts and not isinstance(path, str):
             return self._ranged.setdefault(name, HubFile(self, name))
@@ -103,15 +101,12 @@ class HubFolder(Folder):
         return LocalFile(self._whole[name], f"{self.where}: {name}")
 
     def received(self) -> int:
-        """See `Folder.received`; counts the bodies of all files, and nothing that came from a cache."""
         return self.fetched
 
     def unverified(self) -> list[str]:
-        """See `Folder.unverified`."""
         return list(self._ranged)
 
     def check(self, download: bool) -> list[FileCheck]:
-        """See `Folder.check`."""
         damage = {name: file.damage() for name, file in self._ranged.items()}
         if download:
             self._whole |= {name: self.download(name) for name in self._ranged}
@@ -208,16 +203,14 @@ class HubFile:
         self.size: int = size if isinstance(size, int) and size >= 0 else self._stated_size()
 
     def part(self, start: int, stop: int) -> LocalFile:
-        """See `ByteReader.part`."""
         file = self._cached(start, stop)
         if file is None:
             if not 0 <= start < stop <= self.size:
                 raise DataError(f"{self.where}: bytes {start}-{stop} are outside a file of {self.size} bytes")
-            path = self._path(start, stop)
-            _tried(self.where, lambda: atomic.write(path, self._body(start, stop)))
+            _tried(self.where, lambda: self._fetch(start, stop))
             file = self._cached(start, stop)
             if file is None:
-                raise DataError(f"{self.where}: bytes {start}-{stop} changed while they were cached in {path}")
+                raise DataError(f"{self.where}: bytes {start}-{stop} changed while they were cached")
         return file
 
     def damage(self) -> str:
@@ -262,39 +255,35 @@ class HubFile:
         path.unlink(missing_ok=True)
         return None
 
-    def _body(self, start: int, stop: int) -> Iterator[bytes]:
-        try:
-            yield from self._answer(start, stop)
-        except OSError as error:
-            raise _Broken from error
-
-    def _answer(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes of one answer, in pieces, and then their SHA-256."""
+    def _fetch(self, start: int, stop: int) -> None:
+        """Write the bytes of one answer into the cache, and then their SHA-256."""
         url = self._direct or self._url
         headers = build_hf_headers(token=self._folder.token if url == self._url else False, user_agent=USER_AGENT)
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
-        digest, missing = hashlib.sha256(), stop - start
         with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
             if response.status_code >= 400 and self._direct:  # expired: the hub is asked for another address
                 self._direct = None
                 raise ConnectionError(f"the storage answered {response.status_code}")
             if response.status_code >= 300:
                 raise HfHubHTTPError(f"status {response.status_code}", response=response)
-            expected = f"bytes {start}-{stop - 1}/"
-            if response.status_code != 206 or not response.headers.get("Content-Range", "").startswith(expected):
+            expected, stated = f"bytes {start}-{stop - 1}/", response.headers.get("Content-Range", "")
+            if response.status_code != 206 or not stated.startswith(expected):
                 raise DataError(
                     f"{self.where}: asked for {expected}{self.size}, and the server ignores ranges: it answered "
-                    f"{response.status_code} {ascii(response.headers.get('Content-Range', ''))[:60]} where 206 was "
-                    "expected; download the model instead"
+                    f"{response.status_code} {ascii(stated)[:60]} where 206 was expected; download the model instead"
                 )
-            for piece in response.iter_raw():
-                piece = piece[:missing]
-                missing -= len(piece)
-                self._folder.fetched += len(piece)
-                digest.update(piece)
-                yield piece
+            atomic.write(self._path(start, stop), self._body(response.iter_raw(), stop - start))
+
+    def _body(self, pieces: Iterator[bytes], missing: int) -> Iterator[bytes]:
+        digest = hashlib.sha256()
+        for piece in pieces:
+            piece = piece[:missing]
+            missing -= len(piece)
+            self._folder.fetched += len(piece)
+            digest.update(piece)
+            yield piece
         if missing:
-            raise ConnectionError(f"the connection was dropped {missing} bytes before the end")
+            raise _Dropped(f"the connection was dropped {missing} bytes before the end")
         yield digest.digest()
 
 
@@ -304,17 +293,14 @@ def _tried(what: str, call: Callable[[], T]) -> T:
         raise _Unreachable(f"{what}: it is in no cache, and HF_HUB_OFFLINE forbids downloads")
     for pause in (*PAUSES, None):
         try:
-            try:
-                return call()
-            except _Broken as broken:
-                raise broken.__cause__ or broken from None
+            return call()
         except HfHubHTTPError as error:
             status, code = error.response.status_code, error.response.headers.get("X-Error-Code", "")
             if pause is None or status not in _TRANSIENT:
                 shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else status
                 advice = _ADVICE.get(403 if code == "GatedRepo" else status, "it was refused; try again later")
                 raise DataError(f"{what}: the hub answered {shown}: {advice}") from error
-        except (HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
+        except (HTTPError, ConnectionError, LocalEntryNotFoundError, _Dropped) as error:
             if pause is None:
                 text = " ".join(ascii(str(error))[1:-1].split())[:150] or type(error).__name__
                 raise _Unreachable(

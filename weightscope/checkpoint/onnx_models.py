@@ -22,6 +22,7 @@ from weightscope.checkpoint.tensors import (
     LocalFile,
     MemoryTensor,
     Store,
+    checked_shape,
     printable,
     read_bytes,
 )
@@ -30,22 +31,12 @@ from weightscope.errors import DataError, UsageError
 _MAX_FILE = (1 << 31) - 1  # bytes of a protobuf message; larger models keep their weights in other files
 
 # ONNX's names of data types -> those of safetensors.
-_TYPES = {
-    "FLOAT": "F32",
-    "DOUBLE": "F64",
-    "FLOAT16": "F16",
-    "BFLOAT16": "BF16",
-    "FLOAT8E4M3FN": "F8_E4M3",
-    "FLOAT8E4M3FNUZ": "F8_E4M3FNUZ",
-    "FLOAT8E5M2": "F8_E5M2",
-    "FLOAT8E5M2FNUZ": "F8_E5M2FNUZ",
-    "BOOL": "BOOL",
-    "COMPLEX64": "C64",
-    **{f"{sign}INT{bits}": f"{kind}{bits}" for sign, kind in (("", "I"), ("U", "U")) for bits in (8, 16, 32, 64)},
-}
+_TYPES = {f"{sign}INT{bits}": f"{sign or 'I'}{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)}
+_TYPES |= {"FLOAT16": "F16", "BFLOAT16": "BF16", "FLOAT": "F32", "DOUBLE": "F64", "BOOL": "BOOL", "COMPLEX64": "C64"}
+_TYPES |= {f"FLOAT8{kind}": f"F8_{kind.replace('FN', '', 1)}" for kind in ("E4M3FN", "E5M2")}
+_TYPES |= {f"FLOAT8{kind}": f"F8_{kind}" for kind in ("E4M3FNUZ", "E5M2FNUZ")}
 _CONVOLUTIONS = ("Conv", "ConvTranspose")
 _LINEAR = ("MatMul", "Gemm")
-_MAX_ENTRIES = 2**62
 _PADDLE = re.compile(r"(?P<path>.+)\.(?P<kind>[wb])_(?P<number>\d)(_deepcopy_\d+)?")
 _PADDLE_PARTS = {"w_0": "weight", "b_0": "bias", "w_1": "running_mean", "w_2": "running_var"}
 
@@ -88,7 +79,7 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         kind = onnx.TensorProto.DataType.Name(tensor.data_type) if tensor.data_type in known else "unknown"
         dtype = SAFETENSORS_TYPES.get(_TYPES.get(kind, ""))
         where = f"{file.where}: `{new[:200]}`"
-        shape = _shape(tensor, where)
+        shape = checked_shape(list(tensor.dims), where)
         if dtype is None:
             store.unreadable[new] = f"stored as {kind}, for which torch has no data type"
             continue
@@ -192,13 +183,6 @@ def _convolution(node: Any) -> dict[str, Any]:
     return out
 
 
-def _shape(tensor: Any, where: str) -> tuple[int, ...]:
-    shape = tuple(tensor.dims)
-    if len(shape) > 64 or any(n < 0 for n in shape) or math.prod(max(n, 1) for n in shape) > _MAX_ENTRIES:
-        raise DataError(f"{where}: expected a shape of integers >= 0 that does not overflow, found {shape[:8]}")
-    return shape
-
-
 def _in_memory(
     where: str, name: str, tensor: Any, dtype: torch.dtype, shape: tuple[int, ...], turn: bool
 ) -> MemoryTensor:
@@ -206,11 +190,9 @@ def _in_memory(
 
     size = math.prod(shape)
     if tensor.HasField("raw_data"):
-        if len(tensor.raw_data) != size * dtype.itemsize:
-            raise DataError(
-                f"{where}: expected {size * dtype.itemsize:,} bytes for {dtype} of shape {shape}, "
-                f"found {len(tensor.raw_data):,}"
-            )
+        needed, found = size * dtype.itemsize, len(tensor.raw_data)
+        if found != needed:
+            raise DataError(f"{where}: expected {needed:,} bytes for {dtype} of shape {shape}, found {found:,}")
         value = torch.frombuffer(bytearray(tensor.raw_data), dtype=dtype) if size else torch.empty(0, dtype=dtype)
     else:
         fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")

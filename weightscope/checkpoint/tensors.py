@@ -5,7 +5,6 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,32 +14,17 @@ from torch import Tensor, nn
 from weightscope._util.sources import open_regular, reason
 from weightscope.errors import DataError
 
-SAFETENSORS_TYPES: Mapping[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
-"""Data types of safetensors that torch has."""
+# Data types of safetensors that torch has.
+SAFETENSORS_TYPES = {f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)}
+SAFETENSORS_TYPES |= {f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)}
+SAFETENSORS_TYPES |= {f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)}
+SAFETENSORS_TYPES |= {"BF16": torch.bfloat16, "BOOL": torch.bool, "C64": torch.complex64}
+SAFETENSORS_TYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz}
+SAFETENSORS_TYPES |= {"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz}
 
-_EIGHT_BITS = {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
-WEIGHTS = {torch.float64, torch.float32, torch.float16, torch.bfloat16, *_EIGHT_BITS}
-"""Data types of tensors that count as weights."""
-
+# Data types of tensors that count as weights.
+WEIGHTS = {dtype for dtype in SAFETENSORS_TYPES.values() if dtype.is_floating_point}
+_MAX_ENTRIES = 2**62
 _CHUNK = 1 << 22  # entries converted at once: peak memory is the result and 16 MB
 
 # Hints that the finders of anatomy ask for; a module keeps them as attributes where a file has them in its config.
@@ -65,9 +49,9 @@ class Region(Protocol):
 
 
 class ByteReader(Protocol):
-    """A file of a checkpoint."""
+    """A file of a checkpoint; `where` is its name in errors."""
 
-    where: str  # its name in errors
+    where: str
     size: int
 
     def part(self, start: int, stop: int) -> Region:
@@ -86,18 +70,16 @@ class LocalFile:
         self.bytes_read = 0
         self._base = base
         try:
-            self.stream: BufferedReader = open_regular(path)
+            self.stream = open_regular(path)
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {reason(error)}") from error
         weakref.finalize(self, self.stream.close)
         self.size = os.fstat(self.stream.fileno()).st_size
 
     def part(self, start: int, stop: int) -> "LocalFile":
-        """See `ByteReader.part`."""
         return self
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """See `Region.read_into`."""
         done = 0
         while done < len(buffer):
             try:
@@ -123,6 +105,20 @@ def printable(name: Any, where: str) -> str:
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise DataError(f"{where}: a tensor's name is empty or not printable: {ascii(name)[:100]}")
     return name
+
+
+def checked_shape(shape: Any, where: str) -> tuple[int, ...]:
+    """The shape that a header claims; zeros must not hide an overflow."""
+    if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
+        raise DataError(f"{where}: expected a shape of integers >= 0, found {ascii(shape)[:100]}")
+    if math.prod(max(n, 1) for n in shape) > _MAX_ENTRIES:
+        raise DataError(f"{where}: the shape {ascii(shape)[:100]} overflows")
+    return tuple(shape)
+
+
+def natural(value: Any) -> bool:
+    """Whether a number of a header is one of entries or bytes."""
+    return type(value) is int and 0 <= value <= _MAX_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -153,9 +149,8 @@ class FileTensor:
         where = f"{self.file.where}: `{self.name}`"
         if self.dtype is None:
             raise DataError(f"{where}: torch has no data type {self.kind}, so it cannot be read")
-        result = torch.float32 if wide and _is_narrow(self.dtype) else self.dtype
         try:
-            flat = torch.empty(self.nbytes // self.dtype.itemsize, dtype=result)
+            flat = torch.empty(self.nbytes // self.dtype.itemsize, dtype=_width(self.dtype, wide))
             bad = self._fill(flat, self.dtype)
             if self.stride is not None:
                 flat = flat.as_strided(self.shape, self.stride).contiguous()
@@ -184,22 +179,17 @@ class MemoryTensor:
     """A tensor in memory; attributes and methods as `FileTensor`."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
-        self.name = name
-        self.kind = str(tensor.dtype).removeprefix("torch.")
-        self.dtype = tensor.dtype
-        self.shape = tuple(tensor.shape)
-        self.nbytes = tensor.numel() * tensor.element_size()
+        self.name, self._tensor = name, tensor
+        self.kind, self.dtype = str(tensor.dtype).removeprefix("torch."), tensor.dtype
+        self.shape, self.nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
         self.identity: Hashable = id(tensor)
-        if not tensor.is_meta and tensor.numel() and tensor.layout == torch.strided:
+        if not tensor.is_meta and tensor.numel():
             self.identity = (tensor.data_ptr(), tensor.dtype, self.shape, tensor.stride())
-        self._tensor = tensor
 
     def read(self, wide: bool) -> tuple[Tensor, int]:
-        """See `FileTensor.read`; a copy, on the CPU."""
         if self._tensor.is_meta:
             raise DataError(f"`{self.name}` is on the meta device and holds no numbers; materialise the model first")
-        result = torch.float32 if wide and _is_narrow(self.dtype) else self.dtype
-        out = self._tensor.detach().to("cpu", result, copy=True)
+        out = self._tensor.detach().to("cpu", _width(self.dtype, wide), copy=True)
         return out, _nonfinite(out)
 
 
@@ -231,11 +221,8 @@ def open_module(module: nn.Module) -> Store:
     store.statistics = frozenset(name for name, _ in module.named_buffers(remove_duplicate=False))
     config: Any = getattr(module, "config", None)
     if hasattr(config, "to_dict"):
-        store.config = dict(config.to_dict())
-    elif isinstance(config, Mapping):
-        store.config = dict(config)
-    else:
-        store.config = dict(_hints(module))
+        config = config.to_dict()
+    store.config = dict(config if isinstance(config, Mapping) else _hints(module))
     return store
 
 
@@ -243,12 +230,55 @@ def open_mapping(tensors: Mapping[str, Any], label: str = "state dict") -> Store
     """The tensors of a mapping."""
     if not all(isinstance(name, str) for name in tensors):
         raise DataError(f"{label}: expected names of tensors as keys, found other keys")
-    found: dict[str, StoredTensor] = {n: MemoryTensor(n, t) for n, t in tensors.items() if isinstance(t, Tensor)}
-    if tensors and not found:
+    others = {name: why for name, value in tensors.items() if (why := odd(value))}
+    if tensors and not any(isinstance(value, Tensor) for value in tensors.values()):
         there = ", ".join(list(tensors)[:6])
         raise DataError(f"{label}: expected a mapping of names to tensors, found none under {there}")
-    others = {name: f"a {type(value).__name__}, no tensor" for name, value in tensors.items() if name not in found}
+    found: dict[str, StoredTensor] = {n: MemoryTensor(n, t) for n, t in tensors.items() if n not in others}
     return Store(label, found, others, dict(getattr(tensors, "config", None) or {}))
+
+
+def odd(value: Any) -> str:
+    """Why a value is not a strided tensor; empty if it is."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}, no tensor"
+    if value.is_quantized or value.is_nested or value.layout != torch.strided:
+        return f"a {'quantised' if value.is_quantized else 'nested' if value.is_nested else 'sparse'} tensor"
+    return ""
+
+
+# Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
+_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
+
+
+def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> why a tensor, with `dtype`, is not a weight, or not one without the tensors next to it."""
+    out = {}
+    for name, entry in tensors.items():
+        kind = getattr(entry, "kind", None) or str(entry.dtype).removeprefix("torch.")
+        if isinstance(entry, Tensor) and (why := odd(entry)):
+            out[name] = why
+        elif entry.dtype is None:
+            out[name] = f"stored as {kind}, for which torch has no data type"
+        elif entry.dtype not in WEIGHTS:
+            what = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
+            out[name] = f"{what} ({kind}), not weights; `raw` reads them"
+        elif entry.dtype.itemsize == 1 and (scale := {f"{name}_scale", f"{name}_scale_inv"} & tensors.keys()):
+            out[name] = f"{kind}, to be multiplied by the scales in `{scale.pop()}`; `raw` reads it"
+    for name in tensors:
+        if name not in out and (owner := _owner(name, out)):
+            out[name] = f"belongs to the quantised `{owner}`"
+    return out
+
+
+def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
+    """The quantised tensor that a tensor of scales or the like belongs to."""
+    path, _, last = name.rpartition(".")
+    if last in _QUANTISED_PARTS:
+        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
+    while path and path not in skipped:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
+        path = path.rpartition(".")[0]
+    return path or None
 
 
 def _hints(module: nn.Module) -> Iterator[tuple[str, int]]:
@@ -258,13 +288,14 @@ def _hints(module: nn.Module) -> Iterator[tuple[str, int]]:
             yield key, found.pop()
 
 
-def _is_narrow(dtype: torch.dtype) -> bool:
-    return dtype in WEIGHTS and dtype.itemsize < 4
+def _width(dtype: torch.dtype, wide: bool) -> torch.dtype:
+    """The data type in which a tensor is read."""
+    return torch.float32 if wide and dtype in WEIGHTS and dtype.itemsize < 4 else dtype
 
 
 def _nonfinite(values: Tensor) -> int:
     """The number of entries that are NaN or infinite."""
-    if not values.is_floating_point() or values.dtype in _EIGHT_BITS:
+    if not values.is_floating_point() or values.dtype.itemsize == 1:
         return 0
     # A finite sum proves that all entries are finite, without extra memory; a sum that overflows proves nothing.
     if math.isfinite(values.sum().item()):

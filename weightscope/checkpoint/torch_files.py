@@ -10,7 +10,6 @@ import io
 import math
 import zipfile
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -26,34 +25,21 @@ _LEGACY_START = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little"
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
-_STORAGES: Mapping[str, torch.dtype] = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
+# torch's own names for its data types: torch.half is the one of HalfStorage.
+_NUMBERS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
+_STORAGES: dict[str, torch.dtype] = {f"{name}Storage": getattr(torch, name.lower()) for name in _NUMBERS}
+_STORAGES |= {"CharStorage": torch.int8, "ByteStorage": torch.uint8}
+_STORAGES |= {"ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128}
 _UNTYPED = {"torch.storage UntypedStorage", "torch UntypedStorage"}
-_DTYPES = {f"torch {str(d).removeprefix('torch.')}": d for d in {*_STORAGES.values()} | {torch.uint16, torch.uint32}}
-_DTYPES |= {f"torch {name}": getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "uint64")}
+_OTHERS = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = {str(dtype).replace(".", " "): dtype for dtype in (*_STORAGES.values(), *_OTHERS)}
 _DICTS = {"collections OrderedDict", "collections Counter"}
 _TENSORS = {f"torch._utils _rebuild_tensor{suffix}" for suffix in ("", "_v2", "_v3")}
 _PARAMETERS = {"torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state"}
 # Builders of tensors that are not strided arrays: such tensors are skipped, with this reason.
-_ODD = {
-    "torch._utils _rebuild_qtensor": "quantised",
-    "torch._utils _rebuild_sparse_tensor": "sparse",
-    "torch._utils _rebuild_sparse_csr_tensor": "sparse",
-    "torch._utils _rebuild_nested_tensor": "nested",
-    "torch._utils _rebuild_meta_tensor_no_storage": "on the meta device, without numbers",
-}
+_ODD = {"torch._utils _rebuild_qtensor": "quantised", "torch._utils _rebuild_nested_tensor": "nested"}
+_ODD |= {f"torch._utils _rebuild_sparse_{name}tensor": "sparse" for name in ("", "csr_")}
+_ODD |= {"torch._utils _rebuild_meta_tensor_no_storage": "on the meta device, without numbers"}
 _HARMLESS = {
     *("torch device", "torch Size", "torch.serialization _get_layout", "torch.nn.parameter Parameter"),
     *("torch per_tensor_affine", "torch per_channel_affine", "torch Tensor", "torch._tensor Tensor", "_codecs encode"),
@@ -84,6 +70,12 @@ class _View:
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def span(self) -> int:
+        """Entries of the storage from its first to its last one; 0 if it is empty."""
+        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        return 0 if 0 in self.shape else last + 1
 
 
 @dataclass(frozen=True)
@@ -161,19 +153,17 @@ def _view(name: str, arguments: tuple[Any, ...]) -> _View | _Odd:
             raise ValueError("it builds a tensor of something that is not a storage")
     if dtype is None or storage.dtype is None:
         return _Odd("a quantised tensor")
+    shown = f"it builds a tensor of shape {ascii(shape)[:80]}"
     if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
-        raise ValueError(f"it builds a tensor of shape {ascii(shape)[:80]} and stride {ascii(stride)[:80]}")
-    room = storage.count * storage.dtype.itemsize // dtype.itemsize
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if math.prod(max(n, 1) for n in shape) >= 2**62 or (0 not in shape and last >= room):
-        raise ValueError(f"it builds a tensor of shape {ascii(shape)[:80]} outside its storage of {room} entries")
-    if math.prod(shape) > room:
-        return _Odd("expanded: it has more entries than its storage")
-    return _View(storage, dtype, offset, shape, stride)
+        raise ValueError(f"{shown} and stride {ascii(stride)[:80]}")
+    room, view = storage.count * storage.dtype.itemsize // dtype.itemsize, _View(storage, dtype, offset, shape, stride)
+    if math.prod(max(n, 1) for n in shape) >= 2**62 or (view.span and offset + view.span > room):
+        raise ValueError(f"{shown} outside its storage of {room} entries")
+    return _Odd("expanded: it has more entries than its storage") if math.prod(shape) > room else view
 
 
 class _Record:
-    """An uncompressed record of a zip archive, compared with its CRC-32 before it is read; see `ByteReader`."""
+    """An uncompressed record of a zip archive, a `ByteReader`, compared with its CRC-32 before it is read."""
 
     def __init__(self, file: LocalFile, info: zipfile.ZipInfo) -> None:
         self.where = f"{file.where}: its record {ascii(info.orig_filename)[1:-1][:100]}"
@@ -191,7 +181,6 @@ class _Record:
         self._compared = not self.has_crc
 
     def part(self, start: int, stop: int) -> "_Record":
-        """See `ByteReader.part`."""
         if not self._compared:
             found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
             for first in range(0, self.size, _PIECE):
@@ -200,15 +189,12 @@ class _Record:
                 found = zlib.crc32(piece, found)
             self._file.bytes_read -= self.size  # it was not asked for
             if found != self._crc:
-                raise DataError(
-                    f"{self.where}: checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}; "
-                    "download it again"
-                )
+                mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
+                raise DataError(f"{self.where}: {mismatch}; download it again")
             self._compared = True
         return self
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """See `Region.read_into`."""
         self._file.read_into(buffer, self._start + start)
 
 
@@ -247,7 +233,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
         if start.startswith(b"\x80"):
             kind = "a bare pickle"
             # What it asks for, if it asks for code, is the more useful error.
-            run(_TorchUnpickler(io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE))), file.where), file.where)
+            _unpickled(file, 0, min(file.size, _MAX_PICKLE), file.where)
         raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
     else:
         raise DataError(
@@ -272,20 +258,18 @@ def _tensor(name: str, view: _View, places: _Places, where: str) -> FileTensor:
     storage = view.storage
     reader, start, size = places.get(storage.key, (None, 0, -1))
     if reader is None or storage.dtype is None or size != storage.count * storage.dtype.itemsize:
-        found = f"{size} bytes" if size >= 0 else "none"
-        raise DataError(
-            f"{where}: `{name}`: expected a storage of {storage.count} entries of {storage.dtype}, found {found}"
-        )
-    last = sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True)) if 0 not in view.shape else -1
+        expected, found = f"{storage.count} entries of {storage.dtype}", f"{size} bytes" if size >= 0 else "none"
+        raise DataError(f"{where}: `{name}`: expected a storage of {expected}, found {found}")
+    # A row-major tensor needs no stride: that of an axis is the number of entries after it.
+    dense = all(n == 1 or view.stride[i] == math.prod(view.shape[i + 1 :]) for i, n in enumerate(view.shape))
     start += view.offset * view.dtype.itemsize
-    expected, dense = 1, True
-    for n, step in zip(reversed(view.shape), reversed(view.stride), strict=True):
-        dense &= n == 1 or step == expected
-        expected *= n
-    stride = None if dense or last < 0 else view.stride
-    kind = str(view.dtype).removeprefix("torch.")
-    stop = start + (last + 1) * view.dtype.itemsize
+    kind, stop = str(view.dtype).removeprefix("torch."), start + view.span * view.dtype.itemsize
+    stride = None if dense or not view.span else view.stride
     return FileTensor(name, kind, view.dtype, view.shape, reader, start, stop, stride)
+
+
+def _unpickled(file: ByteReader, start: int, stop: int, where: str) -> Any:
+    return run(_TorchUnpickler(io.BytesIO(read_bytes(file, start, stop)), where), where)
 
 
 def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
@@ -293,9 +277,7 @@ def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
     records = _records(file)
     roots = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
     if len(roots) != 1:
-        raise DataError(
-            f"{file.where}: a zip archive, but not of torch.save: expected one data.pkl, found {len(roots)}"
-        )
+        raise DataError(f"{file.where}: a zip archive, not of torch.save: expected one data.pkl, found {len(roots)}")
     root, code = roots[0].removesuffix("data.pkl"), records[roots[0]]
     if f"{root}constants.pkl" in records:
         raise DataError(f"{file.where}: TorchScript programs are not read; save its state_dict() with safetensors")
@@ -304,10 +286,9 @@ def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
         raise DataError(f"{file.where}: expected numbers in little-endian order, found another")
     if code.size > _MAX_PICKLE:
         raise DataError(f"{code.where} takes {code.size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
-    value = run(_TorchUnpickler(io.BytesIO(read_bytes(code, 0, code.size)), file.where), file.where)
     prefix = f"{root}data/"
-    storages = {name.removeprefix(prefix): record for name, record in records.items() if name.startswith(prefix)}
-    return value, {name: (record, 0, record.size) for name, record in storages.items()}
+    places: _Places = {n.removeprefix(prefix): (r, 0, r.size) for n, r in records.items() if n.startswith(prefix)}
+    return _unpickled(code, 0, code.size, file.where), places
 
 
 def _from_stream(file: LocalFile) -> tuple[Any, _Places]:

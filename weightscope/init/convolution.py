@@ -369,7 +369,7 @@ def transfer_distributions(
     strict: bool = True,
 ) -> dict[str, float]:
     """Draw a module's filters from a source's; layer -> share of negative eigenvalues, where there are some."""
-    parts = depthwise(module, strict=strict, caller="covariance_transfer_")
+    parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
     parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
     wanted = target_distributions(parts, source, options)

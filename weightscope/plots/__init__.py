@@ -20,14 +20,14 @@ from weightscope.plots.comparisons import (
     label_without,
     metric_along,
     metric_curves,
+    training_curves,
 )
-from weightscope.plots.covariance import block_form, covariance_map, filter_covariance
+from weightscope.plots.covariance import covariance_map
 from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
 from weightscope.plots.filters import Panel, covariance_page, filter_grid, filter_page
 from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure, stripe_ratios
 from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
 from weightscope.plots.theme import render, root_figure, save, subplots
-from weightscope.plots.training import metric_distribution, training_curves
 
 __all__ = [
     "Curve",
@@ -36,13 +36,11 @@ __all__ = [
     "accuracy_by_length",
     "alpha_beta_frontier",
     "attention_grid",
-    "block_form",
     "convergence",
     "covariance_map",
     "covariance_page",
     "depth_curves",
     "difference_map",
-    "filter_covariance",
     "filter_grid",
     "filter_page",
     "gain_curve",
@@ -51,7 +49,6 @@ __all__ = [
     "matrix_grid",
     "metric_along",
     "metric_curves",
-    "metric_distribution",
     "paired_differences",
     "product_grid",
     "products_by_depth",

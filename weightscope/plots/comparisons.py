@@ -1,4 +1,4 @@
-"""Comparisons of initialisers: a metric against training length, epochs, a parameter, sequence length or gain.
+"""A metric against training length, epochs, a parameter, sequence length or gain; and curves of a population.
 
 Functions take the rows of a benchmark's `results.json`. A row with `variant_of` looks like the row that this names,
 with open markers and a dotted line.
@@ -6,7 +6,6 @@ with open markers and a dotted line.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,47 +16,26 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, p_value, places, signed, wrap
 
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
-_FAINT = "#c3c9d1"  # edges that show points near zero, which are white
-_ROW = 0.34  # inches
 _WITHOUT = "without the parameter"
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Style:
-    """Colour, marker and line of an initialiser; a variant has those of its counterpart, with open markers."""
-
-    colour: str
-    marker: str
-    line: Any
-    open: bool = False
-
-    def options(self, **more: Any) -> dict[str, Any]:
-        """Keyword arguments of `errorbar` and `Line2D`."""
-        face = "white" if self.open else self.colour
-        return {"color": self.colour, "ls": self.line, "marker": self.marker, "mfc": face, "mew": 1.2, "lw": 1.5} | more
-
-
-def styles_of(rows: Sequence[Row]) -> dict[str, Style]:
-    """The style of each initialiser, in order."""
+def styles_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """The style of each initialiser, in order; a variant has that of its counterpart, with open markers."""
     bases = {row["init"]: row.get("variant_of", row["init"]) for row in rows}
     order = list(dict.fromkeys(bases.values()))
-    return {
-        init: Style(theme.colour(i), theme.marker(i), theme.line(i) if init == base else (0, (1, 1.5)), init != base)
-        for init, base in bases.items()
-        for i in [order.index(base)]
-    }
+    return {init: theme.look(order.index(base), hollow=init != base) for init, base in bases.items()}
 
 
 def row_height(names: Sequence[str]) -> float:
     """Height of a row in inches."""
-    return max(_ROW, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
+    return max(0.34, 0.16 * (1 + max(name.count("\n") for name in names)) + 0.05)
 
 
 def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tuple[np.ndarray, np.ndarray]:
@@ -69,13 +47,11 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     compared = any(row.get("difference") is not None for row in everything)
     found = []
     for row in rows:
-        shift, interval = row["mean"] - row["difference"] if row.get("difference") is not None else 0.0, row.get("ci95")
-        if compared:
-            interval = row.get("difference_ci95")
+        interval, shift = row.get("difference_ci95" if compared else "ci95"), row["mean"] - (row.get("difference") or 0)
         if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
             found.append((row["mean"], row["mean"]))
         else:
-            found.append(tuple(np.clip(np.asarray(interval) + shift, *metric.bounds)))
+            found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
     low, high = np.array(found).T
     return low, high
 
@@ -84,13 +60,14 @@ def seeds_note(rows: Sequence[Row]) -> str:
     """How many seeds a mean has, what its bar is (see `ends`), and how many networks diverged."""
     counts, lost = [row["n"] for row in rows], divergence(rows)
     compared = [row for row in rows if row.get("difference") is not None]
+    text = f"mean of {count_range(counts)} seeds"
     if set(counts) == {1}:
         text = "1 seed, so no interval"
     elif not compared:
-        text = f"mean of {count_range(counts)} seeds with 95 % CI"
+        text += " with 95 % CI"
     else:
         references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
-        text = f"mean of {count_range(counts)} seeds; bars: 95 % CI of the paired difference from {references}"
+        text += f"; bars: 95 % CI of the paired difference from {references}"
         if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
             text += seeds_text([row.get("pairs") for row in compared]) + " of both"
     return f"{text}; {lost}" if lost else text
@@ -120,7 +97,7 @@ def value_axis(axis: Any, metric: Metric) -> None:
 def difference_axis(axis: Any) -> None:
     """Tick labels of an axis of differences as they are shown."""
     axis.set_major_locator(MaxNLocator(6))
-    axis.set_major_formatter(theme.plain)
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
 
 
 def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
@@ -131,14 +108,41 @@ def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
     return f"{text}{seeds_text([row.get('pairs') for row in rows])}{metric.direction}" + (f"; {lost}" if lost else "")
 
 
-def _line(
-    ax: Axes, x: Sequence[float], rows: Sequence[Row], everything: Sequence[Row], metric: Metric, **style: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """A line of means with the bars of their intervals, whose ends are returned."""
-    mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
-    options = {"ms": 5.5, "elinewidth": 1.1, "capsize": 2.5, **style}
-    ax.errorbar(np.asarray(x, dtype=float), mean, yerr=[(mean - low).tolist(), (high - mean).tolist()], **options)
-    return low, high
+def _means(
+    ax: Axes | None,
+    lines: Mapping[str, tuple[dict[str, Any], Sequence[float] | None, Sequence[Row]]],
+    metric: Metric,
+    label: str,
+    title: str | None,
+    *,
+    text: Mapping[float, str] | None = None,
+    after: str = "",
+    log_from: float = 4.0,
+) -> Axes:
+    """Lines of means with their intervals, by label: style, positions (None for a horizontal line) and rows.
+
+    The axis is logarithmic from a factor of `log_from` between the largest and the smallest position on.
+    """
+    canvas, ax = theme.canvas(ax, 6.8, 4.4)
+    everything = [row for _, _, rows in lines.values() for row in rows]
+    for order, (name, (style, x, rows)) in enumerate(lines.items()):
+        if x is None:
+            ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
+            continue
+        mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
+        error = [(mean - low).tolist(), (high - mean).tolist()]
+        options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
+        ax.errorbar(np.asarray(x, dtype=float), mean, yerr=error, **options)
+    values = sorted({value for _, x, _ in lines.values() for value in x or ()})
+    if values[0] > 0 and values[-1] >= log_from * values[0]:
+        margin = (values[-1] / values[0]) ** 0.055
+        ax.set_xscale("log", base=2)
+        ax.set_xlim(values[0] / margin, values[-1] * margin)
+        label += " (log scale)"
+    _value_ticks(ax, values, text)
+    ax.set_xlabel(label)
+    styles = {name: style for name, (style, _, _) in lines.items()}
+    return _finished(canvas, metric, styles, seeds_note(everything), title, after)
 
 
 def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | None = None) -> None:
@@ -155,11 +159,15 @@ def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | 
     ax.xaxis.set_minor_locator(NullLocator())
 
 
-def _log2(ax: Axes, values: Sequence[float]) -> None:
-    """A logarithmic horizontal axis with margins."""
-    margin = (values[-1] / values[0]) ** 0.055
-    ax.set_xscale("log", base=2)
-    ax.set_xlim(values[0] / margin, values[-1] * margin)
+def _finished(
+    canvas: theme.Canvas, metric: Metric, styles: Mapping[str, Any], note: str, title: str | None, after: str = ""
+) -> Axes:
+    """Axes with the metric along y, a grid, a legend of the styles by label, and a title."""
+    canvas.ax.grid(axis="both")
+    value_axis(canvas.ax.yaxis, metric)
+    canvas.ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
+    canvas.legend([Line2D([], [], label=label, **style) for label, style in styles.items()], note)
+    return canvas.finish(title)
 
 
 @theme.themed()
@@ -173,9 +181,6 @@ def convergence(
     difference from the first. The interval around a mean is that of the paired difference from the first initialiser,
     which has none itself; a single initialiser has that of its mean. No interval leaves the metric's bounds. Rows have
     `init`, `epochs`, `n`, `mean`, `ci95`, and `difference` and `p` (None for the reference).
-
-    Example:
-        >>> save(convergence(json.load(open("results.json"))["summary"]), "convergence.png")
     """
     rows = list(summary)
     if not rows or len({(row["init"], row["epochs"]) for row in rows}) < len(rows):
@@ -185,43 +190,25 @@ def convergence(
     lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(rows)
     if len(lengths) == 1:
         return _single_length(rows, styles, ax, metric, title)
-    canvas, ax = theme.canvas(ax, 6.8, 4.4)
-    for order, (init, style) in enumerate(styles.items()):
+    lines = {}
+    for init, style in styles.items():
         mine = sorted((row for row in rows if row["init"] == init), key=lambda row: row["epochs"])
-        epochs, over = [row["epochs"] for row in mine], 0.01 * order
-        low, high = _line(ax, epochs, mine, rows, metric, label=init, zorder=3 + over, **style.options())
-        ax.fill_between(epochs, low, high, color=style.colour, alpha=0.15, lw=0, zorder=2 + over, gid="band")
-    if lengths[-1] >= 4 * lengths[0]:
-        _log2(ax, lengths)
-    _value_ticks(ax, lengths)
-    ax.set_xlabel("training length (epochs" + (", log scale)" if ax.get_xscale() == "log" else ")"))
-    handles = [Line2D([], [], label=init, **style.options()) for init, style in styles.items()]
-    return _finished(canvas, metric, handles, seeds_note(rows), title)
-
-
-def _finished(
-    canvas: theme.Canvas, metric: Metric, handles: Sequence[Line2D], note: str, title: str | None, after: str = ""
-) -> Axes:
-    """Axes with the metric along y, a grid, a legend and a title."""
-    canvas.ax.grid(axis="both")
-    value_axis(canvas.ax.yaxis, metric)
-    canvas.ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
-    canvas.legend(handles, note)
-    return canvas.finish(title)
+        lines[init] = style, [row["epochs"] for row in mine], mine
+    return _means(ax, lines, metric, "training length in epochs", title)
 
 
 def _single_length(
-    rows: Sequence[Row], styles: Mapping[str, Style], ax: Axes | None, metric: Metric, title: str | None
+    rows: Sequence[Row], styles: Mapping[str, dict[str, Any]], ax: Axes | None, metric: Metric, title: str | None
 ) -> Axes:
     """Initialisers as rows: the mean with its interval, and the difference from the first as text."""
     names = [wrap(row["init"], 2.3) for row in rows]
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + row_height(names) * (len(rows) + 0.75))
     low, high = ends(rows, rows, metric)
     for y, row in enumerate(rows):
-        style, error = styles[row["init"]], [[row["mean"] - low[y]], [high[y] - row["mean"]]]
-        ax.errorbar([row["mean"]], [y], xerr=error, capsize=3, label=row["init"], **style.options(ms=6.5, ls="none"))
+        style = styles[row["init"]] | {"ms": 6.5, "ls": "none", "label": row["init"]}
+        theme.bar(ax, y, row["mean"], (low[y], high[y]), **style)
         if row.get("difference") is None and len(rows) > 1:
-            ax.axvline(row["mean"], color=style.colour, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
+            ax.axvline(row["mean"], color=style["color"], lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
     theme.list_axis(ax, range(len(rows)), names, len(rows))
     heads = [("mean", [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows])]
     heads += [("difference", [_difference(row, metric) for row in rows])] if len(rows) > 1 else []
@@ -235,9 +222,8 @@ def _single_length(
 def _difference(row: Row, metric: Metric) -> str:
     if row.get("difference") is None:
         return "reference"
-    interval = row.get("difference_ci95")
-    width = metric.factor * (interval[1] - interval[0]) if interval else 0.0
-    text = signed(metric.factor * row["difference"], places(width))
+    low, high = row.get("difference_ci95") or (0.0, 0.0)
+    text = signed(metric.factor * row["difference"], places(metric.factor * (high - low)))
     p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
     return text if p is None else f"{text}, {p_value(p)}"
 
@@ -250,9 +236,6 @@ def gain_curve(
 
     Candidates stand at equal distances; the chosen one is marked. Rows have `gain`, `difference`, `difference_se` (None
     is not drawn), `n` and `chosen`.
-
-    Example:
-        >>> gain_curve(choose_gain("digits.pop").rows())
     """
     rows = list(curve)
     chosen = [i for i, row in enumerate(rows) if row["chosen"]]
@@ -261,9 +244,9 @@ def gain_curve(
     canvas, ax = theme.canvas(ax, 5.6, 3.8)
     columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
     y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
-    style = Style(theme.colour(0), "o", "-", open=True).options(ms=5.5)
+    style = theme.look(0, mfc="white", ms=5.5)
     ax.errorbar(np.arange(len(rows)), y, yerr=error, capsize=2.5, elinewidth=1.1, zorder=3, **style)
-    best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": theme.colour(0), "ls": "none"}
+    best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": style["color"], "ls": "none"}
     ax.plot(chosen, y[chosen], ms=8, zorder=4, gid="chosen", **best)
     theme.reference(ax, 0, upright=False)
     ax.set_xticks(range(len(rows)), [f"{row['gain']:g}" for row in rows])
@@ -287,21 +270,17 @@ def metric_curves(
     its own; the first one has none. Bands are of single epochs and initialisers: the more there are, the more often one
     does not reach the first one's line by chance. Rows are those of `weightscope.benchmarking.mean_curves`: `init`,
     `n`, `networks`, `mean` (E,), and `band`, the lower and upper ends (2, E), or None.
-
-    Example:
-        >>> metric_curves(mean_curves(json.load(open("results.json"))["runs"]))
     """
     if not curves:
         raise UsageError("curves: expected at least one initialiser, found none")
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
-    epochs, handles = np.arange(1, len(curves[0]["mean"]) + 1), []
+    epochs, styles = np.arange(1, len(curves[0]["mean"]) + 1), {}
     for order, row in enumerate(curves):
-        style: dict[str, Any] = {"color": theme.colour(order), "ls": theme.line(order), "ms": 4.5}
-        style["marker"] = theme.marker(order) if len(epochs) <= 30 else None
+        style = styles[row["init"]] = theme.look(order, ms=4.5)
+        style |= {"marker": style["marker"] if len(epochs) <= 30 else None}
         if row["band"] is not None:
             ax.fill_between(epochs, *row["band"], color=style["color"], alpha=0.18, lw=0, gid="band")
         ax.plot(epochs, row["mean"], zorder=3, label=row["init"], **style)
-        handles.append(Line2D([], [], label=row["init"], **style))
     ax.set_xlabel("epoch")
     ticks = FixedLocator([1]) if len(epochs) == 1 else MaxNLocator(8, integer=True, min_n_ticks=2)
     ax.xaxis.set_major_locator(ticks)
@@ -309,7 +288,7 @@ def metric_curves(
     if left_out := sum(row["networks"] - row["n"] for row in curves):
         note += f", {left_out} diverged networks left out"
     note += f"; bands: 95 % CI of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
-    return _finished(canvas, metric, handles, note, title)
+    return _finished(canvas, metric, styles, note, title)
 
 
 @theme.themed()
@@ -319,14 +298,8 @@ def accuracy_by_length(
     """Test accuracy against the length of the sequences, one line for each initialiser, with paired intervals.
 
     Bars are those of `convergence`, of the seeds at the same length. An initialiser is drawn at the lengths that it has
-    rows for.
-
-    Args:
-        by_length: multiple of the training length -> rows of `summarise` with that length's metric, of one cell and
-            one number of epochs: `init`, `n`, `mean`, `ci95`, `difference`, `difference_ci95`, `reference`.
-
-    Example:
-        >>> accuracy_by_length({length: summarise(result.runs, accuracy_at(length)) for length in (1, 2, 4)})
+    rows for. `by_length` is a multiple of the training length -> rows of `summarise` with that length's metric, of one
+    cell and one number of epochs.
     """
     lengths, found = sorted(by_length), dict[str, dict[int, Row]]()
     for length in lengths:
@@ -338,17 +311,10 @@ def accuracy_by_length(
             mine[length] = row
     if len(lengths) < 2 or not found:
         raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
-    everything = [row for length in lengths for row in by_length[length]]
     styles = styles_of([row for rows in found.values() for row in rows.values()])
-    canvas, ax = theme.canvas(ax, 6.0, 4.4)
-    for order, (init, rows) in enumerate(found.items()):
-        style = styles[init].options(label=init, zorder=3 + 0.01 * order)
-        _line(ax, [*rows], [*rows.values()], everything, ACCURACY, **style)
-    _log2(ax, lengths)
-    _value_ticks(ax, lengths, {length: f"{length:g}x" for length in lengths})
-    ax.set_xlabel("length of the sequences, relative to training (log scale)")
-    handles = [Line2D([], [], label=init, **style.options()) for init, style in styles.items()]
-    return _finished(canvas, ACCURACY, handles, seeds_note(everything), title)
+    lines = {init: (styles[init], list(rows), list(rows.values())) for init, rows in found.items()}
+    text: dict[float, str] = {length: f"{length:g}x" for length in lengths}
+    return _means(ax, lines, ACCURACY, "length of the sequences, relative to training", title, text=text, log_from=1)
 
 
 @theme.themed()
@@ -360,39 +326,26 @@ def metric_along(
     The parameter `axis` is a field of the recipe or a number of an initialiser, such as `"network.kernel_size"` or
     `"mimetic_mlp.sigma"`. Bars are those of `convergence`. An initialiser without the parameter is a horizontal line.
     Rows have `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`, `difference`, `difference_ci95`, `reference`.
-
-    Example:
-        >>> metric_along(result.arms, "network.kernel_size")
     """
-    lines = _lines(summary, axis)
-    values: list[Any] = []
-    for row in summary:
-        values += [place[axis]] if axis in (place := _place(row)) and place[axis] not in values else []
+    grouped = _lines(summary, axis)
+    values = _in_order([place[axis] for row in summary if axis in (place := _place(row))])
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
-    values = sorted(values) if numeric else values
     at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
-    canvas, ax = theme.canvas(ax, 6.8, 4.4)
-    handles = []
-    inits = list(dict.fromkeys(init for init, _ in lines))
-    others = list(dict.fromkeys(rest for _, rest in lines))
-    for (init, rest), rows in lines.items():
+    inits, others = (list(dict.fromkeys(key[i] for key in grouped)) for i in (0, 1))
+    lines: dict[str, tuple[dict[str, Any], list[float] | None, list[Row]]] = {}
+    for (init, rest), rows in grouped.items():
         order = inits.index(init) if len(others) == 1 else others.index(rest)
-        style = Style(theme.colour(inits.index(init)), theme.marker(order), theme.line(order)).options(ms=5)
-        if axis not in _place(rows[0]):
-            style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
-            ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
+        style = theme.look(order) | {key: theme.look(inits.index(init))[key] for key in ("color", "mfc")}
+        x = None
+        if axis in _place(rows[0]):
+            rows.sort(key=lambda row: at[repr(_place(row)[axis])])
+            x = [at[repr(_place(row)[axis])] for row in rows]
         else:
-            rows = sorted(rows, key=lambda row: at[repr(_place(row)[axis])])
-            _line(ax, [at[repr(_place(row)[axis])] for row in rows], rows, summary, metric, zorder=3, **style)
-        handles.append(Line2D([], [], label=", ".join(filter(None, [init, rest])), **style))
-    places = [at[repr(value)] for value in values]
-    if numeric and min(places) > 0 and max(places) >= 16 * min(places):
-        ax.set_xscale("log", base=2)
-    _value_ticks(ax, places, {at[repr(value)]: _text(value, axis) for value in values})
-    ax.set_xlabel(axis + (" (log scale)" if ax.get_xscale() == "log" else ""))
-    lengths = sorted({row["epochs"] for row in summary})
-    after = f" after {epochs_text(lengths[0])}" if len(lengths) == 1 else ""
-    return _finished(canvas, metric, handles, seeds_note(summary), title, after)
+            style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
+        lines[", ".join(filter(None, [init, rest]))] = style, x, rows
+    lengths, text = {row["epochs"] for row in summary}, {at[repr(value)]: _text(value, axis) for value in values}
+    after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
+    return _means(ax, lines, metric, axis, title, text=text, after=after, log_from=16 if numeric else np.inf)
 
 
 def _place(row: Row) -> dict[str, Any]:
@@ -442,9 +395,6 @@ def difference_map(
     the best is framed. Combinations that were not run are grey. Rows are of one initialiser at one length: `cell`,
     `numbers`, `difference` (rows without one are left out), `p_holm`, `reference`, `pairs`; `axes` are the parameters
     along x and y.
-
-    Example:
-        >>> difference_map(result.arms, ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"))
     """
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
@@ -457,26 +407,23 @@ def difference_map(
     if not found:
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
     columns, rows = (_in_order([_place(row)[axis] for row in found.values()]) for axis in axes)
-    grid = np.full((len(rows), len(columns)), np.nan)  # as shown
-    width, height = max(0.5 * len(columns), 2.0), max(0.36 * len(rows), 1.8)
-    canvas, ax = theme.canvas(ax, width + 1.9, height + 0.8)
-    for i, j in np.ndindex(grid.shape):
-        if (key := (repr(columns[j]), repr(rows[i]))) in found:
-            grid[i, j] = metric.factor * found[key]["difference"]
+    at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
+    values = [metric.factor * row.get("difference", np.nan) for row in at.values()]  # as shown
+    grid = np.reshape(values, (len(rows), len(columns)))
+    height = max(0.36 * len(rows), 1.8)
+    canvas, ax = theme.canvas(ax, max(0.5 * len(columns), 2.0) + 1.9, height + 0.8)
     limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
     image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
-    for (i, j), value in np.ndenumerate(grid):
-        if np.isfinite(value):
-            p = found[repr(columns[j]), repr(rows[i])].get("p_holm")
-            weight = "bold" if p is not None and p < LEVEL else "normal"
-            colour = "white" if abs(value) > 0.65 * limit else theme.INK
-            text = signed(value, metric.decimals - 1)
+    for (i, j), row in at.items():
+        if row:
+            colour = "white" if abs(grid[i, j]) > 0.65 * limit else theme.INK
+            weight, text = "bold" if _sure(row) else "normal", signed(grid[i, j], metric.decimals - 1)
             ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
     best = np.unravel_index(np.nanargmax(metric.sign * grid), grid.shape)
     corner = float(best[1]) - 0.5, float(best[0]) - 0.5
     ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
-    for axis, values, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
-        axis.set_ticks(range(len(values)), [_text(value, name) for value in values])
+    for axis, places_, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
+        axis.set_ticks(range(len(places_)), [_text(value, name) for value in places_])
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
@@ -484,9 +431,13 @@ def difference_map(
     return canvas.finish(title)
 
 
+def _sure(row: Row) -> bool:
+    return row.get("p_holm") is not None and row["p_holm"] < LEVEL
+
+
 def _in_order(values: Sequence[Any]) -> list[Any]:
     """Distinct values, numbers first and in order."""
-    distinct = [value for i, value in enumerate(values) if value not in values[:i]]
+    distinct = list({repr(value): value for value in values}.values())
     return sorted(distinct, key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
 
 
@@ -505,30 +456,23 @@ def alpha_beta_frontier(
     `alpha`, `beta`, and perhaps `difference`, `p_holm`, `reference` and `n` of a benchmark: then they are coloured by
     their differences, a dark edge means an adjusted p-value below 0.05, and the best is framed.
     `part` is "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
-
-    Example:
-        >>> alpha_beta_frontier([svd_point(192, 64, 0.1 * i, 0.7, None) for i in range(11)])
     """
     if not points:
         raise UsageError("alpha-beta frontier: expected at least one product, found none")
     canvas, ax = theme.canvas(ax, 5.6, 5.2)
-    groups: dict[str, list[Row]] = {}
-    for row in points:
-        groups.setdefault(row["construction"], []).append(row)
     handles = []
-    for order, (name, rows) in enumerate(groups.items()):
+    for order, name in enumerate(dict.fromkeys(row["construction"] for row in points)):
+        rows = [row for row in points if row["construction"] == name]
         alpha, beta = (np.array([row[key] for row in rows]) for key in ("alpha", "beta"))
-        style: dict[str, Any] = {"color": theme.colour(order)}
-        compared = [row for row in rows if row.get("difference") is not None]
-        if compared:
+        style: dict[str, Any] = theme.look(order, ls="")
+        if compared := [row for row in rows if row.get("difference") is not None]:
             _coloured(ax, compared, metric)
-            style = {"color": theme.MUTED, "marker": "o", "ls": ""}
+            style |= {"color": theme.MUTED, "mfc": theme.MUTED, "marker": "o"}
             name += "; dark edge: p < 0.05"
-        elif _on_a_line(alpha, beta):
-            ax.plot([0, *np.sort(alpha)], [0, *beta[np.argsort(alpha)]], lw=1.6, zorder=2, **style)
-            style["ls"] = "-"
+        elif len(rows) > 1 and (np.abs(alpha) > 1e-9).all() and np.ptp(beta / alpha) < 0.1 * np.abs(beta / alpha).max():
+            style |= {"ls": "-", "marker": None}  # one ratio of beta and alpha
+            ax.plot([0, *np.sort(alpha)], [0, *beta[np.argsort(alpha)]], zorder=2, **style)
         else:
-            style |= {"marker": theme.marker(order), "ls": ""}
             ax.plot(alpha, beta, ms=3.4, alpha=0.8, zorder=3, **style)
         handles.append(Line2D([], [], **style, label=name))
     ax.set_xlabel("alpha (noise)")
@@ -539,22 +483,59 @@ def alpha_beta_frontier(
     return canvas.finish(title)
 
 
-def _on_a_line(alpha: np.ndarray, beta: np.ndarray) -> bool:
-    """Whether the ratio of beta and alpha is the same everywhere, to 10 %."""
-    if (np.abs(alpha) < 1e-9).any() or len(alpha) < 2:
-        return False
-    ratio = beta / alpha
-    return bool(np.ptp(ratio) < 0.1 * np.abs(ratio).max())
-
-
 def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     """Points in the colours of their differences, as they are shown."""
     values = metric.factor * np.array([row["difference"] for row in rows])
-    limit = theme.colour_limit(values, 1.0)
-    sure = [row.get("p_holm") is not None and row["p_holm"] < LEVEL for row in rows]
-    edges = [theme.INK if one else _FAINT for one in sure]
+    limit, best = theme.colour_limit(values, 1.0), int(np.argmax(metric.sign * values))
+    edges = [theme.INK if _sure(row) else theme.FAINT for row in rows]  # points near zero are white
     alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
     drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
-    best = int(np.argmax(metric.sign * values))
     ax.scatter(alpha[best], beta[best], s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
     theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), height=3.4, beyond=False)
+
+
+@theme.themed()
+def training_curves(
+    per_epoch: Any,
+    ax: Axes | None = None,
+    label: str | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    band: tuple[float, float] = (0.05, 0.95),
+    title: str | None = None,
+) -> Axes:
+    """The median over networks at each epoch, with a band of quantiles. Call again on the same axes to add a curve.
+
+    `per_epoch` (N, E) has the values after each epoch; networks with values that are not finite are excluded and
+    counted. `label` names the curve, and `band` are the lower and upper quantile.
+    """
+    values = np.asarray(per_epoch, dtype=np.float64)
+    if values.ndim != 2 or values.size == 0:
+        raise DataError(f"training curves: expected (networks, epochs), found {values.shape}")
+    if not 0 <= band[0] < band[1] <= 1:
+        raise UsageError(f"band: expected two increasing quantiles between 0 and 1, found {band}")
+    kept = values[np.isfinite(values).all(axis=1)]
+    if not len(kept):
+        raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
+    metric.check(kept.ravel(), "training curves")
+    canvas, ax = theme.canvas(ax, 6.4, 3.9)
+    drawn = sum(line.get_gid() == "curve" for line in ax.lines)
+    epochs, style = np.arange(1, values.shape[1] + 1), theme.look(drawn, lw=1.6)
+    low, median, high = np.quantile(kept, [band[0], 0.5, band[1]], axis=0)
+    text = (f"{label}: " if label else "") + f"median of {len(kept):,}"
+    text += f", {100 * band[0]:g} to {100 * band[1]:g} % shaded" if len(kept) > 1 else ""
+    text += f", {len(values) - len(kept):,} diverged" if len(kept) < len(values) else ""
+    if len(kept) > 1:
+        ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0, zorder=2 + 0.01 * drawn)
+    style |= {"marker": "o" if len(epochs) == 1 else None, "zorder": 3 + 0.01 * drawn}
+    ax.plot(epochs, median, label=text, gid="curve", **style)
+    ax.grid(axis="y")
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
+    ax.set_xlabel("epoch")
+    ax.set_ylabel(metric.title.removeprefix("test "))
+    value_axis(ax.yaxis, metric)
+    longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == "curve")
+    if longest > 1:
+        ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
+    ax.legend(loc="best")
+    return canvas.finish(title)

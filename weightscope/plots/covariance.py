@@ -1,4 +1,4 @@
-"""Covariance matrices: joint over tensors, with their blocks marked, and of filters in block form."""
+"""Joint covariance matrices over tensors, with their blocks marked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -9,7 +9,7 @@ from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.text import SMALL, inches, merged, number, rounded_up, short_names, wrap
+from weightscope.plots.text import SMALL, inches, merged, number, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
@@ -74,13 +74,17 @@ def covariance_map(
         (order, edges), factor = _grouped(names, bounds, groups), 1
     pooled = pool(array, order, edges, missing, own)
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
-    limit = _limit(pooled[finite & ~apart], pooled[finite], quantile)
+    limit = theme.colour_limit(pooled[finite & ~apart], quantile, pooled[finite])
 
     canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
     side = _SIDE if canvas.owned else 0.82 * canvas.width
     counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
-    image = _draw(ax, np.where(empty & ~finite, 0.0, pooled), edges, limit)
+    places, cells_drawn = edges.astype(float), np.ma.masked_invalid(np.where(empty & ~finite, 0.0, pooled))
+    image = ax.pcolorfast(places, places, cells_drawn, **theme.colours(limit))
+    ax.set(xlim=(0, len(array)), ylim=(len(array), 0))  # the first row on top
+    ax.set_aspect("equal", anchor="NW")
+    ax.spines[:].set_visible(True)
     where = "off-diagonal values" if groups is None else "cells"
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
     label = f"{unit}; ±{number(limit)} holds {100 * quantile:g} % of the {where}"
@@ -149,61 +153,35 @@ def _constant(array: np.ndarray, kind: str) -> np.ndarray:
     return missing
 
 
-def _limit(values: np.ndarray, everything: np.ndarray, quantile: float) -> float:
-    """The colour limit: a quantile of the absolute values, or their maximum, or that of all, or 1."""
-    limit = float(np.quantile(np.abs(values), quantile)) if values.size else 0.0
-    return rounded_up(limit or float(np.abs(values).max(initial=0)) or float(np.abs(everything).max(initial=0)) or 1.0)
-
-
-def _draw(ax: Axes, cells: np.ndarray, edges: np.ndarray, limit: float) -> Any:
-    """Draw the cells at their coordinates, the first row on top."""
-    places = edges.astype(float)
-    image = ax.pcolorfast(places, places, np.ma.masked_invalid(cells), **theme.colours(limit))
-    ax.set_xlim(edges[0], edges[-1])
-    ax.set_ylim(edges[-1], edges[0])
-    ax.set_aspect("equal", anchor="NW")
-    ax.spines[:].set_visible(True)
-    return image
-
-
 def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[int, int]]) -> str:
     """Draw borders between blocks and name them on both axes of `side` inches; returns a remark on the names."""
     size = bounds[-1][1]
     gap = size * 1.35 * SMALL / (72 * side)
     groups = merged(names, max(1, int(size / gap)))
     short, remark = short_names([label for label, _, _ in groups])
-    starts = {bounds[a][0] for _, a, _ in groups}
-    drawn = _clear_borders([start for start, _ in bounds[1:]], starts, size)
-    for (start, stop), (before, _) in zip(bounds[1:], bounds, strict=False):
-        if start not in drawn:
-            continue
-        # Heavier lines would cover blocks of a few pixels.
-        heavy = min(stop - start, start - before) > 0.012 * size and start in starts
-        style: dict[str, Any] = {"color": theme.INK, "lw": 0.8 if heavy else 0.3, "alpha": 1.0 if heavy else 0.55}
-        ax.axhline(start, gid="border", **style)
-        ax.axvline(start, gid="border", **style)
+    drawn = 0
+    for start, _ in bounds[1:]:
+        if start - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
+            for line in (ax.axhline, ax.axvline):
+                line(start, color=theme.INK, lw=0.5, gid="border")
+            drawn = start
     centres = [(bounds[a][0] + bounds[b - 1][1]) / 2 for _, a, b in groups]
     at = spread(centres, gap, gap / 2, size - gap / 2)
-    pad = 72 * _LEADER * side + 4
-    ax.set_yticks(at, short)
-    ax.tick_params(axis="y", length=0, pad=pad)
-    widest = max(map(inches, short)) + 0.08
-    apart = np.diff(centres).min(initial=np.inf) * side / size
-    level = len(at) == 1 or widest <= apart
-    ax.set_xticks(centres if level else at, short, rotation=0 if level else 90)
-    ax.tick_params(axis="x", length=0, pad=3 if level else pad)
+    level = max(map(inches, short)) + 0.08 <= np.diff(centres).min(initial=np.inf) * side / size
+    for axis, rotation in ((ax.yaxis, 0), (ax.xaxis, 0 if level else 90)):
+        axis.set_ticks(at, short, rotation=rotation)
+        axis.set_tick_params(length=0, pad=72 * _LEADER * side + 4)
+    outwards = [0, -0.4 * _LEADER, -_LEADER]
+    style: dict[str, Any] = {"color": theme.MUTED, "lw": 0.6, "clip_on": False, "gid": "leader"}
     for centre, place in zip(centres, at, strict=True):
-        _leader(ax, centre, place, upright=False)
-        if not level:
-            _leader(ax, centre, place, upright=True)
+        along = [centre, centre, place]
+        ax.add_line(Line2D(outwards, along, transform=ax.get_yaxis_transform(), **style))
+        ax.add_line(Line2D(along, outwards, transform=ax.get_xaxis_transform(), **style))
     return remark
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions closest to the wanted ones in least squares, at least `gap` apart and between low and high.
-
-    The wanted ones themselves if there is not enough room.
-    """
+    """Positions closest to the wanted ones in least squares, at least `gap` apart, between low and high."""
     from sklearn.isotonic import isotonic_regression
 
     steps = gap * np.arange(len(wanted))
@@ -211,70 +189,6 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
         return list(wanted)
     flat = isotonic_regression(np.asarray(wanted, dtype=float) - steps, y_min=low, y_max=high - steps[-1])
     return list(map(float, flat + steps))
-
-
-def _clear_borders(borders: list[int], labelled: set[int], size: int) -> set[int]:
-    """The borders to draw, those of labelled blocks first: lines next to one another would cover what is between."""
-    drawn: set[int] = set()
-    for border in sorted(borders, key=lambda start: start not in labelled):
-        if all(abs(border - other) >= _CLEAR * size for other in drawn):
-            drawn.add(border)
-    return drawn
-
-
-def _leader(ax: Axes, centre: float, place: float, *, upright: bool) -> None:
-    """A thin line from the middle of a block to its label."""
-    outwards, along = [0, -0.4 * _LEADER, -_LEADER], [centre, centre, place]
-    transform = ax.get_xaxis_transform() if upright else ax.get_yaxis_transform()
-    x, y = (along, outwards) if upright else (outwards, along)
-    ax.add_line(Line2D(x, y, transform=transform, color=theme.MUTED, lw=0.6, clip_on=False, gid="leader"))
-
-
-def block_form(matrix: Any, k: int) -> np.ndarray:
-    """A filter covariance (..., k*k, k*k) as k x k blocks of k x k pixels (thesis, Fig. 3.1).
-
-    B[i k + l, j k + m] = C[i k + j, l k + m]: block (i, j) shows the covariance of pixel (i, j) with every pixel
-    (l, m). The map is its own inverse. For several layers, pass the result to `matrix_grid`.
-    """
-    array = np.asarray(matrix)
-    if k < 1 or array.ndim < 2 or array.shape[-2:] != (k * k, k * k):
-        raise DataError(f"expected filter covariances (..., {k * k}, {k * k}) for k = {k}, found {array.shape}")
-    lead = array.shape[:-2]
-    return array.reshape(*lead, k, k, k, k).swapaxes(-3, -2).reshape(array.shape)
-
-
-@theme.themed()
-def filter_covariance(
-    matrix: Any, k: int, ax: Axes | None = None, *, title: str | None = None, quantile: float = 0.98
-) -> Axes:
-    """The covariance of k x k filters in block form (thesis, Fig. 3.1): block (i, j) is pixel (i, j) with all pixels.
-
-    The matrix (k*k, k*k) is in the order k i + j; `quantile` is the fraction of its values within the colour scale.
-
-    Example:
-        >>> filter_covariance(conv_covariance(7, 1.5), 7)
-    """
-    array = checked_square(matrix, "filter covariance")
-    blocks = block_form(array, k)
-    check_entries(array, np.zeros(len(array), dtype=bool), "filter covariance")
-    limit = theme.colour_limit(array, quantile)
-    side = min(_SIDE, max(3.2, 0.09 * k * k))
-    canvas, ax = theme.canvas(ax, side + 1.4, side + 0.8)
-    image = _draw(ax, blocks, np.arange(k * k + 1), limit)
-    for border in range(k, k * k, k):
-        ax.axhline(border, color=theme.INK, lw=0.5, gid="border")
-        ax.axvline(border, color=theme.INK, lw=0.5, gid="border")
-    middles = [k * i + k / 2 for i in range(k)]
-    ax.set_xticks(middles, [str(i) for i in range(k)])
-    ax.set_yticks(middles, [str(i) for i in range(k)])
-    ax.tick_params(length=0)
-    text = "column j of the pixel; inside a block: its covariance with each pixel"
-    ax.set_xlabel(wrap(text, side), fontsize=SMALL)
-    ax.set_ylabel("row i of the pixel", fontsize=SMALL)
-    beyond = bool((np.abs(array) > limit).any())
-    label = f"covariance (weight units squared); ±{number(limit)} holds {100 * quantile:g} %"
-    theme.colour_bar(ax, image, limit, label, height=side, beyond=beyond)
-    return canvas.finish(title)
 
 
 # Large matrices, averaged over cells of about a pixel
@@ -336,26 +250,19 @@ def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
 
 def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
     """Check that a matrix is finite and symmetric outside missing coordinates, in blocks of rows."""
-    scale = 0.0
-    for start in range(0, len(matrix), _ROWS):
-        rows = matrix[start : start + _ROWS]
-        finite = np.isfinite(rows)
-        if not finite.all():
-            bad = ~finite & ~missing[start : start + _ROWS, None] & ~missing
-            if bad.any():
-                i, j = np.argwhere(bad)[0]
-                raise DataError(
-                    f"{what}: entry ({start + i}, {j}) is {rows[i, j]}, and {int(bad.sum())} in these rows are not "
-                    "finite; leave out networks that diverged"
-                )
-            rows = np.where(finite, rows, 0)
-        scale = max(scale, float(rows.max()), -float(rows.min()))
+    scale = max(float(np.fmax.reduce(matrix, axis=None)), -float(np.fmin.reduce(matrix, axis=None)))
     tolerance = scale * (1e-3 if matrix.dtype.itemsize < 8 else 1e-6)
-    for top in range(0, len(matrix), _ROWS):
-        for left in range(0, top + 1, _ROWS):  # NaN compares equal to anything
-            tile = matrix[top : top + _ROWS, left : left + _ROWS]
-            apart = np.abs(tile - matrix[left : left + _ROWS, top : top + _ROWS].T) > tolerance
-            if apart.any():
-                i, j = np.argwhere(apart)[0] + (top, left)
-                found = f"{matrix[i, j]} at ({i}, {j}) and {matrix[j, i]} at ({j}, {i})"
-                raise DataError(f"{what}: expected a symmetric matrix, found {found}")
+    for start in range(0, len(matrix), _ROWS):
+        rows, columns = matrix[start : start + _ROWS], matrix[:, start : start + _ROWS].T
+        bad = ~np.isfinite(rows) & ~missing[start : start + _ROWS, None] & ~missing
+        if bad.any():
+            i, j = np.argwhere(bad)[0]
+            raise DataError(
+                f"{what}: entry ({start + i}, {j}) is {rows[i, j]}, and {int(bad.sum())} in these rows are not "
+                "finite; leave out networks that diverged"
+            )
+        apart = np.abs(rows - columns) > tolerance  # false for NaN
+        if apart.any():
+            i, j = np.argwhere(apart)[0]
+            found = f"{rows[i, j]} at ({start + i}, {j}) and {columns[i, j]} at ({j}, {start + i})"
+            raise DataError(f"{what}: expected a symmetric matrix, found {found}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -58,27 +59,30 @@ def depth_curves(
         raise UsageError(f"expected curves and statistics, found {len(curves)} and {len(statistics)}")
     kinds = list(dict.fromkeys(kind for curve in curves for kind in curve.kinds))
     figure, (axes,) = theme.subplots(1, len(statistics), width=max(4.4 * len(statistics), 6.0), height=4.0)
+    even: dict[str, Any] = {"color": theme.MUTED, "lw": 1.0, "ls": (0, (4, 2))}
     for ax, statistic in zip(axes, statistics, strict=True):
-        drawn = [_curve(ax, curve, statistic, i, len(curves), kinds) for i, curve in enumerate(curves)]
-        _scale(ax, statistic, drawn)
+        drawn = np.concatenate([_curve(ax, curve, statistic, i, kinds) for i, curve in enumerate(curves)])
+        if statistic.even is not None:
+            ax.axhline(statistic.even, zorder=1, gid="even", **even)
+            drawn = np.append(drawn, statistic.even)
+        if statistic.log and (drawn > 0).any():
+            low, high = float(drawn[drawn > 0].min()), float(drawn.max())
+            ax.set_yscale("log")
+            ax.set_ylim(low / 1.25, high * 1.25)
+            theme.log_ticks(ax.yaxis, low, high)
         ax.set_xlabel(axis)
         if axis == "layer":  # integer ticks, even for a single layer
-            ends = [float(end) for curve in curves for end in (min(curve.depth), max(curve.depth))]
-            ax.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
+            places = np.concatenate([curve.depth for curve in curves])
+            ax.set_xlim(places.min() - 0.5, places.max() + 0.5)
         ax.set_title(wrap(statistic.label, 3.7, LABEL), fontsize=LABEL, fontweight="normal")
-        if statistic.even is not None:
-            ax.axhline(statistic.even, color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), zorder=1, gid="even")
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer", min_n_ticks=1))
         ax.grid(axis="y")
-    handles = [
-        Line2D([], [], color=theme.colour(i), ls=theme.line(i), label=curve.label) for i, curve in enumerate(curves)
-    ] * (len(curves) > 1)
-    handles += [
-        Line2D([], [], color=theme.INK, marker=theme.marker(j), mfc="white" if j else theme.INK, ls="", label=kind)
-        for j, kind in enumerate(kinds)
-    ] * (len(kinds) > 1)
+    several = curves if len(curves) > 1 else ()
+    handles = [Line2D([], [], label=each.label, **theme.look(i, marker=None)) for i, each in enumerate(several)]
+    for j, kind in enumerate(kinds if len(kinds) > 1 else ()):
+        handles.append(Line2D([], [], label=kind, **_kind(j, theme.INK)))
     if any(s.even is not None for s in statistics):
-        handles.append(Line2D([], [], color=theme.MUTED, lw=1.0, ls=(0, (4, 2)), label="independent entries"))
+        handles.append(Line2D([], [], label="independent entries", **even))
     text = wrap(note, figure.get_size_inches()[0] - 0.3)
     if handles:
         columns = min(len(handles), 6)
@@ -89,38 +93,29 @@ def depth_curves(
     return figure
 
 
-def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, count: int, kinds: Sequence[str]) -> np.ndarray:
+def _kind(index: int, colour: str) -> dict[str, Any]:
+    """The markers of a kind of layers: those of the first are filled."""
+    return theme.look(index, color=colour, mfc="white" if index else colour, ls="")
+
+
+def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequence[str]) -> np.ndarray:
     """Draw one line with its markers; returns the finite values, or the ends of their bars."""
     if statistic.key not in curve.values:
         raise UsageError(f"{curve.label}: no {statistic.key!r}; there are {', '.join(curve.values)}")
     depth, values = (np.asarray(a, dtype=np.float64) for a in (curve.depth, curve.values[statistic.key]))
     if depth.shape != values.shape or depth.ndim != 1 or (curve.kinds and len(curve.kinds) != len(depth)):
         raise DataError(f"{curve.label}: expected {statistic.key} at {depth.shape} depths, found {values.shape}")
-    colour = theme.colour(index)
-    order = np.argsort(depth, kind="stable")
-    ax.plot(depth[order], values[order], color=colour, lw=1.4, ls=theme.line(index), zorder=2)
-    errors = curve.errors.get(statistic.key)
+    style, order = theme.look(index, marker=None), np.argsort(depth, kind="stable")
+    ax.plot(depth[order], values[order], zorder=2, **style)
     ends = values
-    if errors is not None:
+    if (errors := curve.errors.get(statistic.key)) is not None:
         half = 1.96 * np.asarray(errors, dtype=np.float64)
-        ax.errorbar(depth, values, yerr=half, fmt="none", ecolor=colour, elinewidth=1.0, zorder=2)
+        ax.errorbar(depth, values, yerr=half, fmt="none", ecolor=style["color"], elinewidth=1.0, zorder=2)
         ends = np.concatenate([values - half, values + half])
     for j, kind in enumerate(kinds or [""]):
-        here = np.array([k == kind for k in curve.kinds]) if curve.kinds else np.ones(len(depth), dtype=bool)
-        face = colour if j == 0 else "white"
-        marker = theme.marker(j)
-        ax.plot(depth[here], values[here], marker, color=colour, mfc=face, ms=5, mew=1.2, zorder=3)
+        here = np.array([not curve.kinds or curve.kinds[i] == kind for i in range(len(depth))])
+        ax.plot(depth[here], values[here], ms=5, zorder=3, **_kind(j, style["color"]))
     return ends[np.isfinite(ends)]
-
-
-def _scale(ax: Axes, statistic: Statistic, drawn: Sequence[np.ndarray]) -> None:
-    values = np.concatenate([*drawn, [] if statistic.even is None else [statistic.even]])
-    positive = values[values > 0]
-    if statistic.log and positive.size:
-        low, high = float(positive.min()), float(positive.max())
-        ax.set_yscale("log")
-        ax.set_ylim(low / 1.25, high * 1.25)
-        theme.log_ticks(ax.yaxis, low, high)
 
 
 @theme.themed()
@@ -139,60 +134,46 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
         raise DataError("products by depth: expected rows, found none")
     sources = list(dict.fromkeys(row["source"] for row in rows))
     parts = [part for part in _PARTS if any(row["part"] == part for row in rows)]
-    panels = [(part, quantity) for part in parts for quantity in ("beta", "alpha")]
     figure, grid = theme.subplots(len(parts), 2, width=10.5, height=3.3 * len(parts), title=title)
     same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
-    for ax, (part, quantity) in zip([ax for line in grid for ax in line], panels, strict=True):
+    for (part, quantity), ax in zip(product(parts, ("beta", "alpha")), chain(*grid), strict=True):
+        sizes = []
         for i, source in enumerate(sources):
-            found = [r for r in rows if (r["source"], r["part"]) == (source, part)]
-            found = [r for r in found if (r["head"] is None) == (part == "vo")]
-            _source(ax, found, quantity, i, relative=not same)
+            mine = [r for r in rows if (r["source"], r["part"], r["head"] is None) == (source, part, part == "vo")]
+            means = _source(ax, mine, quantity, theme.look(i), relative=not same) if mine else np.empty(0)
+            sizes += [float(np.nanmedian(means))] if np.isfinite(means).any() else []
         if quantity == "beta":
             ax.axhline(0, color=theme.MUTED, lw=0.8, zorder=1)
-        _magnitudes(ax, quantity)
+        if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
+            linear = 10.0 ** math.floor(math.log10(min(sizes)))
+            ax.set_yscale(**{"value": "log"} if quantity == "alpha" else {"value": "symlog", "linthresh": linear})
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+            ax.yaxis.set_minor_formatter(NullFormatter())
+        elif quantity == "alpha":
+            ax.set_ylim(bottom=0)
         ax.grid(axis="y")
         ax.set_title(f"{quantity} of {_PARTS[part]}")
         ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
         if same:
             ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
-    handles = [Line2D([], [], ls=theme.line(i), label=source, **theme.look(i)) for i, source in enumerate(sources)]
+    handles = [Line2D([], [], label=source, **theme.look(i)) for i, source in enumerate(sources)]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
     return figure
 
 
-def _source(ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, index: int, *, relative: bool) -> None:
-    """Draw one source: a point for each row, a line through the layers' means."""
-    if not rows:
-        return
+def _source(
+    ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, style: dict[str, Any], *, relative: bool
+) -> np.ndarray:
+    """Draw one source: a point for each row, a line through the layers' means; returns the sizes of these."""
     layers = sorted({row["layer"] for row in rows})
-    last = max(1, len(layers) - 1)
-    places = {layer: i / last if relative else layer for i, layer in enumerate(layers)}
-    values = {layer: [r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers}
-    means = [np.mean(v) if v else np.nan for v in values.values()]
-    style = theme.look(index)
-    if any(len(v) > 1 for v in values.values()):
-        points = np.array([(places[layer], value) for layer, v in values.items() for value in v])
-        ax.plot(*points.T, ls="", alpha=0.28, ms=2.6, mew=0, zorder=2, gid="heads", **style)
-    ax.plot([places[layer] for layer in layers], means, ls=theme.line(index), zorder=3, gid="mean", **style)
-
-
-def _magnitudes(ax: Axes, quantity: str) -> None:
-    """Use a logarithmic axis where the sources differ too much for a linear one."""
-    sizes = [np.abs(np.asarray(line.get_ydata(), dtype=float)) for line in ax.lines if line.get_gid() == "mean"]
-    sizes = [float(np.nanmedian(size)) for size in sizes if np.isfinite(size).any()]
-    if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
-        if quantity == "alpha":
-            ax.set_yscale("log")
-        else:
-            exponent = math.floor(math.log10(min(sizes)))
-            ax.set_yscale("symlog", linthresh=10.0**exponent)
-            largest = np.nanmax([np.nanmax(np.abs(line.get_ydata())) for line in ax.lines if line.get_gid() == "mean"])
-            powers = [10.0**e for e in range(exponent, math.ceil(math.log10(largest)) + 1)]
-            ax.set_yticks([*(-p for p in reversed(powers)), 0, *powers])
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-        ax.yaxis.set_minor_formatter(NullFormatter())
-    elif quantity == "alpha":
-        ax.set_ylim(bottom=0)
+    places = np.arange(len(layers)) / max(1, len(layers) - 1) if relative else np.array(layers)
+    values = [[r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers]
+    means = np.array([np.mean(v) if v else np.nan for v in values])
+    if any(len(v) > 1 for v in values):
+        points = np.array([(place, value) for place, v in zip(places, values, strict=True) for value in v])
+        ax.plot(*points.T, zorder=2, gid="heads", **style | {"ls": "", "alpha": 0.28, "ms": 2.6, "mew": 0})
+    ax.plot(places, means, zorder=3, gid="mean", **style)
+    return np.abs(means)
 
 
 @theme.themed()
@@ -212,21 +193,19 @@ def rank_condition(
     Example:
         >>> rank_condition([layer.stable_ranks for layer in found.layers], 384)
     """
-    values = [np.asarray(r, dtype=np.float64) for r in ranks]
+    values, x = [np.asarray(r, dtype=np.float64) for r in ranks], range(len(ranks))
     if not values or any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or (v <= 0).any() for v in values):
         raise DataError("rank condition: expected (B,) stable ranks > 0 for each layer")
     canvas, ax = theme.canvas(ax, 6.4, 3.6)
-    means = np.array([v.mean() for v in values])
-    low, high = (np.array([np.quantile(v, q) for v in values]) for q in (0.05, 0.95))
-    x = np.arange(len(values))
+    low, high = ([float(np.quantile(v, q)) for v in values] for q in (0.05, 0.95))
     ax.vlines(x, low, high, color=theme.PALETTE[0], linewidth=1.4)
-    ax.plot(x, means, marker=theme.MARKERS[0], color=theme.PALETTE[0], linewidth=1.2)
-    bounds = [width / f**2 for f in filter_sizes]
+    ax.plot(x, [v.mean() for v in values], **theme.look(0))
+    bounds = {f: width / f**2 for f in filter_sizes}
     ax.set_yscale("log")
-    ax.set_ylim(0.7 * min([*low, *bounds]), 1.4 * max([*high, *bounds]))
-    for f in filter_sizes:
-        ax.axhline(width / f**2, color=theme.MUTED, linewidth=1.0, linestyle=(0, (4, 2)))
-        theme.outside(ax, 1, width / f**2, f"D/{f}² = {number(width / f**2)}", 4, color=theme.MUTED)
+    ax.set_ylim(0.7 * min([*low, *bounds.values()]), 1.4 * max([*high, *bounds.values()]))
+    for f, bound in bounds.items():
+        ax.axhline(bound, color=theme.MUTED, linewidth=1.0, linestyle=(0, (4, 2)))
+        theme.outside(ax, 1, bound, f"D/{f}² = {number(bound)}", 4, color=theme.MUTED)
     theme.log_ticks(ax.yaxis, *ax.get_ylim())
     ax.set_xticks(x)
     ax.set_xlabel("layer")

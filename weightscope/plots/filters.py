@@ -42,10 +42,8 @@ def filter_grid(
 ) -> Axes:
     """Convolution filters side by side (thesis, Fig. 2.4-2.6), on a colour scale centred at zero.
 
-    Args:
-        filters: (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey.
-        columns: filters per row.
-        scale: `"shared"` for one scale, whose limit is printed; `"each"` to normalise every filter by its maximum.
+    `filters` are (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey. They have
+    one `"shared"` scale, whose limit is printed, or `"each"` is divided by its maximum. `columns` are filters per row.
 
     Example:
         >>> filter_grid(convnext.state_dict()["stages.0.blocks.0.conv_dw.weight"][:, 0].numpy(), columns=16)
@@ -82,13 +80,11 @@ def filter_grid(
 
 
 def mosaic(filters: np.ndarray, columns: int, *, fine: int = 1) -> np.ndarray:
-    """Filters (n, k, l[, 3]) row by row, separated by one cell of NaN; no cells around them.
+    """Filters (n, k, l[, 3]) row by row, with a cell of NaN between them: (rows (fine k + 1) - 1, ...).
 
-    With `fine` cells along a side of a pixel, the gap is a fraction 1 / fine of it. Returns
-    (rows (fine k + 1) - 1, columns (fine l + 1) - 1[, 3]).
+    With `fine` cells along a side of a pixel, the gap is a fraction 1 / fine of it.
     """
-    n, k, l = filters.shape[:3]  # noqa: E741 - the papers' letter
-    height, width = fine * k + 1, fine * l + 1
+    n, height, width = len(filters), fine * filters.shape[1] + 1, fine * filters.shape[2] + 1
     out = np.full((-(-n // columns) * height - 1, columns * width - 1, *filters.shape[3:]), np.nan)
     for index, tile in enumerate(filters):
         y, x = (index // columns) * height, (index % columns) * width
@@ -121,9 +117,7 @@ def covariance_page(
     Block (i, j) of a panel is the k x k map of the covariances of pixel (i, j) with every pixel; heavier lines separate
     the channels of a patch embedding. Each panel has its own colour scale, centred at zero, whose limit is printed
     below it: the `quantile` of its absolute values, rounded up. A matrix that is not of filters is averaged over cells
-    if it has more than 240 coordinates.
-
-    None leaves a gap.
+    if it has more than 240 coordinates. None leaves a gap.
 
     Example:
         >>> panels = [Panel(row.covariance, row.name, (1, *row.kernel)) for row in filter_covariances(path)]
@@ -134,8 +128,7 @@ def covariance_page(
 
     def draw(ax: Axes, panel: Panel) -> str:
         blocks, borders = _blocks(panel)
-        limit = theme.colour_limit(blocks, quantile)
-        shown = averaged(blocks, factor) if (factor := _factor(panel)) > 1 else blocks
+        limit, shown = theme.colour_limit(blocks, quantile), averaged(blocks, _factor(panel))
         extent = (0, blocks.shape[1], blocks.shape[0], 0)
         ax.imshow(shown, **theme.colours(limit), interpolation="nearest", aspect="auto", extent=extent)
         for at, width, upright in borders:
@@ -164,9 +157,8 @@ def filter_page(
     """Filters, layer by layer (thesis, Fig. 2.4-2.6), on colour scales centred at zero.
 
     The filters of a panel share one scale, which holds 98 % of their weights and is printed below it. Three channels
-    are drawn as colours, each filter on its own scale; other numbers of channels are summed.
-
-    None leaves a gap; `columns` is the number of filters per row of a panel, roughly a square if None.
+    are drawn as colours, each filter on its own scale; other numbers of channels are summed. None leaves a gap;
+    `columns` is the number of filters per row of a panel, roughly a square if None.
 
     Example:
         >>> save(filter_page([[Panel(filters[:, None], "layer 0")]]), "filters.png")

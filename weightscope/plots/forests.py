@@ -12,14 +12,7 @@ from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.comparisons import (
-    Style,
-    difference_axis,
-    epochs_text,
-    row_height,
-    seeds_text,
-    styles_of,
-)
+from weightscope.plots.comparisons import difference_axis, epochs_text, row_height, seeds_text, styles_of
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
@@ -40,9 +33,6 @@ def stripe_ratios(
 
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
-
-    Example:
-        >>> stripe_ratios([("fc1.weight", "column means", 1.52, 1.44, 1.60)])
     """
     for label, group, ratio, low, high in rows:
         if not (np.isfinite([ratio, low, high]).all() and 0 <= low <= ratio <= high):
@@ -50,54 +40,38 @@ def stripe_ratios(
     if not rows or len({row[:2] for row in rows}) < len(rows):
         raise UsageError("stripe ratios: expected rows that differ in label or group, found none or a repeated one")
     labels, groups = list(dict.fromkeys(r[0] for r in rows)), list(dict.fromkeys(r[1] for r in rows))
-    places, centres = _rows_of(labels, rows)
-    canvas, ax = theme.canvas(ax, 7.4, 1.35 + 0.23 * (max(places.values()) + 1))
+    gap = 0.5 * (len(rows) > len(labels))  # between labels
+    at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
+    mine = {label: [y for y, row in zip(at, rows, strict=True) if row[0] == label] for label in labels}
+    canvas, ax = theme.canvas(ax, 7.4, 1.35 + 0.23 * (at[-1] + 1))
     positive = [v for row in rows for v in row[2:] if v > 0]
     low, high = min([*positive, 0.8]), max([*positive, 1.25])
     edge = low / (high / low) ** 0.05
-    for group in groups:
-        look = theme.look(groups.index(group))
-        for row in rows:
-            if row[1] == group and row[2] == 0:
-                place = [places[row[:2]]]
-                ax.plot([edge], place, marker="<", color=look["color"], ms=6, clip_on=False, gid="zero")
-        drawn = [row for row in rows if row[1] == group and row[2] > 0]
-        at, least, most = (np.array([row[i] for row in drawn]) for i in (2, 3, 4))
-        error = [(at - np.maximum(least, edge)).tolist(), (most - at).tolist()]
-        bar: dict[str, Any] = {"ls": "none", "ms": 5, "capsize": 2.5, "elinewidth": 1.4, "label": group, **look}
-        ax.errorbar(at, [places[row[:2]] for row in drawn], xerr=error, **bar)
+    for i, group in enumerate(groups):
+        style = theme.look(i, ls="none", ms=5)
+        drawn = [(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group]
+        for y, ratio, *_ in drawn:
+            if ratio == 0:
+                ax.plot([edge], [y], marker="<", color=style["color"], ms=6, clip_on=False, gid="zero")
+        where, at_ratio, least, most = np.array([row for row in drawn if row[1] > 0]).reshape(-1, 4).T
+        error = [at_ratio - np.maximum(least, edge), most - at_ratio]
+        ax.errorbar(at_ratio, where, xerr=error, capsize=2.5, elinewidth=1.4, label=group, **style)
     theme.reference(ax, 1)
     ax.set_xscale("log")
     ax.set_xlim(edge, high * (high / low) ** 0.05)
     theme.log_ticks(ax.xaxis, *ax.get_xlim())
-    for stripe in range(1, len(labels), 2):
-        mine = [y for (label, _), y in places.items() if label == labels[stripe]]
-        ax.axhspan(min(mine) - 0.75, max(mine) + 0.75, color="#f3f5f7", lw=0, zorder=0)
+    for label in labels[1::2]:
+        ax.axhspan(mine[label][0] - 0.75, mine[label][-1] + 0.75, color="#f3f5f7", lw=0, zorder=0)
     short, remark = short_names(labels)
-    theme.list_axis(ax, centres, short, max(places.values()) + 1)
+    theme.list_axis(ax, [float(np.mean(mine[label])) for label in labels], short, at[-1] + 1)
     ax.set_xlabel("variance of the means ÷ that of independent entries (log scale)" + (f"\n{remark}" if remark else ""))
     texts = ["0 exactly" if r[2] == 0 else f"{r[2]:.2f} ({r[3]:.2f}–{r[4]:.2f})" for r in rows]
-    theme.columns(ax, [places[row[0], row[1]] for row in rows], -0.9, [("ratio (95 % CI)", texts)])
+    theme.columns(ax, at, -0.9, [("ratio (95 % CI)", texts)])
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)
     if len(groups) > 1:
-        canvas.legend([Line2D([], [], ls="none", label=name, **theme.look(i)) for i, name in enumerate(groups)])
+        canvas.legend([Line2D([], [], label=name, **theme.look(i, ls="none")) for i, name in enumerate(groups)])
     return canvas.finish(title)
-
-
-def _rows_of(
-    labels: Sequence[str], rows: Sequence[tuple[Any, ...]]
-) -> tuple[dict[tuple[Any, ...], float], list[float]]:
-    """Vertical positions, with half a row between labels; and the labels' centres."""
-    places, centres, at = {}, [], 0.0
-    for label in labels:
-        mine = [row for row in rows if row[0] == label]
-        for row in mine:
-            places[row[0], row[1]] = at
-            at += 1
-        centres.append(at - 0.5 - len(mine) / 2)
-        at += 0.5 if len(mine) > 1 else 0.0
-    return places, centres
 
 
 @theme.themed()
@@ -112,42 +86,7 @@ def heldout_scores(
 
     `table` is `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0), `difference_se`, `failed` (None or
     the reason) and `group`; the `group` drawn is by default the only one, or `(all)`, the sum over groups.
-
-    Example:
-        >>> heldout_scores(result.table, group="stages.0.blocks.0.mlp")
     """
-    rows = _one_group(table, group)
-    fitted = sorted((row for row in rows if not row.get("failed")), key=lambda row: -row["difference"])
-    failed = [row for row in rows if row.get("failed")]
-    ordered = [*fitted, *failed]
-    canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(ordered) + 1))
-    for y, row in enumerate(fitted):
-        bar: dict[str, Any] = {"fmt": "o" if y else "D", "color": theme.MUTED if y else theme.PALETTE[0]}
-        ax.errorbar([row["difference"]], [y], xerr=[row["difference_se"]], ms=5.5, capsize=2.5, lw=1.4, **bar)
-    _score_axis(ax, fitted)
-    for y, row in enumerate(failed, len(fitted)):
-        reason = wrap(f"not fitted: {row['failed']}", 0.6 * canvas.width).split("\n")
-        text = reason[0] + (" …" if len(reason) > 1 else "")
-        style: dict[str, Any] = {"fontsize": SMALL, "color": theme.MUTED, "va": "center"}
-        ax.text(0.01, y, text, transform=ax.get_yaxis_transform(), gid="failed", **style)
-    names = [wrap(row["structure"], 2.1) for row in ordered]
-    theme.list_axis(ax, range(len(names)), names, len(names))
-    parameters = ["" if row.get("failed") else f"{row['parameters']:,}" for row in ordered]
-    heads = [("difference ± s.e.", [_in_words(row) for row in ordered]), ("parameters", parameters)]
-    theme.columns(ax, range(len(ordered)), -0.85, heads)
-    return canvas.finish(title)
-
-
-def _in_words(row: Row) -> str:
-    if row.get("failed"):
-        return ""
-    if row["difference"] == 0:
-        return "best"
-    decimals = places(4 * row["difference_se"])
-    return f"{signed(row['difference'], decimals)} ± {row['difference_se']:,.{decimals}f}"
-
-
-def _one_group(table: Sequence[Row], group: str | None) -> list[Row]:
     groups = list(dict.fromkeys(row.get("group") for row in table))
     if group is None:
         group = _TOTAL if _TOTAL in groups else groups[0] if len(groups) == 1 else None
@@ -155,17 +94,20 @@ def _one_group(table: Sequence[Row], group: str | None) -> list[Row]:
         named = ", ".join(map(str, groups)) or "none (the table is empty)"
         raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
     rows = [row for row in table if row.get("group") == group]
-    for row in rows:
-        numbers = [] if row.get("failed") else [row["difference"], row["difference_se"]]
-        if not np.isfinite(numbers).all():
-            found = " ± ".join(map(str, numbers))
+    fitted, failed = [row for row in rows if not row.get("failed")], [row for row in rows if row.get("failed")]
+    for row in fitted:
+        if not np.isfinite([row["difference"], row["difference_se"]]).all():
+            found = f"{row['difference']} ± {row['difference_se']}"
             raise DataError(f"held-out scores: `{row['structure']}`: expected finite numbers, found {found}")
-    return rows
-
-
-def _score_axis(ax: Axes, fitted: Sequence[Row]) -> None:
-    sizes = [abs(row["difference"]) for row in fitted if row["difference"]]
-    scale = ""
+    fitted.sort(key=lambda row: -row["difference"])
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
+    texts = []
+    for y, row in enumerate(fitted):
+        value, error = row["difference"], row["difference_se"]
+        bar: dict[str, Any] = {"fmt": "o" if y else "D", "color": theme.MUTED if y else theme.PALETTE[0]}
+        theme.bar(ax, y, value, (value - error, value + error), ms=5.5, lw=1.4, **bar)
+        texts.append(f"{signed(value, places(4 * error))} ± {error:,.{places(4 * error)}f}" if value else "best")
+    sizes, scale = [abs(row["difference"]) for row in fitted if row["difference"]], ""
     if sizes and max(sizes) > _FARTHEST * min(sizes):
         linear = 10.0 ** np.floor(np.log10(min(sizes)))
         ax.set_xscale("symlog", linthresh=linear, linscale=0.6)
@@ -176,6 +118,15 @@ def _score_axis(ax: Axes, fitted: Sequence[Row]) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     theme.reference(ax, 0)
     ax.set_xlabel(f"held-out log-likelihood per network, relative to the best (nats{scale})")
+    for y, row in enumerate(failed, len(fitted)):
+        reason, *more = wrap(f"not fitted: {row['failed']}", 0.6 * canvas.width).split("\n")
+        style: dict[str, Any] = {"fontsize": SMALL, "color": theme.MUTED, "va": "center"}
+        ax.text(0.01, y, reason + " …" * bool(more), transform=ax.get_yaxis_transform(), gid="failed", **style)
+    names, blank = [wrap(row["structure"], 2.1) for row in (*fitted, *failed)], [""] * len(failed)
+    theme.list_axis(ax, range(len(names)), names, len(names))
+    parameters = [f"{row['parameters']:,}" for row in fitted] + blank
+    theme.columns(ax, range(len(names)), -0.85, [("difference ± s.e.", texts + blank), ("parameters", parameters)])
+    return canvas.finish(title)
 
 
 @theme.themed()
@@ -188,38 +139,37 @@ def paired_differences(
     values do. Points are seeds, diverged ones are crosses. Rows are those of
     `weightscope.benchmarking.seed_differences`: `init`, `epochs`, `reference`, `differences` (n,), `diverged` (n,),
     `ci95` of their mean or None, and `left_out`, the number of seeds without a finite value.
-
-    Example:
-        >>> paired_differences(seed_differences(json.load(open("results.json"))["runs"]))
     """
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    styles = styles_of([{"init": arms[0]["reference"]}, *arms])
+    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of([{"init": arms[0]["reference"]}, *arms])
     names = [wrap(row["init"], 2.3) for row in rows]
-    at, headings = _arranged(rows)
+    heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
+    at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
     height = max(row_height(names), 0.5 if max(len(row["differences"]) for row in rows) > 16 else 0)
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
     means, better = [], []
+    point: dict[str, Any] = {"fmt": "D", "color": theme.INK, "ms": 5, "mew": 1.2, "lw": 1.8, "zorder": 4, "gid": "mean"}
     for y, row in zip(at, rows, strict=True):
-        values = metric.factor * np.asarray(row["differences"], dtype=float)
-        _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), styles[row["init"]], 72 * height)
+        style, values = styles[row["init"]], metric.factor * np.asarray(row["differences"], dtype=float)
+        _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), style, 72 * height)
         mean = float(values.mean())
-        low, high = (mean, mean) if row["ci95"] is None else (metric.factor * end for end in row["ci95"])
-        face = styles[row["init"]].options()["mfc"]
-        style: dict[str, Any] = {"fmt": "D", "color": theme.INK, "mfc": face, "ms": 5, "mew": 1.2, "lw": 1.8}
-        ax.errorbar([mean], [y], xerr=[[mean - low], [high - mean]], capsize=4, zorder=4, gid="mean", **style)
-        why = "one seed" if len(values) == 1 else "all equal"
-        told = (why, metric.decimals - 1) if row["ci95"] is None else (interval(low, high), places(high - low))
-        means.append(f"{signed(mean, told[1])} ({told[0]})")
+        ends = None if row["ci95"] is None else [metric.factor * end for end in row["ci95"]]
+        theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
+        if ends is None:
+            means.append(f"{signed(mean, metric.decimals - 1)} ({'one seed' if len(values) == 1 else 'all equal'})")
+        else:
+            means.append(f"{signed(mean, places(ends[1] - ends[0]))} ({interval(*ends)})")
         equal = int((values == 0).sum())
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
     theme.list_axis(ax, at, names, at[-1] + 1)
     difference_axis(ax.xaxis)
-    for y, epochs in headings:
-        theme.outside(ax, 0, y, epochs_text(epochs), -6, ha="right", weight="bold")
+    for epochs in lengths if heading else ():
+        first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
+        theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
     theme.columns(ax, at, -0.8, [("mean (95 % CI)", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = f"{metric.label} minus that of {references} on the same seed"
@@ -231,23 +181,9 @@ def paired_differences(
     return canvas.finish(title)
 
 
-def _arranged(rows: Sequence[Row]) -> tuple[list[float], list[tuple[float, float]]]:
-    """Vertical positions of the arms, and (position, epochs) of a heading for each length if there are several."""
-    if len({row["epochs"] for row in rows}) == 1:
-        return [float(y) for y in range(len(rows))], []
-    at: list[float] = []
-    headings: list[tuple[float, float]] = []
-    y = -1.0
-    for i, row in enumerate(rows):
-        y += 1.0
-        if i == 0 or row["epochs"] != rows[i - 1]["epochs"]:
-            headings.append((y, row["epochs"]))
-            y += 0.8
-        at.append(y)
-    return at, headings
-
-
-def _seed_points(ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, style: Style, points: float) -> None:
+def _seed_points(
+    ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, style: Mapping[str, Any], points: float
+) -> None:
     """One point per seed in a row of `points`; points that would overlap are stacked, deterministically."""
     column = np.round(values / max(float(np.ptp(values)) / 60, 1e-9)).astype(int)
     offsets = np.zeros(len(values))
@@ -255,9 +191,8 @@ def _seed_points(ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, s
         same = np.flatnonzero(column == where)
         offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
     height = y + offsets * min(5.0 / points, 0.4 / max(np.abs(offsets).max(), 1.0))
-    options: dict[str, Any] = {"color": style.colour, "alpha": 0.55, "ls": "none", "zorder": 3}
-    face = style.options()["mfc"]
-    ax.plot(values[~diverged], height[~diverged], "o", ms=3.2, mfc=face, gid="seeds", **options)
+    options: dict[str, Any] = {"color": style["color"], "alpha": 0.55, "zorder": 3}
+    ax.plot(values[~diverged], height[~diverged], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **options)
     if diverged.any():
         ax.plot(values[diverged], height[diverged], "x", ms=4.5, gid="diverged", **options)
 
@@ -274,9 +209,6 @@ def scale_and_structure(
     The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
     means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference. Rows
     have `init`, `epochs`, `control`, `difference`, `beyond_scale`, their `_ci95`, adjusted p-values and `_pairs`.
-
-    Example:
-        >>> save(scale_and_structure(json.load(open("results.json"))["summary"]), "scale.png")
     """
     found = {_place(row, row["init"]): row for row in summary}
     pairs = [(row, found[_place(row, row["control"])]) for row in summary if row.get("control") is not None]
@@ -284,17 +216,24 @@ def scale_and_structure(
         raise UsageError("scale and structure: expected initialisers with controls (bench's `control`), found none")
     at = [i + 0.4 * (i // 2) for i in range(2 * len(pairs))]
     canvas, ax = theme.canvas(ax, 7.4, 1.2 + 0.3 * (at[-1] + 1.75))
-    texts, chances = [], []
+    texts = []
     for i, y in enumerate(at):
-        (row, control), part = pairs[i // 2], i % 2
-        text, p = _bar(ax, y, row if part else control, part, metric)
-        texts.append(text)
-        chances.append(p)
+        _, key, marker = _PARTS[i % 2]
+        row = pairs[i // 2][1 - i % 2]  # the effect of scale is the difference of the control
+        if row[key] is None:  # the control of the reference itself
+            texts.append(("reference", ""))
+            continue
+        value = metric.factor * row[key]
+        low, high = (metric.factor * end for end in row[f"{key}_ci95"] or (row[key], row[key]))
+        theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
+        p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
+        texts.append((f"{signed(value, places(high - low))} ({interval(low, high)})", p_value(p)))
     theme.reference(ax, 0)
     several = len({row["epochs"] for row, _ in pairs}) > 1
     names = [wrap(_named(row, several=several), 2.3) for row, _ in pairs]
     theme.list_axis(ax, [(at[2 * i] + at[2 * i + 1]) / 2 for i in range(len(pairs))], names, at[-1] + 1)
-    theme.columns(ax, at, -0.8, [("mean (95 % CI)", texts), ("adjusted", chances)])
+    heads = zip(("mean (95 % CI)", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
+    theme.columns(ax, at, -0.8, list(heads))
     difference_axis(ax.xaxis)
     label = f"difference of test {metric.label} on the same seed"
     label += f" ({metric.difference_unit})" if metric.difference_unit else ""
@@ -303,8 +242,7 @@ def scale_and_structure(
     drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", "control", "reference")}
     label += f"; {lost}" if (lost := divergence([row for place, row in found.items() if place in drawn])) else ""
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
-    parts = [(theme.colour(i), marker, name) for i, (name, _, marker) in enumerate(_PARTS)]
-    canvas.legend([Line2D([], [], ls="none", color=c, marker=m, label=name) for c, m, name in parts])
+    canvas.legend([Line2D([], [], **theme.look(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(_PARTS)])
     return canvas.finish(title)
 
 
@@ -315,16 +253,3 @@ def _place(row: Row, init: str) -> tuple[str, Any, str]:
 def _named(row: Row, *, several: bool) -> str:
     cell = [f"{key.rpartition('.')[2]}={'all' if v is None else v}" for key, v in row.get("cell", {}).items()]
     return ", ".join([row["init"], *cell, *[epochs_text(row["epochs"])] * several])
-
-
-def _bar(ax: Axes, y: float, row: Row, part: int, metric: Metric) -> tuple[str, str]:
-    """Draw one part; returns its value with interval, and its p-value, as text."""
-    _, key, marker = _PARTS[part]
-    if row[key] is None:  # the control of the reference itself
-        return "reference", ""
-    value = metric.factor * row[key]
-    low, high = (metric.factor * end for end in row[f"{key}_ci95"] or (row[key], row[key]))
-    bar: dict[str, Any] = {"fmt": marker, "color": theme.colour(part), "ms": 5.5, "capsize": 3, "lw": 1.6, "gid": key}
-    ax.errorbar([value], [y], xerr=[[value - low], [high - value]], **bar)
-    p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
-    return f"{signed(value, places(high - low))} ({interval(low, high)})", p_value(p)

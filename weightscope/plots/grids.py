@@ -58,18 +58,16 @@ def panel_figure(
     figure = Figure(figsize=(whole, tall), dpi=theme.DPI, facecolor="white")
     spec = {"left": left / whole, "right": (left + across) / whole, "top": 1 - top / tall, "bottom": bottom / tall}
     spec |= {"wspace": gap[1] / width, "hspace": gap[0] / height}
-    axes = [list(line) for line in figure.subplots(rows, columns, squeeze=False, gridspec_kw=spec)]
-    for ax in (ax for line in axes for ax in line):
-        ax.set(xticks=[], yticks=[])
-        ax.spines[:].set_visible(True)
-        ax.spines[:].set(linewidth=0.5, color=theme.MUTED)
+    axes = figure.subplots(rows, columns, squeeze=False, gridspec_kw=spec, subplot_kw={"xticks": [], "yticks": []})
+    for ax in axes.flat:
+        ax.spines[:].set(visible=True, linewidth=0.5, color=theme.MUTED)
     for line, text in zip(axes, texts, strict=False):
         beside(line[0], text, "left")
     y = (bottom - _FOOT) / tall
     figure.text((left + note_left) / whole, y, foot, va="top", fontsize=SMALL, color=theme.MUTED)
     if heading:
         figure.suptitle(heading, x=0.1 / whole, y=1 - 0.06 / tall, ha="left", va="top", linespacing=1.25)
-    return figure, axes
+    return figure, axes.tolist()
 
 
 def beside(ax: Axes, text: str, side: _Side, **options: Any) -> None:
@@ -109,7 +107,7 @@ def _bar(ax: Axes, norm: Normalize, cmap: Any, ticks: Mapping[float, str], width
     figure, place = ax.figure.figure, ax.get_position()
     whole, tall = figure.get_size_inches()
     bar = figure.add_axes((place.x0, place.y0 - (_FOOT + 0.1) / tall, width / whole, 0.09 / tall))
-    colours = figure.colorbar(ScalarMappable(norm, cmap), cax=bar, orientation="horizontal", ticklocation="bottom")
+    colours = figure.colorbar(ScalarMappable(norm, cmap), cax=bar, orientation="horizontal")
     colours.set_ticks(list(ticks), labels=list(ticks.values()))
     colours.minorticks_off()
     colours.outline.set_visible(False)
@@ -131,17 +129,12 @@ def matrix_grid(
 ) -> Figure:
     """Matrices in rows and columns, such as Q K^T of every head (down) and layer (across) (thesis, Fig. 3.17 and 3.23).
 
-    A row shares one colour scale, centred at zero and printed beside it. It ends at the median over the row's matrices
-    of the `quantile` of their absolute values, rounded up, so that one outlying layer does not wash out the others.
+    `matrices` (R, C, m, n), or R sequences of C matrices and None, are shown up to row and column `clip`. A `"row"`, or
+    `"all"`, share one colour scale, centred at zero and printed beside it. It ends at the median over the matrices of
+    the `quantile` of their absolute values, rounded up, so that one outlying layer does not wash out the others.
     Entries are drawn as whole pixels. Matrices that are too large after clipping are averaged over cells of f x f
-    entries, which keeps the contrast of a diagonal; a note says so. A matrix that is not finite is drawn as a grey
-    panel and ignored by the colour scale.
-
-    Args:
-        matrices: (R, C, m, n), or R sequences of C matrices, some of which may be None (left empty).
-        clip: show the upper left `clip` rows and columns only; None for all.
-        share: one colour scale for each `"row"` or for `"all"`.
-        quantity: label of the colour bar: `"entries of W_Q W_K^T"`.
+    entries, which keeps the contrast of a diagonal; a note says so, with the `quantity`. A matrix that is not finite is
+    drawn as a grey panel and ignored by the colour scale.
 
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
@@ -168,7 +161,7 @@ def matrix_grid(
                 missing(ax, "not\nfinite")
         beside(line[-1], f"±{number(limit)}" if limit else "", "right", gid="limit")
     _labelled(axes[0], column_labels)
-    _bar(axes[-1][0], Normalize(-1, 1), theme.colour_map(), {-1: "−", 0: "0", 1: "+"}, 0.85)
+    _bar(axes[-1][0], Normalize(-1, 1), theme.DIVERGING, {-1: "−", 0: "0", 1: "+"}, 0.85)
     return figure
 
 
@@ -193,8 +186,7 @@ def _sized(panels: _Panels, page: int, least: int) -> tuple[_Panels, int, tuple[
     largest = max(max(p.shape) for line in panels for p in line if p is not None)
     target = min(_MOST, max(least, page // len(panels[0]) - _GAP))
     factor = -(-largest // target)
-    if factor > 1:
-        panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
+    panels = [[None if p is None else averaged(p, factor) for p in line] for line in panels]
     shape = next(p.shape for line in panels for p in line if p is not None)
     pixels = max(1, round(target / max(shape)))  # of an entry
     return panels, factor, (shape[0] * pixels / theme.DPI, shape[1] * pixels / theme.DPI)
@@ -202,6 +194,8 @@ def _sized(panels: _Panels, page: int, least: int) -> tuple[_Panels, int, tuple[
 
 def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
     """Means over cells of factor x factor entries; smaller cells at the lower and right edges."""
+    if factor == 1:
+        return panel
     rows, columns = (np.arange(0, n, factor) for n in panel.shape)
     sums = np.add.reduceat(np.add.reduceat(panel, rows, axis=0), columns, axis=1)
     heights, widths = (np.diff(np.append(s, n)) for s, n in zip((rows, columns), panel.shape, strict=True))
@@ -231,11 +225,9 @@ def product_grid(
 ) -> Figure:
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
-    Args:
-        corners: named tuples (source, layer, part, head, kind) -> (n, n); head is None for a whole layer.
-        widths: d of the whole matrices, for the caption.
-        heads: maximum number of heads drawn for each source.
-        values: W_V W_O of whole "layers", of "heads" (a row each), or "both".
+    `corners` are named tuples (source, layer, part, head, kind) -> (n, n), where head is None for a whole layer, and
+    `widths` d of the whole matrices, for the caption. At most `heads` are drawn for each source, and `values` W_V W_O
+    of whole "layers", of "heads" (a row each), or "both".
 
     Example:
         >>> save(product_grid(found.corners, heads=3), "products.png")

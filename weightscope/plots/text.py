@@ -9,9 +9,7 @@ FONT = "DejaVu Sans"  # ships with matplotlib, so figures do not depend on insta
 TITLE, LABEL, SMALL = 10.5, 9.0, 8.0  # points
 _WIDTH = 0.56  # of a mean character, relative to the font size; bold ones are 1.13 times as wide
 
-_LONG = 22  # characters; longer names are abbreviated, then cut in the middle
-_CUT = 30
-_NUMBERED = re.compile(r"\b([A-Za-z_]+)\.(\d+)(?=\.)")
+_LONG = 40  # characters; longer names are cut in the middle
 
 
 def inches(text: str, size: float = SMALL) -> float:
@@ -74,47 +72,21 @@ def rounded_up(limit: float) -> float:
 
 
 def short_names(names: Sequence[str]) -> tuple[list[str], str]:
-    """Names without the parts that they all share.
+    """Names without the parts that they all share, with numbered words as `block 1`; distinct names stay distinct.
 
-    `stages.0.blocks.0.mlp.fc1.weight` and `stages.0.blocks.1.mlp.fc2.weight` become `blocks.0.mlp.fc1` and
-    `blocks.1.mlp.fc2`: a numbered word keeps its number. If names are still long, numbered words are abbreviated,
-    `b0.mlp.fc1`. Distinct names stay distinct. Returns them, and a remark that explains them, empty if none is shorter.
+    `stages.0.blocks.0.mlp.fc1.weight` and `stages.0.blocks.1.mlp.fc2.weight` become `block 0 mlp.fc1` and
+    `block 1 mlp.fc2`; long names are cut in the middle. Returns them, and a remark that says which is which.
     """
-    names = list(names)
-    parts = [name.split(".") for name in names]
+    parts = [re.sub(r"\b([A-Za-z_]+?)(?:(?<![aisu])s)?\.(\d+)\b", r"\1 \2", name).split(".") for name in names]
     first = last = 0
     if len(names) > 1 and not any("(" in name for name in names):
-        first = _shared(parts, min(map(len, parts)) - 1)
-        last = _shared([p[first:][::-1] for p in parts], min(len(p) - first for p in parts) - 1)
-    while first and any(p[first].isdigit() for p in parts):
-        first -= 1
-    short = [".".join(p[first : len(p) - last]) for p in parts]
-    remarks = [f"{short[0]} is {names[0]}"] if first or last else []
-    if any(len(name) > _LONG for name in short):
-        prefixes = _prefixes(short)
-        abbreviated = [_NUMBERED.sub(lambda m: f"{prefixes[m[1]]}{m[2]}", name) for name in short]
-        if len(set(abbreviated)) == len(set(short)) and prefixes:
-            remarks.append(", ".join(f"{prefix} = {word}" for word, prefix in prefixes.items() if word != prefix))
-            short = abbreviated
-    cut = [name if len(name) <= _CUT else f"{name[: _CUT // 2 - 1]}…{name[-_CUT // 2 :]}" for name in short]
-    return (cut if len(set(cut)) == len(set(short)) else short), "; ".join(filter(None, remarks))
-
-
-def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
-    """The number of leading parts that all have in common."""
-    count = 0
-    while count < most and len({p[count] for p in parts}) == 1:
-        count += 1
-    return count
-
-
-def _prefixes(names: Sequence[str]) -> dict[str, str]:
-    """For each numbered word, the shortest prefix that no other such word begins with."""
-    words = sorted({m[1] for name in names for m in _NUMBERED.finditer(name)})
-    return {
-        word: next((word[:n] for n in range(1, len(word)) if sum(w.startswith(word[:n]) for w in words) == 1), word)
-        for word in words
-    }
+        most = min(map(len, parts)) - 1
+        first = next((i for i in range(most) if len({p[i] for p in parts}) > 1), most)
+        last = next((i for i in range(most - first) if len({p[-1 - i] for p in parts}) > 1), most - first)
+    short = [re.sub(r"(?<=\d)\.", " ", ".".join(p[first : len(p) - last])) for p in parts]
+    cut = [name if len(name) <= _LONG else f"{name[: _LONG // 2 - 1]}…{name[-_LONG // 2 :]}" for name in short]
+    cut = cut if len(set(cut)) == len(set(names)) else short if len(set(short)) == len(set(names)) else list(names)
+    return cut, f"{cut[0]} is {names[0]}" if first or last else ""
 
 
 def merged(names: Sequence[str], most: int) -> list[tuple[str, int, int]]:

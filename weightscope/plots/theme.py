@@ -1,10 +1,8 @@
 """The common style of all figures, their axes and their files.
 
-The style is applied locally: the user's matplotlib settings and backend stay unchanged. Figures are made without
-pyplot, so no window opens and no global reference to them remains. Drawing functions run in `themed`, which starts from
-matplotlib's defaults rather than the user's settings, so that a figure has the same bytes everywhere; settings that
-matplotlib reads only when it draws (ticks) are fixed on the axes. matplotlib's constrained layout places what is around
-the axes, and a file holds what is drawn without the white bands beside axes of fixed aspect.
+Drawing functions run in `themed`, which starts from matplotlib's defaults and restores the user's settings. Figures are
+made without pyplot, so no window opens and no global reference to them remains. Settings that matplotlib reads only
+when it draws (ticks) are fixed on the axes.
 """
 
 import contextlib
@@ -18,7 +16,7 @@ import matplotlib.style
 import numpy as np
 import seaborn as sns
 from matplotlib.axes import Axes
-from matplotlib.colors import CenteredNorm, Colormap
+from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -28,6 +26,7 @@ from weightscope._util import atomic
 from weightscope.errors import UsageError
 from weightscope.plots.text import FONT, LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
 
+Drawn = Axes | Figure | SubFigure
 DPI = 150
 INK, MUTED, FAINT = "#1f2328", "#57606a", "#d0d7de"
 _PAD = 0.08  # inches around what is drawn
@@ -39,24 +38,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1, 1, 1, 1, 1)))
 
 
-def colour(index: int) -> str:
-    """The colour of the i-th of several lines or groups; `marker` and `line` tell more apart."""
-    return PALETTE[index % len(PALETTE)]
-
-
-def marker(index: int) -> str:
-    """The marker of the i-th of several lines or groups."""
-    return MARKERS[index % len(MARKERS)]
-
-
-def line(index: int) -> Any:
-    """The line style of the i-th of several lines."""
-    return LINES[index % len(LINES)]
-
-
-def look(index: int) -> dict[str, Any]:
-    """The colour and marker of the i-th of several groups, as keyword arguments."""
-    return {"color": colour(index), "marker": marker(index)}
+def look(index: int, *, hollow: bool = False, **more: Any) -> dict[str, Any]:
+    """Keyword arguments of the i-th of several lines or groups; a hollow one has open markers and is dotted."""
+    colour = PALETTE[index % len(PALETTE)]
+    style: dict[str, Any] = {"color": colour, "mfc": "white" if hollow else colour, "mew": 1.2, "lw": 1.5}
+    style |= {"marker": MARKERS[index % len(MARKERS)], "ls": (0, (1, 1.5)) if hollow else LINES[index % len(LINES)]}
+    return style | more
 
 
 # Without dates and versions a file changes only if the figure does.
@@ -170,12 +157,11 @@ def new_figure(width: float, height: float) -> Figure:
 
 def head(figure: Figure, title: str | None) -> None:
     """Put a wrapped title above a figure with constrained layout, which grows."""
-    if title is None:
-        return
-    width, height = figure.get_size_inches()
-    text = wrap(title, width - 0.2, TITLE)
-    figure.set_size_inches(width, height + (text.count("\n") + 1) * 1.3 * TITLE / 72 + 0.08)
-    figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
+    if title is not None:
+        width, height = figure.get_size_inches()
+        text = wrap(title, width - 0.2, TITLE)
+        figure.set_size_inches(width, height + (text.count("\n") + 1) * 1.3 * TITLE / 72 + 0.08)
+        figure.suptitle(text, x=0.012, ha="left", linespacing=1.25)
 
 
 def pin(ax: Axes) -> None:
@@ -188,16 +174,11 @@ def pin(ax: Axes) -> None:
 
 @themed()
 def subplots(
-    rows: int = 1,
-    columns: int = 1,
-    *,
-    width: float | None = None,
-    height: float | None = None,
-    title: str | None = None,
+    rows: int = 1, columns: int = 1, *, width: float = 0.0, height: float = 0.0, title: str | None = None
 ) -> tuple[Figure, list[list[Axes]]]:
-    """A figure with a grid of axes in the common style, for the `ax` argument of the drawing functions.
+    """A figure with a grid of axes in the common style, for the argument `ax`, and `axes[row][column]`.
 
-    Width and height are inches, by default 5.5 per column and 3.8 per row. Returns the figure and `axes[row][column]`.
+    Width and height are inches, by default 5.5 per column and 3.8 per row.
 
     Example:
         >>> figure, ((left, right),) = subplots(1, 2)
@@ -208,21 +189,17 @@ def subplots(
     if rows < 1 or columns < 1:
         raise UsageError(f"subplots: expected at least 1 row and 1 column, found {rows} and {columns}")
     figure = new_figure(width or 5.5 * columns, height or 3.8 * rows)
-    grid = [list(line) for line in figure.subplots(rows, columns, squeeze=False)]
-    for ax in (ax for line in grid for ax in line):
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for ax in grid.flat:
         pin(ax)
     head(figure, title)
-    return figure, grid
+    return figure, [list(line) for line in grid]
 
 
 def outside(ax: Axes, side: float, y: float, text: str, points: float, **style: Any) -> None:
     """A text at height y (data), `points` to the right of the left (0) or right (1) side of the axes."""
-    place: dict[str, Any] = {
-        "xycoords": ax.get_yaxis_transform(),
-        "textcoords": "offset points",
-        "annotation_clip": False,
-    }
-    ax.annotate(text, (side, y), (points, 0), va="center", fontsize=SMALL, **place, **style)
+    style |= {"xycoords": ax.get_yaxis_transform(), "textcoords": "offset points", "annotation_clip": False}
+    ax.annotate(text, (side, y), (points, 0), va="center", fontsize=SMALL, **style)
 
 
 def columns(ax: Axes, places: Sequence[float], top: float, texts: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -232,6 +209,11 @@ def columns(ax: Axes, places: Sequence[float], top: float, texts: Sequence[tuple
         for y, text in zip([top, *places], [name, *entries], strict=True):
             outside(ax, 1, y, text, 72 * offset, color=MUTED if y == top else INK)
         offset += max(map(inches, [name, *entries])) + 0.2
+
+
+def bar(ax: Axes, y: float, value: float, ends: Sequence[float], **style: Any) -> None:
+    """A point with its interval along x."""
+    ax.errorbar([value], [y], xerr=[[value - ends[0]], [ends[1] - value]], **{"capsize": 3, **style})
 
 
 def list_axis(ax: Axes, places: Sequence[float], labels: Sequence[str], rows: float) -> None:
@@ -252,28 +234,21 @@ def log_ticks(axis: Any, low: float, high: float) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-plain = FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−"))
-
-
 def reference(ax: Axes, at: float, *, upright: bool = True) -> None:
     """A dashed line at the value that others are compared with."""
     (ax.axvline if upright else ax.axhline)(at, color=INK, lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
 
 
-def colour_map(missing: str = GREY) -> Colormap:
-    """The diverging colour map, with a colour for missing values."""
-    return matplotlib.colormaps[DIVERGING].with_extremes(bad=missing)
-
-
-def colour_limit(values: np.ndarray, quantile: float) -> float:
-    """Limit of a colour scale: the quantile of the absolute values, or their maximum, or 1 if all are zero."""
-    sizes = np.abs(values)
-    return rounded_up(float(np.quantile(sizes, quantile)) or float(sizes.max()) or 1.0)
+def colour_limit(values: np.ndarray, quantile: float, everything: np.ndarray | None = None) -> float:
+    """Limit of a colour scale: the quantile of the absolute values, or their maximum, or that of everything, or 1."""
+    sizes, more = np.abs(values), np.abs(values if everything is None else everything)
+    limit = float(np.quantile(sizes, quantile)) if sizes.size else 0.0
+    return rounded_up(limit or float(sizes.max(initial=0)) or float(more.max(initial=0)) or 1.0)
 
 
 def colours(limit: float, missing: str = GREY) -> dict[str, Any]:
     """Colour map and a scale from -limit to limit, centred at zero, as keyword arguments of `imshow`."""
-    return {"cmap": colour_map(missing), "norm": CenteredNorm(0.0, limit)}
+    return {"cmap": matplotlib.colormaps[DIVERGING].with_extremes(bad=missing), "norm": CenteredNorm(0.0, limit)}
 
 
 def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, height: float, beyond: bool) -> None:
@@ -287,18 +262,14 @@ def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, height: float,
     pin(bar.ax)
 
 
-def root_figure(drawn: Axes | Figure | SubFigure) -> Figure:
+def root_figure(drawn: Drawn) -> Figure:
     """The whole figure that axes or a subfigure belong to."""
     return drawn.figure.figure
 
 
 @themed()
-def render(drawn: Axes | Figure | SubFigure, kind: str = "png") -> bytes:
-    """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file.
-
-    Raises:
-        UsageError: for another kind.
-    """
+def render(drawn: Drawn, kind: str = "png") -> bytes:
+    """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file."""
     if kind not in _METADATA:
         raise UsageError(f"kind: expected one of {', '.join(_METADATA)}, found {kind!r}")
     figure, buffer = root_figure(drawn), io.BytesIO()
@@ -312,14 +283,10 @@ def render(drawn: Axes | Figure | SubFigure, kind: str = "png") -> bytes:
     return buffer.getvalue()
 
 
-def save(drawn: Axes | Figure | SubFigure, path: str | Path) -> None:
-    """Write what is drawn of the whole figure as .png, .pdf or .svg, by the file's suffix.
+def save(drawn: Drawn, path: str | Path) -> None:
+    """Write what is drawn of the whole figure as .png, .pdf or .svg; the same figure gives the same bytes.
 
-    The file appears only when it is complete. The same figure gives the same bytes.
-
-    Raises:
-        UsageError: for another suffix.
-        WeightscopeError: if the file cannot be written.
+    The file appears only when it is complete. Another suffix is a UsageError.
 
     Example:
         >>> save(convergence(result.arms), "bench.png")

@@ -1,0 +1,162 @@
+"""What in mimetic attention's start of a small ViT does it, and why? DESIGN.md says what is compared.
+
+    python analyses/vit_start/run.py --work vit-start --workers 2
+
+Trains the arms (it resumes), and writes `results.json`.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from networks import centred_vit
+from torch import Tensor, nn
+
+from weightscope._util.environment import environment
+from weightscope.benchmarking import bench
+from weightscope.benchmarking.design import labelled
+from weightscope.benchmarking.statistics import holm, paired
+from weightscope.data import load
+from weightscope.networks import build_for
+from weightscope.population import Population
+from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.initial_weights import initial_weights
+
+HERE = Path(__file__).parent
+RECIPE = HERE.parent.parent / "populations" / "digits-vit.toml"
+SEED, SEEDS = 4_100_000, 64
+
+
+def mimetic(**numbers: Any) -> InitConfig:
+    """Mimetic attention with some of its numbers."""
+    return InitConfig.model_validate({"name": "mimetic_attention"} | numbers)
+
+
+def uniform(**numbers: Any) -> InitConfig:
+    """Uniform attention."""
+    return InitConfig.model_validate({"name": "initialisers:uniform_attention_"} | numbers)
+
+
+VO = mimetic(parts="vo")
+ARMS = {
+    "mimetic": mimetic(),
+    "vo": VO,
+    "qk": mimetic(parts="qk"),
+    "vo, noise only": mimetic(parts="vo", beta_vo=0.0),
+    "vo, sign turned": mimetic(parts="vo", beta_vo=-0.4),
+    "vo, scale": VO.model_copy(update={"control": "scale"}),
+    "uniform, c = 0.2": uniform(c=0.2),
+    "uniform, c = 0.4": uniform(c=0.4),
+    "uniform, c = 0.7": uniform(c=0.7),
+    "uniform, c = 1": uniform(c=1.0),
+    "uniform, default vo": uniform(keep=True),
+    "uniform, c = -0.4": uniform(c=-0.4),
+}
+LEARNED = ("mimetic", "vo", "qk", "uniform, c = 0.4")
+CENTRED = {"centred once": False, "centred in every block": True}
+CONTRASTS = (
+    ("vo", "default"),
+    ("mimetic", "vo"),
+    ("vo", "vo, noise only"),
+    ("uniform, c = 0.4", "default"),
+    ("centred in every block", "default"),
+)
+
+
+def trained(
+    recipe: Recipe, arms: dict[str, InitConfig], folder: Path, seeds: int, **options: Any
+) -> tuple[dict[str, list[float]], dict[str, Population]]:
+    """The accuracy of each seed, in %, and the population, by arm and for the default."""
+    found = bench(recipe, ["default", *arms.values()], folder, epochs=[4], seeds=seeds, seed=SEED, **options)
+    names = {labelled(config)[0]: name for name, config in arms.items()}
+    accuracy: dict[str, list[float]] = {}
+    for run in sorted(found.runs, key=lambda run: run["seed"]):
+        accuracy.setdefault(names.get(run["init"], run["init"]), []).append(run["accuracy"])
+    return accuracy, {file.name: Population(file) for file in sorted((folder / "runs").iterdir())}
+
+
+def common(population: Population) -> dict[str, list[float]]:
+    """|mean over tokens|^2 / mean of |token|^2 of what enters each block's attention, at the start and after training.
+
+    Averaged over the test images and the first eight networks.
+    """
+    recipe = population.recipe
+    data = load("digits")
+    images = (data.test_images[:64] / 255 - data.mean[:, None, None]) / data.std[:, None, None]
+    count = min(8, len(population))
+    start, _ = initial_weights(recipe, range(count), partial(build_for, recipe))
+    out = {}
+    for when, weights in (("start", start), ("trained", population.weights()[:count])):
+        shares = []
+        for k in range(count):
+            network = build_for(recipe)
+            network.load_state_dict(
+                {name: torch.from_numpy(w.copy()) for name, w in population.spec.unpack(weights[k]).items()}
+            )
+            shares.append(_shares(network.eval(), images))
+        out[when] = np.mean(shares, 0).tolist()
+    return out
+
+
+def _shares(network: nn.Module, images: Tensor) -> list[float]:
+    shares: list[float] = []
+
+    def measure(_: nn.Module, inputs: Sequence[Tensor]) -> None:
+        x = inputs[0]
+        shares.append(float((x.mean(1).square().sum(-1) / x.square().sum(-1).mean(1)).mean()))
+
+    for name, module in network.named_modules():
+        if name.endswith("norm1"):
+            module.register_forward_pre_hook(measure)
+    with torch.no_grad():
+        network(images)
+    return shares
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path("vit-start"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, default=HERE)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=SEEDS)
+    options = parser.parse_args()
+    where: dict[str, Any] = {"workers": options.workers, "device": "cpu"}
+    recipe = Recipe.load(RECIPE).replace({"training.epochs": 4})
+
+    accuracy, populations = trained(recipe, ARMS, options.work / "sinusoidal", options.seeds, **where)
+    learned = recipe.replace({"network.positions": "learned"})
+    other, _ = trained(
+        learned, {name: ARMS[name] for name in LEARNED}, options.work / "learned", options.seeds, **where
+    )
+    sizes = ("width", "depth", "heads", "patch_size", "expansion")
+    for name, every in CENTRED.items():
+        network = {key: getattr(recipe.network, key) for key in sizes} | {"type": centred_vit, "every": every}
+        own = Recipe.parse(recipe.to_dict() | {"network": network})
+        found, more = trained(own, {"vo": VO}, options.work / name.replace(" ", "-"), options.seeds, **where)
+        accuracy |= {name: found["default"], f"{name}, vo": found["vo"]}
+        populations |= {f"{name}, {key}": population for key, population in more.items()}
+
+    shares = {name: common(population) for name, population in populations.items()}
+    rows = []
+    for one, against in CONTRASTS:
+        rows.append({"arm": one, "against": against} | paired(np.array(accuracy[one]), np.array(accuracy[against])))
+    rows = [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
+    results = {
+        "contrasts": rows,
+        "accuracies": accuracy,
+        "learned_positions": other,
+        "common": shares,
+        "environment": environment(),
+    }
+    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    for row in rows:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
