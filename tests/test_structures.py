@@ -20,9 +20,8 @@ from weightscope.fits import (
     LowRank,
     TensorNormal,
     structure_class,
-    structure_reference,
 )
-from weightscope.fits.structure import fit_mean
+from weightscope.fits.structure import fit_mean, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.shrinkage import ledoit_wolf_of_rows
 

@@ -1,6 +1,5 @@
 """Plug-ins: registered names, references `"package.module:name"` to users' code, and the parameters of callables."""
 
-import contextlib
 import functools
 import hashlib
 import importlib
@@ -12,7 +11,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from weightscope._util.names import unknown
@@ -84,12 +82,18 @@ def imported(reference: str) -> Any:
     if reference in _passed:
         return _passed[reference]
     module_name, _, path = reference.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
     try:
-        with _working_directory_importable():
-            found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{reference}: cannot import {module_name} ({why}); run where it can be imported") from error
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")]
@@ -107,7 +111,10 @@ def reference_to(item: Any) -> str:
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     if module and name and "<lambda>" not in name:
         reference = f"{module}:{name.replace('<locals>.', '')}"
-        if _findable(module, name) is item:
+        found: Any = sys.modules.get(module) if module != "__main__" else None  # which differs between processes
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is item:
             return reference
         if not _captured(item):
             _passed[reference] = item
@@ -218,28 +225,6 @@ def _captured(item: Any) -> list[str]:
     # a decorator such as `torch.no_grad()` captures the function that it wraps
     codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
     return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
-
-
-def _findable(module: str, qualified_name: str) -> Any:
-    found: ModuleType | Any | None = sys.modules.get(module)
-    if module == "__main__":
-        return None  # different in every process
-    for part in qualified_name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
 
 
 @dataclass(frozen=True)

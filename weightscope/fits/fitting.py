@@ -62,15 +62,12 @@ def fit(
     Args:
         source: a `Population` or a `WeightArray`.
         select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set.
-        structure: `"auto"` for all structures, or one or several of: a registered name, `"package.module:Class"`, a
-            `Structure` subclass.
+        structure: `"auto"` for all structures, or one or several: registered names, `"package.module:Class"`, classes.
         joint: which tensors have a joint distribution: each `"tensor"` alone, each `"block"` (tensors whose names
             agree up to the last two parts: `stages.0.blocks.0.mlp`), or `"all"`.
-        holdout: share of networks to score on, between 0 and 1; or an integer number of folds >= 2, in which every
-            network is scored once.
+        holdout: share of networks to score on, between 0 and 1; or a number of folds >= 2, which score every network.
         seed: selects the held-out networks.
-        options: the structure's, if there is one: `{"rank": 8}` for `"low_rank"`. Without options a structure's
-            default candidates are compared.
+        options: of the structure, if there is one: `{"rank": 8}`. By default its candidates are compared.
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
             each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
             source is a population. By default that of the tensors' names.
@@ -82,7 +79,6 @@ def fit(
 
     Example:
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
-        >>> print(result.text())
         >>> result.save("digits-mlp.safetensors")
     """
     classes = _classes(structure, options)

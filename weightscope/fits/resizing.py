@@ -107,7 +107,7 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
         ratios[view.name] = now / before if now and before else 1.0
     plan = _Plan(structure, permutations, origins, ratios)
     factors, apart = _factors(plan)
-    notes = [*_scale_notes(plan), *_depth_notes(plan)]
+    notes = _notes(plan)
     if apart:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
@@ -238,8 +238,8 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
-def _scale_notes(plan: _Plan) -> list[str]:
-    """Which axes and deviations changed, as lines of a report."""
+def _notes(plan: _Plan) -> list[str]:
+    """Which axes and deviations changed, and which block took the law of which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
         ratios.setdefault(f"{plan.ratios[view.name]:.3g}", []).append(view.name)
@@ -247,19 +247,13 @@ def _scale_notes(plan: _Plan) -> list[str]:
             if axis is not None and n != before:
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
-    if set(ratios) != {"1"}:
-        notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items() if ratio != "1"]
-        notes += [f"deviations kept: {listing(ratios['1'])}"] if "1" in ratios else []
-    return notes
-
-
-def _depth_notes(plan: _Plan) -> list[str]:
-    """Which block took the law of which, as lines of a report."""
+    kept = ratios.pop("1", [])
+    notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
+    notes += [f"deviations kept: {listing(kept)}"] if kept and ratios else []
     moved = {_block(v.tensor): _block(plan.origins[v.name].tensor) for v in plan.permutations.views}
     moved.pop("", None)
     times = Counter(moved.values())
     left = [name for name in dict.fromkeys(map(_block, plan.structure.spec.names)) if name and name not in times]
-    notes = []
     if any(new != old for new, old in moved.items()):
         notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in moved.items()))
     if many := [f"{old} {n} times" for old, n in times.items() if n > 1]:
