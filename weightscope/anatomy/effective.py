@@ -116,7 +116,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: list[Computed]) -> nn.Module:
-    inner = _inside(module)
+    inner = _inside(module, root=not path)
     if id(inner) in seen:
         return seen[id(inner)]
     seen[id(inner)] = inner  # a module may contain itself
@@ -147,14 +147,15 @@ def _is_wrapped(module: nn.Module) -> bool:
     """Whether the rest of this file has anything to do with a layer, by the names in it."""
     keys = (*module._parameters, *module._modules)
     marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
-    return marks or type(module).__name__ in _WRAPPERS
+    return marks or "module" in module._modules
 
 
-def _inside(module: nn.Module) -> nn.Module:
-    """The module in wrappers and adapters."""
+def _inside(module: nn.Module, *, root: bool) -> nn.Module:
+    """The module in wrappers and adapters; whatever only has a `module` is a wrapper of the whole network."""
     while True:
         key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
-        key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
+        alone = root and [*module._modules, *module._parameters, *module._buffers] == ["module"]
+        key = "module" if key is None and (alone or type(module).__name__ in _WRAPPERS) else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
             held = {
                 k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)
