@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from weightscope._util.sources import read_regular
 from weightscope._util.torch_random import seeded
 from weightscope.benchmarking.design import Axis, Init, axes_of, default_folder
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.run import RUNS, Design
+from weightscope.benchmarking.run import PROBES, RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import DataError, UsageError
@@ -34,7 +34,6 @@ from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
 from weightscope.training.request import own_code_hashes, weight_hashes
 
-PROBES = "probes"
 _ABOUT = "arm.json"
 _LARGEST = 16 * 2**20
 _log = logging.getLogger(__name__)
@@ -51,7 +50,7 @@ _METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged")
 
 def linear_probe(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (EPOCHS,),
