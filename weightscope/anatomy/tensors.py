@@ -7,8 +7,6 @@ attributes, never on classes.
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weightscope.anatomy.effective import keep, plain
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -23,37 +22,6 @@ from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 # Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
 _RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
 _RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
-
-
-_before: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_before", default=None)
-
-
-@contextmanager
-def all_or_nothing() -> Iterator[None]:
-    """Within the block, `keep` remembers the values of tensors, which get them back if the block fails."""
-    if _before.get() is not None:  # within another one
-        yield
-        return
-    kept: dict[Any, tuple[Tensor, Tensor]] = {}
-    token = _before.set(kept)
-    try:
-        yield
-    except BaseException:
-        with torch.no_grad():
-            for tensor, values in kept.values():
-                tensor.copy_(values)
-        raise
-    finally:
-        _before.reset(token)
-
-
-def keep(tensor: Tensor) -> None:
-    """Remember the values of a tensor that is about to be written, see `all_or_nothing`."""
-    kept, tensor = _before.get(), tensor.detach()
-    if kept is not None and not tensor.is_meta:
-        key = tensor.data_ptr(), tensor.shape, tensor.stride()
-        if key not in kept:
-            kept[key] = tensor, tensor.clone()
 
 
 class NamedTensors:
@@ -123,17 +91,22 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 
 
 class ModuleTensors(NamedTensors):
-    """The parameters and buffers of an `nn.Module`, in registration order; `config` holds hints that it lacks."""
+    """The effective parameters and buffers of an `nn.Module`, in order; `config` holds hints that it lacks."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
-        self.module = module
-        self.config = dict(config or {})
-        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self.module, computed = plain(module)
+        self.config, self._computed = dict(config or {}), {one.name for one in computed}
+        self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._tensors = {}
         for path, inner in self._modules.items():
             own = [*inner._parameters.items(), *inner._buffers.items()]
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
         self._know(self._tensors, not_weights(self._tensors))
+
+    def writable(self, name: str) -> None:
+        if name in self._computed:
+            raise DataError(f"`{name}` is computed from other tensors; set it by an initialiser or through the module")
+        super().writable(name)
 
     def identity(self, name: str) -> Any:
         return id(self._tensors[name])
