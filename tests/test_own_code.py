@@ -21,6 +21,8 @@ from weightscope.recipe import Recipe
 from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 BASE = {
     "data": {"name": "digits", "train": 64, "test": 40},
     "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
@@ -197,7 +199,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path
     """The command line in the folder of the module; workers find it as well."""
     (tmp_path / "my_network.py").write_text(MODULE)
     (tmp_path / "recipe.toml").write_text(RECIPE)
-    call = [sys.executable, "-m", "weightscope", "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
+    call = [sys.executable, "-m", "weightscope", "collect", "recipe.toml", "-o", "a.pop", "--workers", "2", "--trust"]
     code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
     call = [sys.executable, "-c", code, *call[3:]]
     options = {"cwd": tmp_path, "capture_output": True, "text": True}
@@ -207,7 +209,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path
     (tmp_path / "my_network.py").write_text(MODULE + "\n# a change\n")
     done = subprocess.run([*call, "-n", "3"], **options)
     assert done.returncode == DataError.exit_code
-    assert "the source of network my_network:network has changed since the population was created" in done.stderr
+    assert "the source of my_network:network has changed since the population was created" in done.stderr
 
 
 STALE = """

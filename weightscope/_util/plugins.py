@@ -2,7 +2,7 @@
 
 import contextlib
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from weightscope._util import trust
 from weightscope._util.names import unknown
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 
 T = TypeVar("T")
 
@@ -22,7 +23,8 @@ REQUIRED = inspect.Parameter.empty
 
 # Objects passed in Python that cannot be imported again: functions of a notebook or a script.
 _passed: dict[str, Any] = {}
-_hashes: dict[str, str] = {}  # of the sources of what another process passed
+_sources: dict[str, bytes] = {}  # of what another process passed
+_loaded: dict[str, str] = {}  # module -> SHA-256 of the source that was run for it here
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -78,22 +80,94 @@ def underscored(wanted: Any) -> Any:
 
 
 def imported(reference: str) -> Any:
-    """Import `"package.module:name"`; the working directory is searched, too."""
+    """The object of a user's reference `"package.module:name"`, if its code may run (`weightscope._util.trust`).
+
+    The working directory is searched, too. What runs is the source that was checked, not a bytecode file beside it.
+    """
     if reference in _passed:
         return _passed[reference]
-    module_name, _, path = reference.partition(":")
-    try:
-        with _working_directory_importable():
-            found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{reference}: cannot import {module_name} ({why}); run where it can be imported") from error
+    name = reference.partition(":")[0]
+    with _working_directory_importable():
+        source, file = source_of(reference)
+        trust.check(reference, source, file)
+        digest = hashlib.sha256(source).hexdigest()
+        if name not in sys.modules or _loaded.get(name, digest) != digest:
+            try:
+                _run(name, source, file)
+            except Exception as error:
+                raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
+            _loaded[name] = digest
+    return _named(reference)
+
+
+def member(reference: str) -> Any:
+    """The object that a file of weightscope names as `"weightscope.module:name"`."""
+    importlib.import_module(reference.partition(":")[0])
+    return _named(reference)
+
+
+def _named(reference: str) -> Any:
+    module, _, path = reference.partition(":")
+    found: Any = sys.modules[module]
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")]
             raise UsageError(f"{reference}: {unknown('name', part, names)}")
         found = getattr(found, part)
     return found
+
+
+def _run(name: str, source: bytes, file: Path) -> None:
+    """Run the source as a module, or again in the module that there is, as `importlib.reload` does."""
+    parent, _, last = name.rpartition(".")
+    package = importlib.import_module(parent) if parent else None
+    code = compile(source, str(file), "exec")
+    if name in sys.modules:
+        exec(code, vars(sys.modules[name]))
+        return
+    folders = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    if package is not None:
+        setattr(package, last, module)
+
+
+def _cannot_import(reference: str, why: str) -> trust.CannotRun:
+    return trust.CannotRun(
+        f"{reference}: cannot import {reference.partition(':')[0]} ({why}); run where it can be imported"
+    )
+
+
+def source_of(reference: str) -> tuple[bytes, Path]:
+    """The source of a user's reference, and its file, without running it: that of the whole module.
+
+    The function may use the rest of it. Of a function of a script or a notebook it is the function's alone.
+    """
+    if reference in _sources:
+        return _sources[reference], Path(reference)
+    if reference in _passed:
+        item = _passed[reference]
+        file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
+        try:
+            if file is None or item.__module__ == "__main__":
+                return textwrap.dedent(inspect.getsource(item)).encode(), Path(reference)
+            return Path(file).read_bytes(), Path(file)
+        except (OSError, TypeError, SyntaxError) as error:
+            raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
+    with _working_directory_importable():
+        try:
+            found = trust.source_file(reference.partition(":")[0])
+            if found is None:
+                raise _cannot_import(reference, "no Python file of this name")
+            return found.read_bytes(), found
+        except (OSError, ImportError, ValueError) as error:
+            raise _cannot_import(reference, str(error)) from error
 
 
 def reference_to(item: Any) -> str:
@@ -107,6 +181,8 @@ def reference_to(item: Any) -> str:
         raise UsageError(f"expected a function or class with a name of its own, found {item!r}; define it with `def`")
     reference = f"{module}:{name.replace('<locals>.', '')}"
     if _findable(module, name) is item:
+        with contextlib.suppress(UsageError):  # of the standard library, written in C
+            trust.approve(reference, source_of(reference)[0])
         return reference
     if captured := _captured(item):
         raise UsageError(
@@ -117,36 +193,30 @@ def reference_to(item: Any) -> str:
     return reference
 
 
-def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Those of the objects that other processes cannot import, and hashes of their sources; see `restore`."""
-    return {name: (_passed[name], source_hash(_passed[name], name)) for name in references if name in _passed}
+def passed(references: Iterable[str]) -> dict[str, tuple[Any, bytes]]:
+    """Those of the objects that other processes cannot import, and their sources; see `restore`."""
+    return {name: (_passed[name], source_of(name)[0]) for name in references if name in _passed}
 
 
-def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
+def restore(objects: Mapping[str, tuple[Any, bytes]]) -> None:
     """Register the objects of another process's `passed()`, whose sources may be out of reach here."""
-    for reference, (item, digest) in objects.items():
-        _passed[reference], _hashes[reference] = item, digest
+    for reference, (item, source) in objects.items():
+        _passed[reference], _sources[reference] = item, source
 
 
-def source_hash(item: Any, reference: str = "") -> str:
-    """16 hex digits of the sha256 of the source of a function or class, or of the module of another object.
+def source_hash(reference: str) -> str:
+    """16 hex digits of the SHA-256 of the source of a user's reference, which does not run."""
+    return hashlib.sha256(source_of(reference)[0]).hexdigest()[:16]
 
-    For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
-    notebook, only the function.
-    """
-    if reference in _hashes:
-        return _hashes[reference]
-    try:
-        named = inspect.isroutine(item) or inspect.isclass(item) or not reference
-        module = inspect.getmodule(item) if named else sys.modules.get(reference.partition(":")[0])
-        file = getattr(module, "__file__", None)
-        if module is not None and module.__name__ != "__main__" and file is not None:
-            source = Path(file).read_bytes()
-        else:
-            source = textwrap.dedent(inspect.getsource(item)).encode()
-    except (OSError, TypeError, SyntaxError) as error:
-        raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
-    return hashlib.sha256(source).hexdigest()[:16]
+
+def check_source(reference: str, expected: str, where: object) -> None:
+    """Raise DataError if the source is not the one that a population records; nothing of it runs."""
+    if (found := source_hash(reference)) != expected:
+        raise DataError(
+            f"{where}: the source of {reference} has changed since the population was created: expected hash "
+            f"{expected}, found {found}; `weightscope inspect --source {where}` shows the original: restore it, or "
+            "collect into another folder"
+        )
 
 
 def _captured(item: Any) -> list[str]:

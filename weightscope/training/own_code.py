@@ -1,6 +1,5 @@
 """`OwnCode`: users' own functions, made known to worker processes."""
 
-import importlib
 import os
 import sys
 import uuid
@@ -9,13 +8,10 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from weightscope._util import plugins
+from weightscope._util import plugins, trust
 from weightscope.errors import UsageError
 
 _THIS_PROCESS = uuid.uuid4().hex
-
-# Module -> hash of its source when this worker imported it for a task.
-_versions: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -33,7 +29,7 @@ class OwnCode:
         """What another process needs to use these references."""
         references = tuple(references)
         passed = plugins.passed(references)
-        hashes = tuple("" if r in passed else plugins.source_hash(plugins.imported(r), r) for r in references)
+        hashes = tuple("" if r in passed else plugins.source_hash(r) for r in references)
         path = (os.getcwd(), *filter(None, sys.path))
         return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
@@ -46,14 +42,11 @@ class OwnCode:
         sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
         try:
             for reference, expected in zip(self.references, self.hashes, strict=True):
-                module = sys.modules.get(reference.partition(":")[0])
-                if expected and module is not None and _versions.get(module.__name__, expected) != expected:
-                    importlib.reload(module)  # a worker outlives the call of `collect` for which it was started
-                item = plugins.imported(reference)
                 if not expected:
                     continue
-                if (found := plugins.source_hash(item, reference)) != expected:
+                if (found := plugins.source_hash(reference)) != expected:
                     raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
-                _versions[reference.partition(":")[0]] = expected
+                trust.approve(reference, plugins.source_of(reference)[0], remember=False)
+                plugins.imported(reference)
         finally:
             sys.path[:] = before

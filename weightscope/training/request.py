@@ -83,7 +83,10 @@ class Request:
         if there is None:
             wanted.data.check_new()
         else:
-            _refuse_changed_code(path, there.inputs, own_code)
+            for kind, name in wanted.references:
+                if f"{kind} {name}" in there.inputs:
+                    plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
+        sources = {name: plugins.source_of(name)[0].decode(errors="replace") for _, name in wanted.references}
         spec = training.spec_of(wanted)
         inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
         check_initialisers(wanted, lambda: build_for(wanted))
@@ -107,7 +110,7 @@ class Request:
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
-            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs, sources),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -150,16 +153,7 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
 def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names."""
     named = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
-    return {f"{kind} {name}": plugins.source_hash(plugins.imported(name), name) for kind, name in named}
-
-
-def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
-    for name, digest in found.items():
-        if there.get(name, digest) != digest:
-            raise DataError(
-                f"{path}: the source of {name} has changed since the population was created: expected hash "
-                f"{there[name]}, found {digest}; restore it, or collect into another folder"
-            )
+    return {f"{kind} {name}": plugins.source_hash(name) for kind, name in named}
 
 
 def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
