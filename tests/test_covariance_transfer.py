@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, seeded
+from programs import rewritten
 from references_init import resized
-from safetensors.numpy import load_file, save_file
 from scipy import stats
 from torch import nn
 
@@ -16,7 +16,6 @@ import weightscope.init as wi
 from weightscope.anatomy import depthwise
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits import load_artifact, write_standalone
-from weightscope.fits.artifact import digest
 from weightscope.fits.filters import filter_distributions
 from weightscope.fits.one_network import fit_filters, fit_network
 from weightscope.init.convolution import TransferOptions, target_distributions
@@ -301,29 +300,13 @@ def test_an_artifact_says_what_it_holds(path):
         write_standalone(path, path.with_name("apply.py"))
 
 
-def rewritten(path, change_header=None, change_arrays=None):
-    import json
-
-    from safetensors import safe_open
-
-    with safe_open(path, "numpy") as file:
-        header = json.loads(file.metadata()["weightscope"])
-    arrays = load_file(path)
-    if change_header is not None:
-        change_header(header)
-    if change_arrays is not None:
-        change_arrays(arrays)
-    save_file(arrays, path, metadata={"weightscope": (text := json.dumps(header)), "sha256": digest(text, arrays)})
-    return path
-
-
 HEADERS = [
     (lambda h: h.update(version=2), "use a newer weightscope"),
     (lambda h: h.update(extra=1), "extra"),
     (lambda h: h["numbers"].update(structure="magic"), "structure"),
     (lambda h: h["numbers"].update(psd="shrink"), "psd"),
     (lambda h: h["numbers"].update(layers=[]), "layers"),
-    (lambda h: h["numbers"]["layers"].pop(), "not those of 2 layers"),
+    (lambda h: h["numbers"].update(layers=h["numbers"]["layers"][:-1]), "not those of 2 layers"),
     (lambda h: h["numbers"]["layers"][0].update(kernel=4), "odd filter size"),
     (lambda h: h["numbers"]["layers"][0].update(kernel=10**9 + 1), "expected float64"),
     (lambda h: h["numbers"]["layers"][0].update(depth=0.9), "order of their depth"),
@@ -331,7 +314,7 @@ HEADERS = [
     (lambda h: h["numbers"]["layers"][0].update(count="many"), "count"),
 ]
 ARRAYS = [
-    (lambda a: a.pop("1.mean"), r"1\.mean"),
+    (lambda a: {k: v for k, v in a.items() if k != "1.mean"}, r"1\.mean"),
     (lambda a: a.update({"9.mean": np.zeros(25)}), r"9\.mean"),
     (lambda a: a.update({"0.mean": np.zeros(24)}), r"expected float64 \(5, 5\).*found float64 \(24,\)"),
     (lambda a: a.update({"0.mean": np.zeros(25, np.float32)}), "found float32"),
@@ -343,7 +326,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
-    [(c, "change_header", m) for c, m in HEADERS] + [(c, "change_arrays", m) for c, m in ARRAYS],
+    [(c, "header", m) for c, m in HEADERS] + [(c, "arrays", m) for c, m in ARRAYS],
 )
 def test_an_artifact_is_never_trusted(path, change, kind, message):
     with pytest.raises(DataError, match=message) as error:
