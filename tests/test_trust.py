@@ -57,7 +57,7 @@ SIZES = ", width = 4, depth = 1, patch_size = 2"
 def forget(folder, monkeypatch):
     """As in a new process of a user who has trusted nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    for known in (trust._approved, plugins._loaded, plugins._passed, plugins._sources):
+    for known in (trust._approved, plugins._loaded, plugins._passed, plugins._hashes):
         known.clear()
     sys.modules.pop("foreign", None)
     (folder / "mark").unlink(missing_ok=True)

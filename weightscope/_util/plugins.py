@@ -23,7 +23,7 @@ REQUIRED = inspect.Parameter.empty
 
 # Objects passed in Python that cannot be imported again: functions of a notebook or a script.
 _passed: dict[str, Any] = {}
-_sources: dict[str, bytes] = {}  # of what another process passed
+_hashes: dict[str, str] = {}  # of the sources of what another process passed
 _loaded: dict[str, str] = {}  # module -> SHA-256 of the source that was run for it here
 
 
@@ -149,8 +149,6 @@ def source_of(reference: str) -> tuple[bytes, Path]:
 
     The function may use the rest of it. Of a function of a script or a notebook it is the function's alone.
     """
-    if reference in _sources:
-        return _sources[reference], Path(reference)
     if reference in _passed:
         item = _passed[reference]
         file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
@@ -193,20 +191,29 @@ def reference_to(item: Any) -> str:
     return reference
 
 
-def passed(references: Iterable[str]) -> dict[str, tuple[Any, bytes]]:
-    """Those of the objects that other processes cannot import, and their sources; see `restore`."""
-    return {name: (_passed[name], source_of(name)[0]) for name in references if name in _passed}
+def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
+    """Those of the objects that other processes cannot import, and hashes of their sources; see `restore`."""
+    return {name: (_passed[name], source_hash(name)) for name in references if name in _passed}
 
 
-def restore(objects: Mapping[str, tuple[Any, bytes]]) -> None:
+def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
     """Register the objects of another process's `passed()`, whose sources may be out of reach here."""
-    for reference, (item, source) in objects.items():
-        _passed[reference], _sources[reference] = item, source
+    for reference, (item, digest) in objects.items():
+        _passed[reference], _hashes[reference] = item, digest
+
+
+def texts_of(references: Iterable[str]) -> dict[str, str]:
+    """The sources of users' references as text, of those that have one."""
+    texts = {}
+    for name in references:
+        with contextlib.suppress(UsageError):
+            texts[name] = source_of(name)[0].decode(errors="replace")
+    return texts
 
 
 def source_hash(reference: str) -> str:
     """16 hex digits of the SHA-256 of the source of a user's reference, which does not run."""
-    return hashlib.sha256(source_of(reference)[0]).hexdigest()[:16]
+    return _hashes.get(reference) or hashlib.sha256(source_of(reference)[0]).hexdigest()[:16]
 
 
 def check_source(reference: str, expected: str, where: object) -> None:

@@ -86,7 +86,7 @@ class Request:
             for kind, name in wanted.references:
                 if f"{kind} {name}" in there.inputs:
                     plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
-        sources = {name: plugins.source_of(name)[0].decode(errors="replace") for _, name in wanted.references}
+        sources = plugins.texts_of(name for _, name in wanted.references)
         spec = training.spec_of(wanted)
         inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
         check_initialisers(wanted, lambda: build_for(wanted))
