@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightscope._util import checks, plugins
-from weightscope._util.names import listing, matching, nearest_first, shortened, split_patterns, unknown, unwrapped
+from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
 from weightscope._util.results import Result, html_table, text_table
 from weightscope._util.sources import is_population
 from weightscope.errors import UsageError
@@ -43,7 +43,7 @@ def test_patterns_keep_the_order_of_the_names_and_refuse_what_matches_nothing() 
         matching("*, a.fc2.weigth", names, "frozen")
     for bad in ("", "a,", [], ["a", 1], ["a", " "]):
         with pytest.raises(UsageError, match="select: expected a pattern such as"):
-            split_patterns(bad)
+            matching(bad, names)
 
 
 def test_messages_name_the_nearest() -> None:

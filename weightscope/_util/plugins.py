@@ -10,7 +10,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from weightscope._util import trust
@@ -178,7 +177,10 @@ def reference_to(item: Any) -> str:
     if not module or not name or "<lambda>" in name:
         raise UsageError(f"expected a function or class with a name of its own, found {item!r}; define it with `def`")
     reference = f"{module}:{name.replace('<locals>.', '')}"
-    if _findable(module, name) is item:
+    found: Any = sys.modules.get(module) if module != "__main__" else None  # which differs between processes
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is item:
         with contextlib.suppress(UsageError):  # of the standard library, written in C
             trust.approve(reference, source_of(reference)[0])
         return reference
@@ -234,15 +236,6 @@ def _captured(item: Any) -> list[str]:
     # a decorator such as `torch.no_grad()` captures the function that it wraps
     codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
     return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
-
-
-def _findable(module: str, qualified_name: str) -> Any:
-    found: ModuleType | Any | None = sys.modules.get(module)
-    if module == "__main__":
-        return None  # different in every process
-    for part in qualified_name.split("."):
-        found = getattr(found, part, None)
-    return found
 
 
 @contextlib.contextmanager
