@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,37 @@ def test_a_function_is_recorded_by_reference_and_labelled_by_its_name(
     assert imported(arm.recipe.init[0].name) is local_init
 
 
+class Scaling:
+    """An initialiser with a number of its own."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: torch.nn.Module, *, generator: torch.Generator) -> torch.nn.Module:
+        return scaled_init(module, generator=generator, scale=self.scale)
+
+    def twice(self, module: torch.nn.Module, *, generator: torch.Generator) -> torch.nn.Module:
+        return self(self(module, generator=generator), generator=generator)
+
+
+@pytest.mark.slow
+def test_any_callable_is_an_initialiser_in_other_processes_too(tmp_path: Path) -> None:
+    """All of them scale by a quarter, so that they agree to the last bit, and differ from the default."""
+    inits = [scaled_init, partial(scaled_init, scale=0.25), Scaling(0.25), Scaling(0.5).twice]
+    inits += [lambda module, *, generator: scaled_init(module, generator=generator, scale=0.25)]
+    result = bench(RECIPE, inits, tmp_path / "a", **{**ON_CPU, "workers": 2})
+    labels = ["scaled_init", "scaled_init (scale=0.25)", "Scaling", "Scaling.twice", "lambda"]
+    assert [row["init"] for row in result.arms] == labels
+    losses = np.array([run["loss"] for run in result.runs]).reshape(5, 3)
+    assert (losses[1:] == losses[1]).all()
+    assert (losses[0] != losses[1]).all()
+    named = bench(RECIPE, {"a": Scaling(0.25), "b": Scaling(0.5)}, tmp_path / "b", **ON_CPU)
+    assert [row["init"] for row in named.arms] == ["a", "b"]
+    assert named.arms[0]["loss"] == result.arms[2]["loss"] != named.arms[1]["loss"]
+    with pytest.raises(UsageError, match="different names, found Scaling more than once; in Python, a mapping"):
+        plan_arms(RECIPE, [Scaling(0.25), Scaling(0.5)])
+
+
 def test_labels_are_short_and_differ() -> None:
     table = InitConfig.model_validate({"name": "my.module:scaled_init", "scale": 0.1})
     inits = ["default", "my.module:my_init", "mimetic_mlp+mine:f", table, InitConfig(artifact="runs/fit.safetensors")]
@@ -293,9 +325,8 @@ def test_labels_are_short_and_differ() -> None:
     assert [arm.init for arm in plan_arms(RECIPE, inits)] == labels
     with pytest.raises(UsageError, match="found scaled_init more than once"):
         plan_arms(RECIPE, [scaled_init, "other:scaled_init"])
-    for bad, message in ((3, "expected a name, a file, a function or an InitConfig"), (lambda m: m, "name of its own")):
-        with pytest.raises(UsageError, match=message):
-            plan_arms(RECIPE, [bad])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="expected a name, a file, a callable or an InitConfig"):
+        plan_arms(RECIPE, [3])  # type: ignore[list-item]
 
 
 def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weightscope._util import checks, plugins
@@ -202,15 +203,13 @@ def test_references() -> None:
         plugins.imported(f"{__name__}:fre")
     with pytest.raises(UsageError, match=r"cannot import no_such_module \(no Python file"):
         plugins.imported("no_such_module:f")
-    for nameless in (lambda: 0, functools.partial(free, 1)):
-        with pytest.raises(UsageError, match="a name of its own"):
-            plugins.reference_to(nameless)
 
 
-def test_functions_that_depend_on_more_than_their_source_are_refused() -> None:
+def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two closures of one function would have one reference, and the later one would be used for both."""
+    monkeypatch.setattr(plugins, "_passed", {})
 
-    def make(gain: float) -> Any:
+    def make(gain: float) -> list[Any]:
         def scaled(x: float) -> float:
             return gain * x
 
@@ -218,20 +217,22 @@ def test_functions_that_depend_on_more_than_their_source_are_refused() -> None:
             def of(self, x: float) -> float:
                 return gain * x
 
-        return scaled, Scaled
+        partials = [functools.partial(free, gain), functools.partial(free, np.full(2, gain))]
+        return [scaled, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
 
-    for item in make(2.0):
-        with pytest.raises(UsageError, match="depends on gain, which cannot be recorded"):
-            plugins.reference_to(item)
-    with pytest.raises(UsageError, match="depends on self"):
-        plugins.reference_to(Squares(3).text)
+    references = [[plugins.reference_to(item) for item in make(gain)] for gain in (2.0, 3.0, 2.0)]
+    assert references[0] == references[2]
+    assert len({*references[0], *references[1]}) == 2 * len(references[0])
+    item = make(4.0)[0]
+    assert plugins.imported(plugins.reference_to(item)) is item
+    with pytest.raises(UsageError, match="cannot be recorded; expected a callable that holds numbers"):
+        plugins.reference_to(functools.partial(free, object()))
 
     @functools.lru_cache
     def decorated() -> int:
         return 3
 
     assert plugins.imported(plugins.reference_to(decorated)) is decorated
-    plugins._passed.clear()
 
 
 @pytest.mark.usefixtures("trusted")

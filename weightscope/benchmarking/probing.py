@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ _METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged")
 
 def linear_probe(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (EPOCHS,),
