@@ -192,7 +192,7 @@ def test_another_network_is_refused_and_left_alone(path):
     init(half, strict=False)
     assert (init.report.touched, init.report.absent) == (("fc2.weight",), ("fc1.weight",))
     assert "not in the module 1 tensors: `fc1.weight`" in str(init.report)
-    with pytest.raises(SpecError, match="no memory yet"):
+    with pytest.raises(DataError, match="meta device"):
         init(Network().to("meta"))
     with pytest.raises(UsageError, match="expected a torch"):
         init(Network(), generator=0)

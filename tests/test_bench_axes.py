@@ -145,13 +145,16 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
         assert run["curve"][-1] == pytest.approx(run["accuracy"])
         assert 0 < run["seconds"] < 60
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
-    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    with pytest.raises(UsageError, match=r"another benchmark \(another network; arms that are missing here: def"):
+        bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    replacing = {**OPTIONS, "overwrite": True}
+    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **replacing)
     assert len(more.runs) == 10
-    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **OPTIONS)
+    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **replacing)
     assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
     other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
     with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
-        bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
+        bench(other, inits, tmp_path / "b", seeds=5, **replacing)
 
 
 def test_a_sweep_stays_in_its_table() -> None:

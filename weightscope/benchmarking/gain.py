@@ -143,7 +143,8 @@ def choose_gain(
     folder.mkdir(parents=True, exist_ok=True)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
-    trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
+    options = {"seeds": seeds, "seed": settings["seed"], "overwrite": True, **training}
+    trainings = bench(recipe, files, folder / "bench", **options)
     metric = trainings.metric
     found = [np.nan if run[metric.key] is None else run[metric.key] for run in trainings.runs]
     values = np.array(found).reshape(len(candidates), seeds)

@@ -17,7 +17,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope._util.sources import read_regular
 from weightscope.benchmarking.design import Axis, Init, axes_of, default_folder
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.run import RUNS, Design
+from weightscope.benchmarking.run import PROBES, RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import DataError, UsageError
@@ -33,7 +33,6 @@ from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
 from weightscope.training.request import own_code_hashes, weight_hashes
 
-PROBES = "probes"
 _ABOUT = "arm.json"
 _LARGEST = 16 * 2**20
 _log = logging.getLogger(__name__)
