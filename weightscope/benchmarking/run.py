@@ -34,8 +34,8 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
 from weightscope.training.devices import resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
+from weightscope.training.measuring import choose_tile
 from weightscope.training.request import Request, check_sources
-from weightscope.training.tile_size import choose_tile
 from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000

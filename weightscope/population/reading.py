@@ -231,12 +231,13 @@ class Population(Result):
         UsageError if there is no network k, or its own code is not trusted; DataError if the source of that code has
         changed; SpecError if this version of weightscope builds another network from the recipe.
         """
+        from weightscope._util.torch_random import seeded
         from weightscope.networks import build_for
 
         kind = self.recipe.network.type
         if (recorded := self._manifest.inputs.get(f"network {kind}")) is not None:
             plugins.check_source(kind, recorded, self.path)
-        with trusting(self._trust):
+        with trusting(self._trust), seeded(0):  # its first weights are replaced
             module = build_for(self.recipe)
         if lines := self.spec.differences(WeightSpec.of(module)):
             raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
@@ -395,10 +396,7 @@ def open_network(source: Any) -> Any:
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        import torch
-
-        with torch.random.fork_rng(devices=[]):  # building the network draws
-            return Population(member[0], partial=True).opened(member[1])
+        return Population(member[0], partial=True).opened(member[1])
     if isinstance(source, str | Path):
         from weightscope.checkpoint import open_checkpoint
 
