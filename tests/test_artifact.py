@@ -198,7 +198,7 @@ def test_another_network_is_refused_and_left_alone(path):
     init(half, strict=False)
     assert (init.report.touched, init.report.absent) == (("fc2.weight",), ("fc1.weight",))
     assert "not in the module 1 tensors: `fc1.weight`" in str(init.report)
-    with pytest.raises(SpecError, match="no memory yet"):
+    with pytest.raises(DataError, match="meta device"):
         init(Network().to("meta"))
     with pytest.raises(UsageError, match="expected a torch"):
         init(Network(), generator=0)
@@ -452,11 +452,9 @@ def test_a_file_cannot_have_anything_imported(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"source changed since the fit \(hash 0{16}, now [0-9a-f]{16}\)"):
         load_artifact(path, structures=[reference])
     assert (tmp_path / "imported").exists()
-    from foreign_structure import Mine
-
-    rewritten(path, in_group(structure=reference, source_hash=source_hash(Mine)))
+    rewritten(path, in_group(structure=reference, source_hash=source_hash(reference)))
     init = load_init(path, structures=[reference])
-    assert type(init.result.groups[0].structure) is Mine
+    assert type(init.result.groups[0].structure).__module__ == "foreign_structure"
     rewritten(path, in_group(structure="pathlib:Path"))
     with pytest.raises(DataError, match="expected a subclass of weightscope"):
         load_artifact(path, structures=["pathlib:Path"])

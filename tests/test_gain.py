@@ -76,7 +76,7 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
     assert (trained["data"]["validation"], trained["data"]["train"]) == (12, 64)
     assert trained["training"]["epochs"] == 2
     assert trained["population"]["seed"] not in (0, RECIPE.population.seed)
-    arm = Population(next(tmp_path.glob("*/runs/" + "gain-5*.pop")), partial=True)
+    arm = Population(next(tmp_path.glob("*/bench/runs/gain-5*.pop")), partial=True)
     assert set(arm.seeds).isdisjoint(population.seeds)
     assert choice.fit.settings["gain"]["curve"] == choice.rows()
     assert choice.fit.groups[0].options == {"gain": choice.gain}
@@ -121,7 +121,7 @@ def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
     choice = choose_gain(found, "*", tmp_path / "gain", gains=(0, 2), seeds=2, epochs=1, **options)
     trained = choice.trainings.environment["recipe"]
     assert (trained["data"]["held_out"], trained["data"]["test"]) == ("valid", 6)
-    assert set(Population(next(tmp_path.glob("gain/*/runs/" + "gain-2*.pop")), partial=True).seeds).isdisjoint(
+    assert set(Population(next(tmp_path.glob("gain/*/bench/runs/gain-2*.pop")), partial=True).seeds).isdisjoint(
         found.seeds
     )
     assert "on 16 sequences, evaluated on 6 sequences of the validation part" in choice.text()

@@ -139,7 +139,6 @@ def choose_gain(
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
     recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
-    folder = Path(out)
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})
     fits = [
@@ -151,7 +150,8 @@ def choose_gain(
     atomic.make_folder(folder)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
-    trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
+    options = {"seeds": seeds, "seed": settings["seed"], "overwrite": True, **training}
+    trainings = bench(recipe, files, folder / "bench", **options)
     metric = trainings.metric
     found = [np.nan if run[metric.key] is None else run[metric.key] for run in trainings.runs]
     values = np.array(found).reshape(len(candidates), seeds)

@@ -25,8 +25,11 @@ from weightscope.errors import UsageError
 
 @command()
 @click.argument("source", type=Named())
+@click.option(
+    "--source", "code", is_flag=True, help="Print the code of its users' that a population names; runs nothing."
+)
 @json_option
-def inspect(source: str, json_file: Path | None) -> None:
+def inspect(source: str, code: bool, json_file: Path | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
@@ -35,8 +38,9 @@ def inspect(source: str, json_file: Path | None) -> None:
       weightscope inspect vit/model.safetensors
     """
     from weightscope.analysis.inspection import inspect as contents
+    from weightscope.analysis.inspection import sources_of
 
-    description = contents(source)
+    description = sources_of(source) if code else contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
@@ -215,7 +219,7 @@ def _with_initialisers(
     first: Any = sources[0]
     if isinstance(first, Population) or is_population(first):
         population = first if isinstance(first, Population) else population_in(first)
-        first = population.network(options.get("network", 0))
+        first = population.opened(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part")) for _ in named]

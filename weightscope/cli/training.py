@@ -230,6 +230,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
+@click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
 @training_options
 @json_option
 def bench(
