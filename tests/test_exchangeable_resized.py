@@ -204,7 +204,7 @@ def test_other_fixed_entries_are_refused_by_name(artifact: Path) -> None:
     init, module = load_init(artifact), convnext(32, 2, kernel=5)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(
-        SpecError, match=r"`stages.0.blocks.0.conv_dw.weight` expected axes that are not renumbered of "
+        SpecError, match=r"`stages.0.blocks.0.conv_dw.weight`.* expected axes that are not renumbered of "
     ):
         init(module)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
