@@ -83,6 +83,7 @@ def test_parameters_lists_names_and_defaults():
         ("transfer", {}, "transfer: missing source"),
         ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
         ("", {}, "no initialiser ''"),
+        ("+" * 60_000, {}, "at most 100 initialisers joined by"),
         (7, {}, "expected the name of an initialiser, .* found 7"),
     ],
 )
