@@ -4,7 +4,6 @@ Every error that a user can cause derives from `WeightscopeError` and carries th
 exception is a bug.
 """
 
-
 _LONGEST = 1500  # characters of a message, whatever it quotes
 
 
