@@ -1,8 +1,11 @@
 """The benchmark's statistics against scipy, its arms and pairing, own initialisers, and resuming."""
 
+import contextlib
 import json
+import random
 import sys
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -246,7 +249,7 @@ class Fake:
     def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
         self.recipes.append(recipe)
         self.folders.append(path)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         n = recipe.population.networks
         better = recipe.init[0].name != "default"
         accuracy = np.linspace(0.8, 0.9, n) + better * np.linspace(0.01, 0.02, n)
@@ -285,6 +288,37 @@ def test_a_function_is_recorded_by_reference_and_labelled_by_its_name(
     assert imported(arm.recipe.init[0].name) is local_init
 
 
+class Scaling:
+    """An initialiser with a number of its own."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: torch.nn.Module, *, generator: torch.Generator) -> torch.nn.Module:
+        return scaled_init(module, generator=generator, scale=self.scale)
+
+    def twice(self, module: torch.nn.Module, *, generator: torch.Generator) -> torch.nn.Module:
+        return self(self(module, generator=generator), generator=generator)
+
+
+@pytest.mark.slow
+def test_any_callable_is_an_initialiser_in_other_processes_too(tmp_path: Path) -> None:
+    """All of them scale by a quarter, so that they agree to the last bit, and differ from the default."""
+    inits = [scaled_init, partial(scaled_init, scale=0.25), Scaling(0.25), Scaling(0.5).twice]
+    inits += [lambda module, *, generator: scaled_init(module, generator=generator, scale=0.25)]
+    result = bench(RECIPE, inits, tmp_path / "a", **{**ON_CPU, "workers": 2})
+    labels = ["scaled_init", "scaled_init (scale=0.25)", "Scaling", "Scaling.twice", "lambda"]
+    assert [row["init"] for row in result.arms] == labels
+    losses = np.array([run["loss"] for run in result.runs]).reshape(5, 3)
+    assert (losses[1:] == losses[1]).all()
+    assert (losses[0] != losses[1]).all()
+    named = bench(RECIPE, {"a": Scaling(0.25), "b": Scaling(0.5)}, tmp_path / "b", **ON_CPU)
+    assert [row["init"] for row in named.arms] == ["a", "b"]
+    assert named.arms[0]["loss"] == result.arms[2]["loss"] != named.arms[1]["loss"]
+    with pytest.raises(UsageError, match="different names, found Scaling more than once; in Python, a mapping"):
+        plan_arms(RECIPE, [Scaling(0.25), Scaling(0.5)])
+
+
 def test_labels_are_short_and_differ() -> None:
     table = InitConfig.model_validate({"name": "my.module:scaled_init", "scale": 0.1})
     inits = ["default", "my.module:my_init", "mimetic_mlp+mine:f", table, InitConfig(artifact="runs/fit.safetensors")]
@@ -293,9 +327,8 @@ def test_labels_are_short_and_differ() -> None:
     assert [arm.init for arm in plan_arms(RECIPE, inits)] == labels
     with pytest.raises(UsageError, match="found scaled_init more than once"):
         plan_arms(RECIPE, [scaled_init, "other:scaled_init"])
-    for bad, message in ((3, "expected a name, a file, a function or an InitConfig"), (lambda m: m, "name of its own")):
-        with pytest.raises(UsageError, match=message):
-            plan_arms(RECIPE, [bad])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="expected a name, a file, a callable or an InitConfig"):
+        plan_arms(RECIPE, [3])  # type: ignore[list-item]
 
 
 def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
@@ -312,6 +345,42 @@ def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
     assert (fake.recipes[0].network, fake.recipes[1].data) == (RECIPE.network, recipe().data)
     with pytest.raises(UsageError, match="did you mean 'digits-convnext'"):
         bench("digit-convnext", ["default"], collector=fake)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_results_are_lost_in_silence(seed: int, tmp_path: Path) -> None:
+    """A second benchmark in one folder keeps every network of the first, or is refused and changes nothing."""
+    choose = random.Random(seed)
+
+    def some(items: list[Any]) -> list[Any]:
+        return choose.sample(items, choose.randint(1, len(items)))
+
+    def run() -> list[tuple[Any, ...]]:
+        recipe = RECIPE.replace({"network.depth": choose.choice([1, 1, 2])})
+        given = {"epochs": some([1, 2]), "seeds": choose.choice([2, 3]), "metric": choose.choice([None, "test_loss"])}
+        vary = choose.choice([{}, {"data.train": some([32, 64])}])
+        inits = some(["default", "mimetic_mlp", scaled_init])
+        runs = bench(recipe, inits, tmp_path, collector=Fake(), vary=vary, **given).runs
+        return [(recipe.network.depth, run["init"], str(run["cell"]), run["epochs"], run["seed"]) for run in runs]
+
+    first, before = run(), (tmp_path / "results.json").read_bytes()
+    second: list[tuple[Any, ...]] = []
+    with contextlib.suppress(UsageError):
+        second = run()
+    assert set(first) <= set(second) or (tmp_path / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "runs/events/1", "probes.json", "results.json"])
+@pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])
+def test_a_folder_of_something_else_is_refused_before_anything_runs(there: str, run: Any, tmp_path: Path) -> None:
+    (tmp_path / there).parent.mkdir(exist_ok=True, parents=True)
+    for name in (there, "mine"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises((UsageError, DataError), match=r"expected (a new|the results|JSON)|holds a b"):
+        run(RECIPE, ["default"], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({there.split("/")[0], "mine"})
+    with pytest.raises(UsageError, match=r"^/: expected a new folder .* found .* \.\.\.; give another"):
+        run(RECIPE, ["default"], "/")
 
 
 def test_the_result_is_for_further_work(fake: Fake, tmp_path: Path) -> None:
@@ -358,7 +427,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_an_own_initialiser_is_benchmarked_from_the_command_line_and_from_python(mine: Path) -> None:
     command = ["bench", "tiny.toml", "--init", "default", "--init", "mine:my_init", "--workers", "1", "--device", "cpu"]
-    found = CliRunner().invoke(cli, [*command, "-o", "out"], catch_exceptions=False)
+    found = CliRunner().invoke(cli, [*command, "-o", "out", "--trust"], catch_exceptions=False)
     assert found.stdout.splitlines()[3].startswith("my_init ")
     written = json.loads((mine / "out" / "results.json").read_text())
     assert [row["init"] for row in written["summary"]] == ["default", "my_init"]
@@ -405,6 +474,7 @@ def one_class() -> tuple[np.ndarray, ...]:
     return images, np.zeros(20, dtype=int), images, np.zeros(20, dtype=int)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
     recipes = [
         RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}

@@ -26,8 +26,9 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import devices
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training import kernel_choice
+from weightscope.training.measuring import TileCost
+from weightscope.training.planning import tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
@@ -145,13 +146,16 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
         assert run["curve"][-1] == pytest.approx(run["accuracy"])
         assert 0 < run["seconds"] < 60
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
-    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    with pytest.raises(UsageError, match=r"another benchmark \(another network; arms that are missing here: def"):
+        bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    replacing = {**OPTIONS, "overwrite": True}
+    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **replacing)
     assert len(more.runs) == 10
-    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **OPTIONS)
+    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **replacing)
     assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
     other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
     with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
-        bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
+        bench(other, inits, tmp_path / "b", seeds=5, **replacing)
 
 
 def test_a_sweep_stays_in_its_table() -> None:
@@ -238,14 +242,14 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    chosen, asked = devices._choose, []
+    chosen, asked = kernel_choice._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
         return chosen(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_choose", counted)
-    monkeypatch.setattr(devices, "_choices", {})
+    monkeypatch.setattr(kernel_choice, "_choose", counted)
+    monkeypatch.setattr(kernel_choice, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
     plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)

@@ -1,6 +1,6 @@
 """`plan_bench`: what a benchmark will cost, from short measurements of its own tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import Design, train_arms
 from weightscope.population import shards
 from weightscope.recipe import Recipe
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training.measuring import TileCost
+from weightscope.training.planning import tile_costs
 from weightscope.training.request import Request
 from weightscope.training.workers import Workers
 
@@ -71,7 +72,7 @@ class BenchPlan(Result):
 
 def plan_bench(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     workers: int | None = None,

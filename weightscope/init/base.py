@@ -8,12 +8,14 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import matching
+from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
+from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import fans, matrices
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 Generator: TypeAlias = torch.Generator | None
 
 
@@ -57,8 +59,7 @@ def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32)
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
-    if tensor.is_meta:
-        raise DataError("the module is on the meta device and has no values; materialise it first")
+    keep(tensor)
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
@@ -79,7 +80,29 @@ def each_matrix(
     return module
 
 
-INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
+class _Initialisers(Registry[F]):
+    """Initialisers by name; each is given the module with its effective weights, and refused if they cannot be set."""
+
+    def register(self, name: str, **details: Any) -> Callable[[F], F]:
+        """As `Registry.register`; details are the "source", what it "needs", and if so that it "may_set_nothing"."""
+
+        def decorate(function: F) -> F:
+            @functools.wraps(function)
+            def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
+                registered = function.__name__
+                if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
+                    return function(module, *args, **parameters)
+                with writable(module, registered, idle=details.get("may_set_nothing", False)) as inner:
+                    function(inner, *args, **parameters)
+                return module
+
+            return register(initialise)  # type: ignore[arg-type]
+
+        register = super().register(name, **details)
+        return decorate
+
+
+INITIALISERS: _Initialisers[Callable[..., Any]] = _Initialisers("initialiser")
 """The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""
 
 
@@ -94,7 +117,8 @@ class UserInitialiser:
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
-            found = self.function(module, **self.parameters, generator=generator)
+            with all_or_nothing():
+                found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:
             raise
         except Exception as error:
@@ -128,7 +152,7 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
         >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
     """
-    steps: list[Any] = [part.strip() for part in init.split("+")] if isinstance(init, str) else [init]
+    steps: list[Any] = [part.strip() for part in parts_of(init)] if isinstance(init, str) else [init]
     signatures = [_signature(step) for step in steps]
     bound: list[Initialiser] = []
     for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):
@@ -151,6 +175,7 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
         raise UsageError("compose: expected at least one initialiser, found none")
     steps = [get(step) for step in initialisers]
 
+    @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         for step in steps:
             module = step(module, generator=generator)
