@@ -77,7 +77,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     if value is None:
         return "–"
     if not math.isfinite(value):
-        return "not finite"
+        return "no spread" if math.isinf(value) else "not finite"
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 
