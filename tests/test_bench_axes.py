@@ -26,8 +26,9 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import devices
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training import kernel_choice
+from weightscope.training.measuring import TileCost
+from weightscope.training.planning import tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
@@ -241,14 +242,14 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    chosen, asked = devices._choose, []
+    chosen, asked = kernel_choice._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
         return chosen(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_choose", counted)
-    monkeypatch.setattr(devices, "_choices", {})
+    monkeypatch.setattr(kernel_choice, "_choose", counted)
+    monkeypatch.setattr(kernel_choice, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
     plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
+from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.ssm import find as find_state_spaces
@@ -90,8 +91,7 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing tensors is our note
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             model, facts = AutoModel.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )

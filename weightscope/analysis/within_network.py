@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
-import torch
 from torch import nn
 
 from weightscope import anatomy
@@ -16,6 +15,7 @@ from weightscope._util import atomic
 from weightscope._util.checks import choice, count
 from weightscope._util.names import labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
@@ -463,8 +463,7 @@ def skeleton(
     where = anatomy.named_tensors(source, config)
     part = _first_part(where) if part is None else part
     root = nn.Module()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         for name in dict.fromkeys(
             name for piece in PARTS[choice("part", part, PARTS)](where) for name in piece.tensors
         ):

@@ -17,6 +17,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
 
 # Per check. A report of 5,000 checks (36 heads have about 300) then has a false-alarm rate below 0.5 %.
@@ -145,8 +146,7 @@ def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | No
     for kind, wrap in (("_parameters", nn.Parameter), ("_buffers", Tensor.clone)):
         values = owner.__dict__[kind].items()
         fresh.__dict__[kind] = {k: None if v is None else wrap(v.detach().clone()) for k, v in values}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
+    with seeded(seed), torch.no_grad():
         fresh.reset_parameters()
     value: Tensor = getattr(fresh, attribute)
     return value.detach()

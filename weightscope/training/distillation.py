@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightscope import networks
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import population_member
+from weightscope._util.torch_random import seeded
 from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
@@ -31,7 +32,7 @@ def teacher_of(recipe: Recipe) -> nn.Module | None:
     if config is None or config.alpha == 0:
         return None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with seeded(0):  # of weights that are replaced
             return _loaded(config, recipe).eval().requires_grad_(False)
     except WeightscopeError as error:
         raise type(error)(f"distillation.teacher: {error}") from error
@@ -76,7 +77,8 @@ class Distillation:
         self.head = head_of(template, classes)
         self.widths = _features(template, self.head), _features(self.teacher, head_of(self.teacher))
         template = copy.deepcopy(template)
-        template.add_module(PROJECTION, _mlp(*self.widths))
+        with seeded(0):  # its weights are not used
+            template.add_module(PROJECTION, _mlp(*self.widths))
         return template
 
     def attach(self, nets: Networks, root: int, ids: Sequence[int]) -> None:
@@ -85,9 +87,8 @@ class Distillation:
         if self.config.kind == "logit":
             return
         views = nets.spec.unpack(nets.weights)
-        with torch.random.fork_rng(devices=[]):
-            for t, k in enumerate(ids):
-                torch.manual_seed(torch_seed(root, k, Purpose.PROJECTION))
+        for t, k in enumerate(ids):
+            with seeded(torch_seed(root, k, Purpose.PROJECTION)):
                 for name, value in _mlp(*self.widths).state_dict().items():
                     views[f"{PROJECTION}.{name}"][t] = value
         for module in nets.submodules(self.head):

@@ -25,6 +25,10 @@ _TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
 _OTHERWISE = "or use kernels = 'torch'"
 
 
+class NotSupported(UsageError):
+    """What compiled kernels cannot do here; torch's are used without a warning where the choice is open."""
+
+
 def library(real: str = "float") -> ctypes.CDLL:
     """The library for `float` or `double`, compiled if it is not in the cache."""
     return _built(real)[0]
@@ -94,7 +98,7 @@ def compiler() -> list[str]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    raise UsageError(f"kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, {_OTHERWISE}")
+    raise NotSupported(f"kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, {_OTHERWISE}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
