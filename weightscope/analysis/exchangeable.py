@@ -1,7 +1,7 @@
 """The covariance of a whole network's weights, averaged over the permutations that leave its function unchanged."""
 
-import re
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

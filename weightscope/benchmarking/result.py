@@ -186,7 +186,11 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     if row[key] is None:
         return ["", "", ""]
     p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
-    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci_holm"], metric, "+"), f"{p:.2g}"]
+    return [
+        _number(row[key], metric, "+"),
+        _interval(row[f"{key}_ci_holm"], metric, "+"),
+        f"{p:.2g}".replace("e-0", "e-"),
+    ]
 
 
 def _number(value: float, metric: Metric, form: str = "") -> str:
