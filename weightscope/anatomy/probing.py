@@ -62,7 +62,7 @@ def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, s
         return out
     found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
     runs = _Inputs(tensors.module, [path for _, path in found.values()])
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for name, (part, path) in found.items():
             holder = tensors.module.get_submodule(path)
             slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
@@ -116,8 +116,9 @@ def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> It
     """Calls by the names of the parameters, with few tokens, as a sequence or as a map."""
     named = [p for p in inspect.signature(holder.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution")]
-    hints = [prod(n) if isinstance(n, tuple) else n**power for n in stated if n for power in (1, 2)]
-    for count in dict.fromkeys([*counts, *(n for n in hints if n < 1000)]):
+    hints = [prod(n) for n in stated if isinstance(n, (tuple, list)) and all(isinstance(m, int) for m in n)]
+    hints += [n**power for n in stated if isinstance(n, int) for power in (1, 2)]
+    for count in dict.fromkeys([*counts, *(n for n in hints if 0 < n < 1000)]):
         side = isqrt(count)
         layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
         layouts += [(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []
