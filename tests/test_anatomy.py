@@ -262,9 +262,9 @@ def test_the_views_reproduce_the_real_attention(family, monkeypatch):
             module.p = 0.0
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
+    parts = anatomy.attention(model)  # which runs its modules, too
     recorder = Recorder(model, monkeypatch)
     family.call(model)
-    parts = anatomy.attention(model)
     assert len(recorder.calls) == len(parts)
     order = sorted(parts, key=lambda p: list(recorder.inputs).index(p.name))
     for part, call in zip(order, recorder.calls, strict=True):

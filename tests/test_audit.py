@@ -412,6 +412,7 @@ def takes_no_tensors():
     return []
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("init", [small_head, f"{__name__}:small_head"])
 def test_expectations_of_ones_own(init):
     model = small_vit(0)
@@ -424,6 +425,7 @@ def test_expectations_of_ones_own(init):
     assert audit(model.state_dict(), init, limit=0.6).passed
 
 
+@pytest.mark.usefixtures("trusted")
 def test_expectations_of_ones_own_join_registered_ones():
     model = wi.mimetic_attention_(small_vit(0), generator=generator(0))
     found = audit(model, f"mimetic_attention + {__name__}:small_head", limit=1e-3, layers=1)
@@ -454,6 +456,7 @@ BAD_INPUT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "init", "parameters", "error", "message"), BAD_INPUT)
+@pytest.mark.usefixtures("trusted")
 def test_bad_input(make, init, parameters, error, message):
     with pytest.raises(error, match=message):
         audit(make(0), init, **parameters)

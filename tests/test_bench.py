@@ -427,7 +427,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_an_own_initialiser_is_benchmarked_from_the_command_line_and_from_python(mine: Path) -> None:
     command = ["bench", "tiny.toml", "--init", "default", "--init", "mine:my_init", "--workers", "1", "--device", "cpu"]
-    found = CliRunner().invoke(cli, [*command, "-o", "out"], catch_exceptions=False)
+    found = CliRunner().invoke(cli, [*command, "-o", "out", "--trust"], catch_exceptions=False)
     assert found.stdout.splitlines()[3].startswith("my_init ")
     written = json.loads((mine / "out" / "results.json").read_text())
     assert [row["init"] for row in written["summary"]] == ["default", "my_init"]
@@ -474,6 +474,7 @@ def one_class() -> tuple[np.ndarray, ...]:
     return images, np.zeros(20, dtype=int), images, np.zeros(20, dtype=int)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
     recipes = [
         RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}

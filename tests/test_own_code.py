@@ -20,6 +20,8 @@ from weightscope.population import Population
 from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trusted")
+
 BASE = tiny.BASE | {
     "data": {"name": "digits", "train": 64, "test": 40},
     "population": {"networks": 3, "tile": 2, "seed": 7},
@@ -178,7 +180,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     network = {"network": {"type": "my_network:network"}, "population": {"networks": 2, "tile": 1}}
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(BASE | network))
     code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
-    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
+    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2", "--trust"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True}
     options["env"] = {**os.environ, "PYTHONPATH": str(Path(weightscope.__file__).parents[1])}
     done = subprocess.run(call, **options)
@@ -186,7 +188,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     (tmp_path / "my_network.py").write_text(MODULE + "\n# a change\n")
     done = subprocess.run([*call, "-n", "3"], **options)
     assert done.returncode == DataError.exit_code
-    assert "the source of network my_network:network has changed since the population was created" in done.stderr
+    assert "the source of my_network:network has changed since the population was created" in done.stderr
 
 
 STALE = """

@@ -69,6 +69,7 @@ def page(path: Path, pairs: int = 20) -> Parsed:
         fits={"networks": 204, "settings": {"held_out": 51}, "table": table},
         benchmarks={folder: [arm("default", None), arm(FITTED, d, 0.0025)] for folder, d in arms.items()},
         gain=3.0,
+        drawn=-1.8e8,
     )
     return Parsed(path.read_text())
 

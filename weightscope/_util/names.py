@@ -56,6 +56,20 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
+def parts_of(text: str) -> list[str]:
+    """The initialisers of a text, joined by `+` outside of parentheses; UsageError for more than a hundred."""
+    parts, inside = [""], False
+    for piece in reversed(re.split(r"([()+])", text)):
+        if piece == "+" and not inside:
+            parts.append("")
+        else:
+            inside = (inside or piece == ")") and piece != "("
+            parts[-1] = piece + parts[-1]
+    if len(parts) > 100:
+        raise UsageError(f"expected at most 100 initialisers joined by '+', found {len(parts)}")
+    return parts[::-1]
+
+
 def shortened(text: str, most: int = 60) -> str:
     """The text on one line, with dots in place of its middle if it is long, and `?` for what cannot be printed."""
     text = "".join(c if c.isprintable() else "?" for c in text)

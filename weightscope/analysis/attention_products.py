@@ -19,9 +19,9 @@ from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors
-from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.anatomy.probing import find_attention
 from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint

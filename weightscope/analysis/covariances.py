@@ -115,4 +115,4 @@ def _network(source: Any, index: int | None) -> tuple[Any, str | None]:
     if not hasattr(population, "network"):
         raise UsageError(f"expected a population's folder, found {type(source).__name__}: it has no networks to build")
     name = Path(source).name if isinstance(source, str | Path) else "network"
-    return population.network(index or 0), f"{name}::{index or 0}"
+    return population.opened(index or 0), f"{name}::{index or 0}"

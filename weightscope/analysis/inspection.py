@@ -1,5 +1,6 @@
 """`inspect` and `verify`: the contents of a population, an artifact or a checkpoint, and whether they are intact."""
 
+import hashlib
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -17,7 +18,7 @@ from weightscope.data.metrics import metric_named
 from weightscope.errors import DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY, read_contents
-from weightscope.population import Population, open_network, shards
+from weightscope.population import Population, open_network, population_in, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -232,6 +233,41 @@ class CheckpointContents(Result):
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
+
+
+@dataclass(frozen=True, repr=False)
+class Sources(Result):
+    """The code of users' own that a population's recipe names, as it was when the population was created."""
+
+    path: str
+    texts: dict[str, str]  # reference -> text of its module
+    hashes: dict[str, str]  # reference -> 16 hex digits of the SHA-256 that the population records
+
+    def rows(self) -> list[dict[str, Any]]:
+        found = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in self.texts.items()}
+        return [{"reference": n, "sha256": h, "recorded": self.hashes.get(n)} for n, h in found.items()]
+
+    def text(self) -> str:
+        """Each text under its reference and hash."""
+        if not self.texts:
+            return f"{self.path}: its recipe names no code of users' own"
+        heads = []
+        for row in self.rows():
+            same = row["recorded"] in (None, row["sha256"])
+            warning = "" if same else f", NOT what the networks were trained with: {row['recorded']}"
+            heads.append(f"# {row['reference']} (SHA-256 {row['sha256']}{warning})\n\n{self.texts[row['reference']]}")
+        return "\n\n".join(heads)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"sources": self.rows(), "texts": self.texts}
+
+
+def sources_of(source: str | Path) -> Sources:
+    """The code that a population keeps; nothing of it runs."""
+    member = population_member(source)
+    population = population_in(source if member is None else member[0], partial=True)
+    manifest = population.manifest
+    return Sources(str(source), manifest.sources, {key.partition(" ")[2]: h for key, h in manifest.inputs.items()})
 
 
 def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:

@@ -22,6 +22,7 @@ from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
+from weightscope.anatomy.probing import find_attention
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
 from weightscope.errors import AnatomyError, UsageError
@@ -57,7 +58,7 @@ __all__ = [
 P = TypeVar("P")
 
 FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
-    "attention modules": _attention.find,
+    "attention modules": find_attention,
     "depthwise convolutions": _convolution.find,
     "MLPs": _mlp.find,
     "patch embeddings": _embedding.find_patches,
@@ -146,6 +147,8 @@ def attention(
 ) -> Parts[AttentionPart]:
     """Every attention module of a model, in order; `unread` of the list is what cannot be read.
 
+    What was read of a module with code is compared with its own forward pass, on random tokens and weights.
+
     Args:
         model: see `named_tensors`.
         config: the model's config, for a mapping; `{"num_attention_heads": H}` is enough.
@@ -161,7 +164,7 @@ def attention(
         >>> [part.heads for part in attention(torch.nn.TransformerEncoderLayer(8, nhead=2))]
         [2]
     """
-    return _some("attention modules", _attention.find, model, config, strict, caller)
+    return _some("attention modules", find_attention, model, config, strict, caller)
 
 
 def self_attention(

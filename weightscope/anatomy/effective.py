@@ -9,6 +9,7 @@ the computation, and only if the layer then has the weight that was wanted.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,37 @@ def plain(module: nn.Module) -> tuple[nn.Module, list[Computed]]:
     return _plain(module, "", {}, computed), computed
 
 
+_before: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_before", default=None)
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Within the block, `keep` remembers the values of tensors, which get them back if the block fails."""
+    if _before.get() is not None:  # within another one
+        yield
+        return
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}
+    token = _before.set(kept)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, values in kept.values():
+                tensor.copy_(values)
+        raise
+    finally:
+        _before.reset(token)
+
+
+def keep(tensor: Tensor) -> None:
+    """Remember the values of a tensor that is about to be written, see `all_or_nothing`."""
+    kept, tensor = _before.get(), tensor.detach()
+    if kept is not None and not tensor.is_meta:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if key not in kept:
+            kept[key] = tensor, tensor.clone()
+
+
 @contextmanager
 def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[nn.Module]:
     """The plain module, whose tensors are to be set in place; what is computed is set when the block ends, or nothing.
@@ -57,7 +89,8 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
         raise DataError(f"{caller}: {why}")
     work = copy.deepcopy(inner) if computed else inner
     versions = {name: value._version for name, value in _tensors(work).items()}
-    yield work
+    with all_or_nothing():
+        yield work
     new = {name: value.detach() for name, value in _tensors(work).items() if value._version != versions.get(name)}
     if not (new or idle):
         raise UsageError(f"{caller}: no tensor of {type(module).__name__} was set")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope.anatomy.effective import plain
+from weightscope.anatomy.effective import keep, plain
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -63,6 +63,7 @@ class NamedTensors:
         kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
         if not kept or not isinstance(value, Tensor):
             raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
+        keep(value)
 
     def identity(self, name: str) -> Any:
         """Equal for two names of one tied tensor."""

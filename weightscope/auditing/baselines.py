@@ -12,9 +12,9 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope._util.names import matching
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.anatomy.probing import find_attention
 from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_in, normal, outside
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of

@@ -21,6 +21,7 @@ from weightscope._util.environment import environment
 from weightscope._util.names import unknown
 from weightscope._util.results import finite_or_none
 from weightscope._util.sources import is_population
+from weightscope._util.trust import trusting
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, cell_key, chance_of, summarise
@@ -65,14 +66,15 @@ def bench(
     device: str = "auto",
     data: str | Path | None = None,
     progress: bool = True,
+    trust: bool = False,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
 
     `recipe` is a recipe, a .toml file, the name of a shipped one, or the folder of a population; what is not given here
     is taken from its [bench] table. `inits`, `epochs`, `seeds`, `frozen`, `control`, `vary` and `grid` are those of
     `plan_arms`; the first initialiser is the reference of the others, and `control="scale"` tells what structure adds
-    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data` and `progress` are those of `collect`, and
-    `collector`, a function with its signature, trains the arms one after the other in its place.
+    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data`, `progress` and `trust` are those of
+    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -90,10 +92,11 @@ def bench(
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     asked = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control, "vary": vary}
-    design = Design.of(recipe, inits, out, data=data, grid=grid, metric=metric, overwrite=overwrite, **asked)
     where: dict[str, Any] = {"workers": workers, "backend": backend, "scheduler": scheduler, "device": device}
-    if collector is None:
-        return train_arms(design, *design.requests(**where), progress=progress)
+    with trusting(trust):
+        design = Design.of(recipe, inits, out, data=data, grid=grid, metric=metric, overwrite=overwrite, **asked)
+        if collector is None:
+            return train_arms(design, *design.requests(**where), progress=progress)
     design.check()
     options = {**where, "data": data, "progress": progress}
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
 from weightscope.cli.catalogue import list_
@@ -59,20 +60,17 @@ def cli(debug: bool) -> None:
     """
 
 
-for _command in (
-    demo,
-    collect,
-    inspect,
-    verify,
-    export,
-    covariance,
-    products,
-    attention_maps,
-    fit_init,
-    bench,
-    audit,
-    list_,
-):
+_TRUST = click.Option(
+    ["--trust"],
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
+    help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
+)
+_RUNNING = (collect, inspect, covariance, products, attention_maps, fit_init, bench, audit)
+for _command in (demo, *_RUNNING[:2], verify, export, *_RUNNING[2:], list_):
+    if _command in _RUNNING:
+        _command.params.append(_TRUST)
     cli.add_command(_command)
 
 

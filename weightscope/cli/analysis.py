@@ -11,6 +11,7 @@ from weightscope.cli.options import (
     Named,
     OutputFile,
     choice_option,
+    command,
     data_option,
     figure_option,
     json_option,
@@ -22,10 +23,13 @@ from weightscope.cli.options import (
 from weightscope.errors import UsageError
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
+@click.option(
+    "--source", "code", is_flag=True, help="Print the code of its users' that a population names; runs nothing."
+)
 @json_option
-def inspect(source: str, json_file: Path | None) -> None:
+def inspect(source: str, code: bool, json_file: Path | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
@@ -34,13 +38,14 @@ def inspect(source: str, json_file: Path | None) -> None:
       weightscope inspect vit/model.safetensors
     """
     from weightscope.analysis.inspection import inspect as contents
+    from weightscope.analysis.inspection import sources_of
 
-    description = contents(source)
+    description = sources_of(source) if code else contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
 @json_option
@@ -64,7 +69,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
     found.raise_if_damaged()
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
@@ -85,7 +90,7 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
 @click.option(
@@ -214,7 +219,7 @@ def _with_initialisers(
     first: Any = sources[0]
     if isinstance(first, Population) or is_population(first):
         population = first if isinstance(first, Population) else population_in(first)
-        first = population.network(options.get("network", 0))
+        first = population.opened(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part")) for _ in named]
@@ -222,7 +227,7 @@ def _with_initialisers(
     return [*sources, *networks], [*(None for _ in sources), *(label for label, _ in named)]
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
 @choice_option("--view", "auto grid depth", "Matrices in a grid, or alpha and beta against depth.", "auto")
@@ -272,7 +277,7 @@ def products(
     _show(found, out, json_file, view=view, heads=draw_heads, values=values)
 
 
-@click.command("attention-maps")
+@command("attention-maps")
 @click.argument("source", type=Named())
 @figure_option("attention.png")
 @choice_option(
@@ -336,7 +341,7 @@ def attention_maps(
     _show(maps(model, batch, filter_size=filter_size), out, json_file, notes, **drawing)
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @click.option(
     "--init",

@@ -14,7 +14,7 @@ import click
 
 from weightscope._util.names import unknown
 from weightscope._util.results import Result
-from weightscope.cli.options import Named, json_option, write_json
+from weightscope.cli.options import Named, command, json_option, write_json
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
-@click.command("list")
+@command("list")
 @click.argument("kind", required=False, type=Named("kinds", files=False))
 @json_option
 def list_(kind: str | None, json_file: Path | None) -> None:

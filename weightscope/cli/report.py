@@ -28,12 +28,13 @@ def write_report(
     fits: Mapping[str, Any],
     benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
     gain: float,
+    drawn: float,
 ) -> Path:
     """Write the page, beside the files that it links to; see `report.html`, the template.
 
     `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
     folder; `contents` is in `inspection.json`, `fits` in `structures.json`, and `pairs` are rows of the exchangeable
-    covariance, strongest first.
+    covariance, strongest first. `drawn` is the held-out log-likelihood of the amplified distribution.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -59,6 +60,7 @@ def write_report(
         scores=[row for row in fits["table"] if row["group"] == "all" and row["failed"] is None],
         benchmarks=sections,
         gain=gain,
+        drawn=drawn,
         control=CONTROL,
         fitted=FITTED,
     )

@@ -3,7 +3,7 @@
 import itertools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -56,6 +56,11 @@ class FilterDistribution(_Layer):
     def usable(self) -> bool:
         """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
         return self.count - self.dead >= 2
+
+    @property
+    def constant(self) -> bool:
+        """Whether all filters are equal up to the rounding of float32, so that there is no covariance to draw from."""
+        return self.covariance.trace() <= (1e-6 * np.linalg.norm(self.mean)) ** 2
 
     @model_validator(mode="after")
     def _arrays(self) -> "FilterDistribution":
@@ -213,6 +218,16 @@ def _left_out_line(layers: tuple[str, ...]) -> list[str]:
     return [f"left out, not square: {', '.join(layers)}"] if layers else []
 
 
+def refuse_constant(layers: Sequence[FilterDistribution], means: bool = False) -> None:
+    """A DataError if the filters of a layer are all equal, unless their mean is drawn: new ones would be zero."""
+    for layer in layers:
+        if layer.constant and not means:
+            raise DataError(
+                f"`{layer.name}`: its {layer.count} filters are all equal and have no covariance to draw from, new "
+                "ones would be zero; means=true draws their mean, and kernel=K uses the layers of one size only"
+            )
+
+
 _DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
 
 
@@ -303,6 +318,7 @@ def fit_filters(
     if not fit.used:
         size = "" if kernel is None else f" in layers of size {kernel}"
         raise DataError(f"all filters are dead{size}: `{chosen[0].name}`, ...")
+    refuse_constant(fit.used, means)
     return NetworkFit(fit)
 
 
@@ -335,7 +351,7 @@ def fit_conv_schedule(
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
     filters = _of_size(everything, kernel)
     for layer in filters:
-        if not layer.covariance.any():
+        if layer.constant:
             raise DataError(f"`{layer.name}`: its filters are all equal and have no covariance to fit")
     depths = [depth_of[layer.name] for layer in filters]
     fits = _layer_fits(filters, psd)

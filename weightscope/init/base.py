@@ -8,9 +8,9 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import matching
+from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
-from weightscope.anatomy.effective import writable
+from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.errors import UsageError, WeightscopeError
 
@@ -59,6 +59,7 @@ def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32)
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
+    keep(tensor)
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
@@ -116,7 +117,8 @@ class UserInitialiser:
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
-            found = self.function(module, **self.parameters, generator=generator)
+            with all_or_nothing():
+                found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:
             raise
         except Exception as error:
@@ -150,7 +152,7 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
         >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
     """
-    steps: list[Any] = [part.strip() for part in init.split("+")] if isinstance(init, str) else [init]
+    steps: list[Any] = [part.strip() for part in parts_of(init)] if isinstance(init, str) else [init]
     signatures = [_signature(step) for step in steps]
     bound: list[Initialiser] = []
     for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):
@@ -173,6 +175,7 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
         raise UsageError("compose: expected at least one initialiser, found none")
     steps = [get(step) for step in initialisers]
 
+    @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         for step in steps:
             module = step(module, generator=generator)

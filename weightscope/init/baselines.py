@@ -12,10 +12,10 @@ from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
 from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
 from weightscope.anatomy.attention_modules import PartName
-from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
 from weightscope.anatomy.mlp import find as find_mlps
+from weightscope.anatomy.probing import find_attention
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, uniform
 

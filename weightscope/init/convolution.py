@@ -253,6 +253,8 @@ def target_distributions(
     parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
+    from weightscope.fits.filters import refuse_constant
+
     chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
     if not chosen:
         sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
@@ -260,6 +262,7 @@ def target_distributions(
             "filters that are not dead" if options.kernel is None else f"{options.kernel} x {options.kernel} filters"
         )
         raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
+    refuse_constant(chosen, options.means)
     if options.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:

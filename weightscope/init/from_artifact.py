@@ -76,9 +76,15 @@ class PopulationInit:
         problems |= found.problems
         fits = [name for name in found.spec.names if name not in problems]
         if problems and (strict or not fits):
-            shown = [f"`{name}` {problem}" for name, problem in list(problems.items())[:6]]
-            more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-            raise SpecError(f"the artifact is for another network: {'; '.join(shown)}{more}")
+            shown: dict[str, list[str]] = {}
+            for name, problem in problems.items():
+                shown.setdefault(problem, []).append(name)
+            likewise = {
+                problem: f", likewise {listing(names[1:], 3)}" * (len(names) > 1) for problem, names in shown.items()
+            }
+            texts = [f"`{names[0]}` {problem}{likewise[problem]}" for problem, names in shown.items()]
+            more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+            raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
         generator = cpu_generator(generator)
         values: dict[str, np.ndarray] = {}
         for group in found.groups:

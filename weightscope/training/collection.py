@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope._util.trust import trusting
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
@@ -47,6 +48,7 @@ def collect(
     data: str | Path | None = None,
     device: str = "auto",
     progress: bool = True,
+    trust: bool = False,
 ) -> Population:
     """Train the networks of a recipe that the population at `path` does not have yet.
 
@@ -70,6 +72,7 @@ def collect(
         data: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: show a progress bar if stderr is a terminal, or in a notebook.
+        trust: run the code of one's own that the recipe names by a text (docs/what-runs-when.md).
 
     Returns:
         The population, opened with `partial=True`, because other processes or job arrays may still be working on it.
@@ -85,7 +88,8 @@ def collect(
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
     """
     chosen = chosen_workers(backend, workers, scheduler)
-    request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
+    with trusting(trust):
+        request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
     train([request], chosen, progress=progress, shard=shard, resize=networks is not None)
     return Population(path, partial=True)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weightscope import networks
-from weightscope._util.plugins import imported, is_reference
+from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.torch_random import seeded
 from weightscope.data.registry import FOLDER
@@ -130,7 +130,7 @@ class TileRun:
         follows = training.schedule == "plateau"
         self.plateau = Plateau(self.rates, training.factor, training.patience) if follows else None
         teacher = {} if distillation is None else {"distillation": distillation}
-        self.batches: Batches = imported(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
+        self.batches: Batches = member(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch

@@ -1,6 +1,5 @@
 """What a call of `collect` asks for, checked before anything is written."""
 
-import importlib
 import json
 import logging
 import os
@@ -16,7 +15,7 @@ import cloudpickle
 import torch
 
 from weightscope import training
-from weightscope._util import plugins
+from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
 from weightscope.errors import DataError, UsageError
 from weightscope.init import _trained
@@ -36,7 +35,6 @@ _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 _THIS_PROCESS = uuid.uuid4().hex
-_versions: dict[str, str] = {}  # module -> hash of its source when this worker imported it for a task
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class OwnCode:
         """What another process needs to use these references."""
         references = tuple(references)
         passed = plugins.passed(references)
-        hashes = tuple("" if r in passed else plugins.source_hash(plugins.imported(r), r) for r in references)
+        hashes = tuple("" if r in passed else plugins.source_hash(r) for r in references)
         path = (os.getcwd(), *filter(None, sys.path))
         return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
 
@@ -67,14 +65,12 @@ class OwnCode:
         sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
         try:
             for reference, expected in zip(self.references, self.hashes, strict=True):
-                name = reference.partition(":")[0]
-                if expected and name in sys.modules and _versions.get(name, expected) != expected:
-                    importlib.reload(sys.modules[name])  # a worker outlives the call of `collect` that started it
-                item = plugins.imported(reference)
-                if expected and (found := plugins.source_hash(item, reference)) != expected:
+                if not expected:
+                    continue
+                if (found := plugins.source_hash(reference)) != expected:
                     raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
-                if expected:
-                    _versions[name] = expected
+                trust.approve(reference, plugins.source_of(reference)[0], remember=False)
+                plugins.imported(reference)  # again if it changed: a worker outlives the call that started it
         finally:
             sys.path[:] = before
 
@@ -130,7 +126,10 @@ class Request:
         if there is None:
             wanted.data.check_new()
         else:
-            _refuse_changed_code(path, there.inputs, own_code)
+            for kind, name in wanted.references:
+                if f"{kind} {name}" in there.inputs:
+                    plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
+        sources = plugins.texts_of(name for _, name in wanted.references)
         spec = training.spec_of(wanted)
         inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
         check_initialisers(wanted, partial(build_for, wanted))
@@ -158,7 +157,7 @@ class Request:
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
-            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs, sources),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -192,16 +191,7 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
 def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names."""
     named = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
-    return {f"{kind} {name}": plugins.source_hash(plugins.imported(name), name) for kind, name in named}
-
-
-def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
-    for name, digest in found.items():
-        if there.get(name, digest) != digest:
-            raise DataError(
-                f"{path}: the source of {name} has changed since the population was created: expected hash "
-                f"{there[name]}, found {digest}; restore it, or collect into another folder"
-            )
+    return {f"{kind} {name}": plugins.source_hash(name) for kind, name in named}
 
 
 def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
