@@ -50,10 +50,9 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
     training, data = recipe.training, recipe.data
     each = math.prod(data.input_shape()) + math.prod(data.output_shape())
     batch = min(training.batch_size, getattr(data, "train", None) or 1)
+    copies = 5 if training.ema else 4
     needs = {
-        f"weights, gradients and moments of {tile:,} networks with {size:,} weights": (5 if training.ema else 4)
-        * tile
-        * size,
+        f"weights, gradients and moments of {tile:,} networks with {size:,} weights": copies * tile * size,
         f"inputs and outputs of {batch:,} examples of each": tile * batch * each,
     }
     cuda = device.type == "cuda"
@@ -62,8 +61,8 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
     if 4 * total > there:
         parts = [f"{4 * count / 2**30:,.1f} GiB for {what}" for what, count in needs.items() if 100 * count > total]
         raise UsageError(
-            f"training a tile takes more than {' and '.join(parts)}; {there / 2**30:,.1f} GiB of memory are there: use a smaller "
-            "network, population.tile or training.batch_size"
+            f"training a tile takes more than {' and '.join(parts)}; {there / 2**30:,.1f} GiB of memory are there: use "
+            "a smaller network, population.tile or training.batch_size"
         )
 
 
