@@ -460,7 +460,9 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
             raise ModuleNotFoundError("Could not import module 'ViTModel'.") from error
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
-    with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
+    with pytest.raises(
+        UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision.*pip"
+    ):
         runnable(folder / "hf")
 
 

@@ -325,7 +325,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     }
     low, high = drawn[0.5, round(best["mean"], 6)]
     shift = best["mean"] - best["difference"]
-    np.testing.assert_allclose([low, high], np.array(best["difference_ci95"]) + shift, atol=1e-9)
+    np.testing.assert_allclose([low, high], np.array(best["difference_ci_holm"]) + shift, atol=1e-9)
     assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
     with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
         plots.metric_along(swept.arms, "network.depth")
@@ -428,7 +428,7 @@ def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
     assert {len(row) for row in rows} == {3}
     assert [cell.strip() for cell in rows[0]] == ["initialiser", "kernel_size=3", "kernel_size=7"]
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
-    half = 50 * (best["difference_ci95"][1] - best["difference_ci95"][0])
+    half = 50 * np.ptp(best["difference_ci_holm"])
     assert f"**{100 * best['mean']:.1f}** ± {half:.1f}†" in markdown
     assert f"\\textbf{{{100 * best['mean']:.1f}}} $\\pm$ {half:.1f}$^\\dagger$" in latex
     assert "mimetic\\_attention (alpha\\_qk=0.5, beta\\_qk=1) & " in latex

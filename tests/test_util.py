@@ -5,17 +5,21 @@ import hashlib
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from weightscope._util import checks, plugins
+import weightscope
+from weightscope._util import atomic, checks, plugins
 from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
 from weightscope._util.results import Result, html_table, text_table
 from weightscope._util.sources import is_population
-from weightscope.errors import UsageError
+from weightscope.data import SourceConfig, load
+from weightscope.data.sequence_config import TextConfig
+from weightscope.errors import UsageError, WeightscopeError
 
 ROOT = Path(__file__).parents[1]
 
@@ -297,3 +301,59 @@ def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_
     assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
     with pytest.raises(UsageError, match="no Python file of this name"):
         plugins.source_hash("builtins:len")
+
+
+# -- doors ------------------------------------------------------------------------------------------------------
+
+
+DOORS: dict[str, Any] = {
+    "inspect": weightscope.inspect,
+    "verify": weightscope.verify,
+    "covariance": weightscope.covariance,
+    "products": weightscope.products,
+    "attention_maps": lambda path: weightscope.attention_maps(path, None),
+    "audit": lambda path: weightscope.audit(path, "mimetic_attention"),
+    "fit_init": lambda path: weightscope.fit_init(path, "a.safetensors"),
+    "load_init": weightscope.load_init,
+    "Population": weightscope.Population,
+    "Checkpoint": weightscope.Checkpoint,
+    "Recipe": weightscope.Recipe.load,
+    "collect": lambda path: weightscope.collect(TINY, path, networks=1),
+    "load --data": lambda path: load("cifar10", path),
+    "bench": lambda path: weightscope.bench(TINY, ["default"], path),
+    "load": lambda path: load(SourceConfig(name="folder", path=path, size=8)),
+    "text": lambda path: load(TextConfig(name="text", path=path, length=3)),
+    "atomic": lambda path: atomic.write(path, b""),
+}
+TINY = weightscope.Recipe.parse(
+    {"network": {"type": "convnext", "width": 4, "depth": 1}, "data": {"name": "digits"}, "training": {"epochs": 1}}
+)
+
+
+def impossible_paths(count: int) -> Iterator[str]:
+    """Paths with NUL, or longer than any file's, of any characters."""
+    random = np.random.default_rng(0)
+    for i in range(count):
+        parts = ["".join(map(chr, random.integers(33, 0x3000, random.integers(1, 40)))) for _ in range(3)]
+        wrong = ("a\0b", "y" * int(random.integers(300, 10**6)), "d/" * int(random.integers(2100, 10**5)))[i % 3]
+        yield "/".join([*parts, wrong]).replace("::", "") + ("", ".pop", ".safetensors", ".npz", ".toml")[i % 5]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_path_that_no_file_can_have_is_a_short_line(door: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in impossible_paths(30):
+        with pytest.raises(WeightscopeError) as caught:
+            DOORS[door](path)
+        assert len(str(caught.value)) <= 1510
+        assert str(caught.value).isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_is_a_line_that_can_be_printed_whatever_it_quotes() -> None:
+    for text in ("x" * 10**7, "a\nb\0c\x1b[2J\ud800", "\u2028" * 2000):
+        message = str(UsageError(f"expected a name, found {text}"))
+        assert message.startswith("expected a name, found ")
+        assert message.isprintable()
+        assert len(message) <= 1510
+        assert str(UsageError(message)) == message

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from weightscope._util.sources import as_path
 from weightscope.errors import WeightscopeError
 
 _SUFFIX = ".tmp"
@@ -33,7 +34,7 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
     `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
     (see `sweep`). WeightscopeError if the file cannot be written, FileExistsError if `new` and `path` exists.
     """
-    path = Path(path)
+    path = as_path(path)
     with _one_line(path, "no partial file is left; free space or change permissions and run the same command again"):
         temporary, file = _open_temporary(path)
         try:
@@ -97,6 +98,7 @@ def create(path: Path, data: bytes) -> bool:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably."""
+    as_path(path)
     new = [p for p in (path, *path.parents) if not p.exists()]
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,9 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         from transformers import AutoModel
         from transformers.utils import logging
     except ImportError as error:
-        raise UsageError("transformers is not installed, which runs models of its folders") from error
+        raise UsageError(
+            "transformers is not installed, which runs models of its folders; `pip install transformers`"
+        ) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing tensors is our note
     try:
@@ -99,7 +101,12 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         cause: BaseException = error  # transformers' own error says only that an import failed
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise UsageError(f"{folder}: transformers cannot import the model's class: {_brief(cause)}") from error
+        reason = f"{folder}: transformers cannot import the model's class: {_brief(cause)}"
+        if "torchvision::" in str(cause):  # an operator that torchvision's CUDA build expects of torch
+            index = "" if torch.version.cuda else " --index-url https://download.pytorch.org/whl/cpu"
+            pair = f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} torchvision{index}"
+            reason += f"; torchvision was built for another torch: `{pair}` installs two that fit"
+        raise UsageError(reason) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{folder}: transformers cannot read the model: {_brief(error)}") from error
     finally:

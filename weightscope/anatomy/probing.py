@@ -32,7 +32,7 @@ _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
 _STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
 _STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
 _SIDES = ("H", "W", "h", "w", "height", "width")
-_MANY = 1000  # tokens from which only one head of a module is changed
+_MANY = 1000  # tokens or channels beyond which only one head of a module is changed
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
 _QK: tuple[PartName, PartName] = ("q", "k")
 
@@ -62,7 +62,7 @@ def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, s
         return out
     found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
     runs = _Inputs(tensors.module, [path for _, path in found.values()])
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for name, (part, path) in found.items():
             holder = tensors.module.get_submodule(path)
             slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
@@ -116,8 +116,9 @@ def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> It
     """Calls by the names of the parameters, with few tokens, as a sequence or as a map."""
     named = [p for p in inspect.signature(holder.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
     stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution")]
-    hints = [prod(n) if isinstance(n, tuple) else n**power for n in stated if n for power in (1, 2)]
-    for count in dict.fromkeys([*counts, *(n for n in hints if n < 1000)]):
+    hints = [prod(n) for n in stated if isinstance(n, (tuple, list)) and all(isinstance(m, int) for m in n)]
+    hints += [n**power for n in stated if isinstance(n, int) for power in (1, 2)]
+    for count in dict.fromkeys([*counts, *(n for n in hints if 0 < n < 1000)]):
         side = isqrt(count)
         layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
         layouts += [(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []
@@ -235,11 +236,11 @@ class _Trial:
         self.module, self.part = module, replace(part, _tensors=tensors)
         self.g = torch.Generator().manual_seed(0)
         self.weights: dict[PartName, Tensor] = {}
+        self.now: dict[str, Tensor] = {}  # what was written last
         self.seen: dict[str, Tensor] = {}
         for letter in get_args(PartName):
             old = self.part.read(letter)
             self.weights[letter] = self._draw(*old.shape) / old.shape[1] ** 0.5
-            self.part.write(letter, self.weights[letter])
             owner = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
             if owner:  # else the module's own parameter
                 hook = partial(self._record, letter)
@@ -259,8 +260,10 @@ class _Trial:
             return made.setdefault((shape, axis), make(shape, axis))
 
         self.seen = {}
-        for letter in self.weights:
-            self.part.write(letter, weights.get(letter, self.weights[letter]))
+        for letter, value in (self.weights | weights).items():
+            if self.now.get(letter) is not value:
+                self.part.write(letter, value)  # type: ignore[arg-type]
+        self.now = self.weights | weights
         outputs = pytree.tree_leaves(self.call(self.module, once))
         out = next(value for value in outputs if isinstance(value, Tensor))
         q, *_, v = made.values() if len(made) > 1 else [*made.values()] * 2
@@ -292,13 +295,13 @@ class _Trial:
         part, w = self.part, self.weights
         equal, mixed = self.alike(), self.random()
         (_, v1, y1), (_, v2, y2) = self.run(equal), self.run(self.alike())
-        values = w["v"].repeat_interleave(part.heads // part.kv_heads, 0)
-        wanted = (v1 - v2)[0] @ torch.einsum("hdk,hke->de", values, w["o"])
+        values = ((v1 - v2)[0] @ w["v"]).repeat_interleave(part.heads // part.kv_heads, 0)  # (H, k)
+        wanted = torch.einsum("hk,hkd->d", values, w["o"])
         if not part.positional and not (_same(v1, v1[0]) and _same(y1 - y2, wanted)):
             return "for equal tokens the output is not the sum of x V O over the heads"
         y = self.run(mixed)[2]
-        chosen = (0, part.heads // 2, part.heads - 1) if len(y) < _MANY else (part.heads - 1,)
-        for head in dict.fromkeys(chosen):
+        large = len(y) > _MANY or part.width > _MANY
+        for head in dict.fromkeys((part.heads - 1,) if large else (0, part.heads // 2, part.heads - 1)):
             key = part.kv_head(head)
             group = [h for h in range(part.heads) if part.kv_head(h) == key]
             for letter, at, heads in (("q", head, [head]), ("k", key, group)):
@@ -310,8 +313,8 @@ class _Trial:
                     return f"{what} do not change the output"
                 if not part.positional and not _same(self.run(equal, **{letter: other})[2], y1):
                     return f"{what} change the output for equal tokens"
-                span = w["o"][heads].flatten(0, 1)  # (rows, d)
-                if not _same(change @ torch.linalg.pinv(span) @ span, change):
+                span = torch.linalg.qr(w["o"][heads].flatten(0, 1).T)[0]  # (d, rows)
+                if not _same(change @ span @ span.T, change):
                     return f"{what} change what other heads put out"
             if not part.normalised and not self._same_products(group, key, mixed, y):
                 return f"the output is not a function of the product of queries and keys of head {head}"

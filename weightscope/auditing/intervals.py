@@ -78,6 +78,12 @@ def outside(limits: Interval, mean: float, sd: float = 0.0, dof: float = math.in
     return float(stats.t.cdf((low - mean) / sd, dof) + stats.t.sf((high - mean) / sd, dof))
 
 
+def powers(limits: Interval, untouched: float | None, wrong: Mapping[str, float], sd: float = 0.0) -> dict[str, float]:
+    """The powers of a check by the means of its statistic in untouched networks and those with a 20 % error."""
+    found = {} if untouched is None else {UNTOUCHED: outside(limits, untouched, sd)}
+    return found | {error_in(name): outside(limits, mean, sd) for name, mean in wrong.items()}
+
+
 def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0) -> float:
     """The power of a check by n simulated wrong networks: x ~ mean + sd sqrt(1 + 1/n) t_(n-1) is outside."""
     n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))

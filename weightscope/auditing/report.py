@@ -12,6 +12,7 @@ from weightscope._util.results import Result, text_table
 from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Row
 
 K = TypeVar("K", bound=Hashable)
+P = TypeVar("P", bound=Any)  # a part of `weightscope.anatomy`
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ def checks_of(
         Check(initialiser, part, layer, head, name, what, found, *limits, *power)
         for what, found, limits, *power in rows
     ]
+
+
+def each(initialiser: str, what: str, parts: Iterable[P], rows: Callable[[P], Iterable[Row]]) -> list[Check]:
+    """The checks of every part, which has a layer and a name."""
+    return [check for p in parts for check in checks_of(initialiser, what, p.layer, None, p.name, rows(p))]
 
 
 EXPECTATIONS: Registry[Callable[..., list[Check]]] = Registry("audit")

@@ -20,7 +20,7 @@ from weightscope._util.checks import count
 from weightscope._util.environment import environment
 from weightscope._util.names import unknown
 from weightscope._util.results import finite_or_none
-from weightscope._util.sources import is_population
+from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
@@ -126,7 +126,7 @@ class Design:
         **given: Any,
     ) -> "Design":
         """The design of a benchmark with these arguments of `bench`; what is None or empty is taken from [bench]."""
-        folder, recipe = default_folder(recipe) if out is None else Path(out), recipe_of(recipe)
+        folder, recipe = default_folder(recipe) if out is None else as_path(out), recipe_of(recipe)
         _check_folder(folder)
         given = {key: value for key, value in {**given, "init": inits}.items() if value not in (None, (), [], {})}
         wanted = (recipe.bench or BenchConfig()).model_dump() | given

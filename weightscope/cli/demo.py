@@ -85,7 +85,7 @@ def run_demo(
     say(f"5/5  the report -> {out / 'report.html'}")
     title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
     drawn: dict[str, Any] = {
-        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"]),
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=0.1),
         "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
         "whole": found.plot(),
         "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),

@@ -48,8 +48,8 @@ def write_report(
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
-        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci95", "_p_holm", "_pairs")))
-        default = verdict(row["difference"], row["difference_ci95"], row["p_holm"], row["pairs"])
+        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci_holm", "_p_holm", "_pairs")))
+        default = verdict(row["difference"], row["difference_ci_holm"], row["p_holm"], row["pairs"])
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
         sections.append(about | {"beyond": beyond, "default": default})
     text = environment.get_template("report.html").render(
@@ -79,7 +79,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     if value is None:
         return "–"
     if not math.isfinite(value):
-        return "not finite"
+        return "no spread" if math.isinf(value) else "not finite"
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 

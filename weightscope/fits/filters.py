@@ -4,12 +4,12 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from scipy.interpolate import CubicSpline
-from scipy.optimize import OptimizeResult, minimize, minimize_scalar
+from scipy.optimize import OptimizeResult, minimize
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.results import row_table
@@ -120,13 +120,12 @@ class FilterFit(Numbers):
 
     def remarks(self) -> tuple[str, ...]:
         """What of the network is not used, and which distributions stand in for it."""
-        used, out = self.used, []
-        for usable in (False, True):
-            does = "its distribution includes them" if usable else "and not used"
-            for x in self.layers:
-                if self.kernel in (None, x.kernel) and x.usable == usable and x.dead:
-                    join = ";" if usable else ""
-                    out.append(f"`{x.name}`: {x.dead} of {x.count} filters are dead{join} {does}")
+        used, dead = self.used, [x for x in self.layers if self.kernel in (None, x.kernel) and x.dead]
+        does = {False: " and not used", True: "; its distribution includes them"}
+        out = [
+            f"`{x.name}`: {x.dead} of {x.count} filters are dead{does[x.usable]}"
+            for x in sorted(dead, key=lambda x: x.usable)
+        ]
         if 0 < len(used) < len(self.layers):
             span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
             out.append(
@@ -402,34 +401,33 @@ def _drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
     return root @ root.T
 
 
-class _LayerFit:
+class _LayerFit(NamedTuple):
     """How well each sigma fits one layer: the cosine of C and S(sigma), smooth in log sigma."""
 
-    def __init__(self, logs: np.ndarray, cosines: np.ndarray) -> None:
-        self.low, self.high, self.cosine = float(logs[0]), float(logs[-1]), CubicSpline(logs, cosines)
-        i = int(cosines.argmax())
-        around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
-        found = minimize_scalar(lambda x: -float(self.cosine(x)), bounds=around, method="bounded")
-        self.best = math.exp(found.x)  # sigma with the largest cosine
+    cosine: CubicSpline  # of log sigma
+    best: float  # sigma with the largest cosine
 
     def at(self, sigma: float) -> float:
         """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
-        return max(0.0, float(self.cosine(min(max(math.log(sigma), self.low), self.high))))
+        return max(0.0, float(self.cosine(np.clip(math.log(sigma), *self.cosine.x[[0, -1]]))))
 
 
 def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
     """The fit of each layer. The closed form is computed once for each kernel size and sigma, and not kept."""
-    out: dict[int, _LayerFit] = {}
+    out: dict[str, _LayerFit] = {}
     for k in {layer.kernel for layer in layers}:
-        alike = [(i, x.covariance / np.linalg.norm(x.covariance)) for i, x in enumerate(layers) if x.kernel == k]
+        alike = {x.name: x.covariance / np.linalg.norm(x.covariance) for x in layers if x.kernel == k}
         logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
-        cosines = np.empty((len(alike), len(logs)))
-        for g, log in enumerate(logs):
+        rows = []
+        for log in logs:
             closed = _drawn_covariance(k, math.exp(log), psd)
             closed /= np.linalg.norm(closed)
-            cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
-        out |= {i: _LayerFit(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
-    return [out[i] for i in range(len(layers))]
+            rows.append([np.vdot(closed, covariance) for covariance in alike.values()])
+        for name, cosines in zip(alike, np.transpose(rows), strict=True):
+            spline = CubicSpline(logs, cosines)
+            places = np.r_[logs, spline.derivative().roots(extrapolate=False)]
+            out[name] = _LayerFit(spline, math.exp(places[np.nanargmax(spline(places))]))
+    return [out[layer.name] for layer in layers]
 
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:

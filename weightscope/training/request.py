@@ -17,6 +17,7 @@ import torch
 from weightscope import training
 from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
+from weightscope._util.sources import as_path
 from weightscope.errors import DataError, UsageError
 from weightscope.init import _trained
 from weightscope.networks import build_for
@@ -113,12 +114,12 @@ class Request:
                 results[key] = work()
             return results[key]
 
-        path = Path(path)
+        path = as_path(path)
         wanted = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
         wanted = wanted.model_copy(update={"bench": None})  # which says nothing about the networks
         if networks is not None:
             wanted = wanted.replace({"population.networks": networks})
-        root = None if data is None else Path(data).absolute()
+        root = None if data is None else as_path(data).absolute()
         wanted = wanted.completed(root)
         again = cluster and wanted.training.kernels == "auto"
         where, own_code = resolve_device(device), own_code_hashes(wanted)
