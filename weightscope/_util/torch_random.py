@@ -89,7 +89,7 @@ def repeatable(work: Callable[[], T], what: str) -> T:
     if (random.getstate(), _numpys()) == before:
         return found
     for _ in range(_TRIES):  # others may seed NumPy's generator without its lock
-        drawn = []
+        drawn: list[Any] = []
 
         def watch(_frame: Any, event: str, function: Any, drawn: list[Any] = drawn) -> None:
             if event == "c_call" and getattr(function, "__self__", None) is _PYTHONS:
