@@ -194,13 +194,6 @@ def test_intervals_are_neither_too_narrow_nor_too_wide():
         assert 1 / 10 < float(values.std()) / ((high - low) / 2) < 1 / 4, name
 
 
-def test_a_wide_null_is_simulated_at_the_same_ratio():
-    null = attention_audit.Null(768, 64, 1, 0.7, 0.7, "svd")
-    assert (null.scaled().width, null.scaled().rank) == (192, 16)
-    odd = attention_audit.Null(577, 64, 1, 0.7, 0.7, "svd").scaled()
-    assert odd.rank / odd.width == pytest.approx(64 / 577, rel=0.02)
-
-
 def test_quantiles():
     assert stats.norm.sf(normal(0, 1)[1]) == pytest.approx(LEVEL / 2)
     assert stats.chi2.sf(chi_squared(50)[1] * 50, 50) == pytest.approx(LEVEL / 2)

@@ -11,7 +11,7 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from scipy import stats
 
-from weightscope.analysis.covariances import covariance
+from weightscope.analysis.across_networks import covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError

@@ -129,9 +129,6 @@ def test_numbers_that_are_missing_or_not_finite_say_so():
     assert [number(v, ".1f", 100) for v in (None, float("nan"), -0.015)] == ["–", "not finite", "−1.5"]
 
 
-# Verdicts
-
-
 VERDICTS = [
     (
         0.021,

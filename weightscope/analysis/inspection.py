@@ -18,7 +18,7 @@ from weightscope.data.metrics import metric_named
 from weightscope.errors import DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY, read_contents
-from weightscope.population import Population, open_network, population_in, shards
+from weightscope.population import Population, open_network, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -50,7 +50,7 @@ def inspect(
         return population_contents(Path(str(source)))
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
-    from weightscope.anatomy import inventory  # torch, which a population does not need
+    from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
@@ -61,7 +61,8 @@ def inspect(
     names = numbered(checkpoint.names)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
-    return CheckpointContents(str(source if member else checkpoint.source), tuple(rows), *facts, inventory(checkpoint))
+    label = str(source if member else checkpoint.source)
+    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint))
 
 
 class TensorRow(NamedTuple):
@@ -103,6 +104,8 @@ class PopulationContents(Result):
     bytes_on_disk: int  # of all its files
     environment: dict[str, Any]  # versions and machine with which it was begun
     recipe: dict[str, Any]  # as nested dictionaries
+    sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
+    hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
 
     def summary(self) -> str:
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
@@ -125,6 +128,16 @@ class PopulationContents(Result):
             origin.append(f"{key}: {text}")
         table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
         return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe))
+
+    def code(self) -> str:
+        """The texts of `sources`, each under its reference and hash."""
+        recorded, texts = {key.partition(" ")[2]: digest for key, digest in self.hashes.items()}, []
+        for name, text in self.sources.items():
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            other = recorded.get(name, digest) != digest
+            warning = f", NOT what the networks were trained with: {recorded[name]}" if other else ""
+            texts.append(f"# {name} (SHA-256 {digest}{warning})\n\n{text}")
+        return "\n\n".join(texts) or f"{self.path}: its recipe names no code of users' own"
 
     def brief(self) -> str:
         """Counts and metrics on less than a screen, and where the rest is."""
@@ -175,6 +188,8 @@ def population_contents(path: Path) -> PopulationContents:
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
         environment=population.environment,
         recipe=population.recipe.to_dict(),
+        sources=population.manifest.sources,
+        hashes=population.manifest.inputs,
     )
 
 
@@ -213,6 +228,7 @@ class CheckpointContents(Result):
     config: dict[str, Any]  # the model's `config.json`; empty without one
     unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
+    unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
@@ -229,45 +245,11 @@ class CheckpointContents(Result):
         """Counts, recognised parts, the table of tensors, and what was skipped."""
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
+        lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
-
-
-@dataclass(frozen=True, repr=False)
-class Sources(Result):
-    """The code of users' own that a population's recipe names, as it was when the population was created."""
-
-    path: str
-    texts: dict[str, str]  # reference -> text of its module
-    hashes: dict[str, str]  # reference -> 16 hex digits of the SHA-256 that the population records
-
-    def rows(self) -> list[dict[str, Any]]:
-        found = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in self.texts.items()}
-        return [{"reference": n, "sha256": h, "recorded": self.hashes.get(n)} for n, h in found.items()]
-
-    def text(self) -> str:
-        """Each text under its reference and hash."""
-        if not self.texts:
-            return f"{self.path}: its recipe names no code of users' own"
-        heads = []
-        for row in self.rows():
-            same = row["recorded"] in (None, row["sha256"])
-            warning = "" if same else f", NOT what the networks were trained with: {row['recorded']}"
-            heads.append(f"# {row['reference']} (SHA-256 {row['sha256']}{warning})\n\n{self.texts[row['reference']]}")
-        return "\n\n".join(heads)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"sources": self.rows(), "texts": self.texts}
-
-
-def sources_of(source: str | Path) -> Sources:
-    """The code that a population keeps; nothing of it runs."""
-    member = population_member(source)
-    population = population_in(source if member is None else member[0], partial=True)
-    manifest = population.manifest
-    return Sources(str(source), manifest.sources, {key.partition(" ")[2]: h for key, h in manifest.inputs.items()})
 
 
 def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:

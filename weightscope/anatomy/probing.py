@@ -32,7 +32,7 @@ _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
 _STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
 _STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
 _SIDES = ("H", "W", "h", "w", "height", "width")
-_MANY = 1000  # tokens from which only one head of a module is changed
+_MANY = 1000  # tokens or channels beyond which only one head of a module is changed
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
 _QK: tuple[PartName, PartName] = ("q", "k")
 
@@ -236,11 +236,11 @@ class _Trial:
         self.module, self.part = module, replace(part, _tensors=tensors)
         self.g = torch.Generator().manual_seed(0)
         self.weights: dict[PartName, Tensor] = {}
+        self.now: dict[str, Tensor] = {}  # what was written last
         self.seen: dict[str, Tensor] = {}
         for letter in get_args(PartName):
             old = self.part.read(letter)
             self.weights[letter] = self._draw(*old.shape) / old.shape[1] ** 0.5
-            self.part.write(letter, self.weights[letter])
             owner = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
             if owner:  # else the module's own parameter
                 hook = partial(self._record, letter)
@@ -260,8 +260,10 @@ class _Trial:
             return made.setdefault((shape, axis), make(shape, axis))
 
         self.seen = {}
-        for letter in self.weights:
-            self.part.write(letter, weights.get(letter, self.weights[letter]))
+        for letter, value in (self.weights | weights).items():
+            if self.now.get(letter) is not value:
+                self.part.write(letter, value)  # type: ignore[arg-type]
+        self.now = self.weights | weights
         outputs = pytree.tree_leaves(self.call(self.module, once))
         out = next(value for value in outputs if isinstance(value, Tensor))
         q, *_, v = made.values() if len(made) > 1 else [*made.values()] * 2
@@ -293,13 +295,13 @@ class _Trial:
         part, w = self.part, self.weights
         equal, mixed = self.alike(), self.random()
         (_, v1, y1), (_, v2, y2) = self.run(equal), self.run(self.alike())
-        values = w["v"].repeat_interleave(part.heads // part.kv_heads, 0)
-        wanted = (v1 - v2)[0] @ torch.einsum("hdk,hke->de", values, w["o"])
+        values = ((v1 - v2)[0] @ w["v"]).repeat_interleave(part.heads // part.kv_heads, 0)  # (H, k)
+        wanted = torch.einsum("hk,hkd->d", values, w["o"])
         if not part.positional and not (_same(v1, v1[0]) and _same(y1 - y2, wanted)):
             return "for equal tokens the output is not the sum of x V O over the heads"
         y = self.run(mixed)[2]
-        chosen = (0, part.heads // 2, part.heads - 1) if len(y) < _MANY else (part.heads - 1,)
-        for head in dict.fromkeys(chosen):
+        large = len(y) > _MANY or part.width > _MANY
+        for head in dict.fromkeys((part.heads - 1,) if large else (0, part.heads // 2, part.heads - 1)):
             key = part.kv_head(head)
             group = [h for h in range(part.heads) if part.kv_head(h) == key]
             for letter, at, heads in (("q", head, [head]), ("k", key, group)):
@@ -311,8 +313,8 @@ class _Trial:
                     return f"{what} do not change the output"
                 if not part.positional and not _same(self.run(equal, **{letter: other})[2], y1):
                     return f"{what} change the output for equal tokens"
-                span = w["o"][heads].flatten(0, 1)  # (rows, d)
-                if not _same(change @ torch.linalg.pinv(span) @ span, change):
+                span = torch.linalg.qr(w["o"][heads].flatten(0, 1).T)[0]  # (d, rows)
+                if not _same(change @ span @ span.T, change):
                     return f"{what} change what other heads put out"
             if not part.normalised and not self._same_products(group, key, mixed, y):
                 return f"the output is not a function of the product of queries and keys of head {head}"

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
-from weightscope.anatomy import FINDERS, ModuleTensors, NamedTensors, named_tensors, require_read
+from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
 from weightscope.anatomy.effective import unsettable
 
 # Imported for their registration.
@@ -101,10 +101,16 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     """
     function, signature = EXPECTATIONS.find(init), _signature(init)
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
-    kinds = details.get("reads", ())
-    left = [*require_read(kinds(given) if callable(kinds) else kinds, tensors, strict=strict, caller=label_of(init))]
-    odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
-    left += [name for part in odd if not part.square for name in part.parameters]
+    kinds = details.get("reads")
+    # Initialisers of all matrices read no parts: what counts for these are weights.
+    left = [name for name, why in tensors.every.items() if kinds is None and why and name.endswith("weight")]
+    if left and strict:
+        why = f"`{left[0]}` cannot be read: {tensors.every[left[0]]}"
+        raise AnatomyError(f"{label_of(init)}: {why}; strict=False audits the others")
+    for kind in kinds(given) if callable(kinds) else kinds or ():
+        parts = parts_of(kind, tensors, strict=strict or None, caller=label_of(init))
+        odd = (part for part in parts if details.get("square") and not strict and not part.square)
+        left += [*(unread.name for unread in parts.unread), *(name for part in odd for name in part.parameters)]
     own, values = Signature.of(function, signature.name), {**signature.defaults, **given, "strict": strict}
     if not own.open:
         values = {key: values[key] for key in own.defaults}

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.sources import is_population
+from weightscope._util.sources import is_population, population_member
 from weightscope.cli.options import (
     Named,
     OutputFile,
@@ -38,9 +38,15 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
       weightscope inspect vit/model.safetensors
     """
     from weightscope.analysis.inspection import inspect as contents
-    from weightscope.analysis.inspection import sources_of
+    from weightscope.analysis.inspection import population_contents
 
-    description = sources_of(source) if code else contents(source)
+    if code:
+        member = population_member(source)
+        population = population_contents(Path(source if member is None else member[0]))
+        click.echo(population.code())
+        write_json(json_file, population.to_dict())
+        return
+    description = contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
@@ -161,7 +167,7 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    from weightscope.analysis.covariances import covariance as compute
+    from weightscope.analysis.across_networks import covariance as compute
 
     found: Any
     sources = tuple(maybe_partial(source, partial) for source in sources)

@@ -1,6 +1,7 @@
 """What every initialiser uses: the registry, random numbers drawn on the CPU, and writing weights in place."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.checks import choice
 from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
@@ -63,20 +65,20 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
-def each_matrix(
-    module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
-) -> M:
-    """Fill every selected weight, matrix by matrix (out, in, ...), and its bias, given its fan in; None keeps it."""
+def each_matrix(module: M, select: str, fill: Callable[[Tensor], Tensor], bias: str, generator: Generator) -> M:
+    """Fill every selected weight, matrix by matrix (out, in, ...), and set its bias by a rule."""
+    choice("bias", bias, ("uniform", "zero", "keep"))
     found = matrices(module)
     wanted = set(matching(select, (matrix.name for matrix in found)))
-    for matrix in found:
-        if matrix.name not in wanted:
-            continue
+    for matrix in (matrix for matrix in found if matrix.name in wanted):
         blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))
-        if matrix.bias is not None and (new := bias(matrix.bias, fans(blocks[0])[0])) is not None:
-            put(matrix.bias.detach(), new)
+        if matrix.bias is not None and bias != "keep":
+            bound = 1 / math.sqrt(fans(blocks[0])[0])
+            zero = bias == "zero"
+            draws = torch.zeros(()) if zero else uniform(*matrix.bias.shape, bound=bound, generator=generator)
+            put(matrix.bias.detach(), draws)
     return module
 
 

@@ -402,7 +402,7 @@ class DaskPool:
     """
 
     def __init__(self, task: Task, scheduler: str | None, progress: Progress) -> None:
-        distributed = _package("distributed", "dask", "dask[distributed]")
+        distributed = _package("distributed", "dask")
         if scheduler is None:
             raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
         with _connecting(f"dask: cannot connect to the scheduler at {scheduler}", OSError, ValueError):
@@ -504,7 +504,7 @@ class RayPool:
     """
 
     def __init__(self, task: Task, scheduler: str | None, gpu: bool, progress: Progress) -> None:
-        ray = _package("ray", "ray", "ray")
+        ray = _package("ray", "ray")
         self._ours = not ray.is_initialized()
         if self._ours:  # some of what ray raises is a plain Exception
             with _connecting(f"ray: cannot connect to the cluster at {scheduler or 'this machine'}", Exception):
@@ -601,11 +601,12 @@ def _run_on_ray(task: Task, tile: Any, board: Any, attempt: int, hangs: float) -
         board.forget.remote(attempt)
 
 
-def _package(name: str, backend: str, package: str) -> Any:
+def _package(name: str, backend: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f'backend {backend} is not installed: `pip install "{package}"`') from error
+        what = f'`pip install ".[{backend}]"` in the clone of weightscope'
+        raise UsageError(f"backend {backend} is not installed: {what}") from error
 
 
 @contextlib.contextmanager
