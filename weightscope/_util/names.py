@@ -51,9 +51,7 @@ def nearest_first(name: str, names: Iterable[str]) -> list[str]:
 
 def listing(names: Iterable[str], most: int = 8) -> str:
     """The first few names and the number of the others, for a message: `a`, `b` and 1 more."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+    return joined((f"`{name}`" for name in names), most)
 
 
 def parts_of(text: str) -> list[str]:
@@ -125,5 +123,10 @@ def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") 
 def fitted(names: Sequence[str], room: int = _ROOM) -> str:
     """As many names as fit into so many characters, at least one, and the number of the others."""
     lengths = itertools.accumulate(len(name) + 2 for name in names)
-    most = max(1, sum(length <= room for length in lengths))
+    return joined(names, max(1, sum(length <= room for length in lengths)))
+
+
+def joined(found: Iterable[str], most: int) -> str:
+    """The first few texts and the number of the others."""
+    names = list(found)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

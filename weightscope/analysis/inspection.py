@@ -50,7 +50,7 @@ def inspect(
         return population_contents(Path(str(source)))
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
-    from weightscope.anatomy import inventory  # torch, which a population does not need
+    from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
@@ -61,7 +61,8 @@ def inspect(
     names = numbered(checkpoint.names)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
-    return CheckpointContents(str(source if member else checkpoint.source), tuple(rows), *facts, inventory(checkpoint))
+    label = str(source if member else checkpoint.source)
+    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint))
 
 
 class TensorRow(NamedTuple):
@@ -227,6 +228,7 @@ class CheckpointContents(Result):
     config: dict[str, Any]  # the model's `config.json`; empty without one
     unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
+    unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
@@ -243,6 +245,7 @@ class CheckpointContents(Result):
         """Counts, recognised parts, the table of tensors, and what was skipped."""
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
+        lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())

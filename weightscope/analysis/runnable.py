@@ -15,8 +15,7 @@ from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
-from weightscope.anatomy import named_tensors
-from weightscope.anatomy.ssm import find as find_state_spaces
+from weightscope.anatomy import parts_of
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.images import SUFFIXES, read_images
@@ -65,7 +64,7 @@ def runnable(
             batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
             return model, images_for(source, count=count, root=data) if batch is None else batch, notes
     elif sequences:
-        ours = not (Path(source) / "config.json").is_file() or find_state_spaces(named_tensors(source))
+        ours = not (Path(source) / "config.json").is_file() or parts_of("state-space layers", source)
         model, notes = (rebuilt(source), []) if ours else _transformer(Path(source))
     else:
         batch = images_for(source, images, count=count, size=size, root=data)

@@ -52,7 +52,7 @@ def conv_covariance_checks(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    found = depthwise(source)
+    found = depthwise(source, strict=None)
     square = [part for part in found if part.square] if not strict else []
     parts = convolution.checked_filters(square or found, convolution.BUMP)
     sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, schedule)), strict=True))
@@ -74,7 +74,7 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
         known: list[Row] = [("largest", largest, (0.0, math.sqrt(3) * 1.01))] if distribution == "uniform" else []
         return _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain}) + known
 
-    return each("random_filters", "filters", depthwise(source), rows)
+    return each("random_filters", "filters", depthwise(source, strict=None), rows)
 
 
 def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, Any]) -> list[Row]:
@@ -204,7 +204,7 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
             ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
         ]
 
-    return each("impulse_filters", "filters", depthwise(source), rows)
+    return each("impulse_filters", "filters", depthwise(source, strict=None), rows)
 
 
 @EXPECTATIONS.register("box_filters", reads=_KINDS)
@@ -219,7 +219,7 @@ def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
         power = powers(limits, None, {"value": 1.2 * value} if value else {})
         return [("entry", _worst(x, limits), limits, {UNTOUCHED: 1 - within ** x.numel(), **power})]
 
-    return each("box_filters", "filters", depthwise(source), rows)
+    return each("box_filters", "filters", depthwise(source, strict=None), rows)
 
 
 def _worst(found: Tensor, limits: Interval) -> float:

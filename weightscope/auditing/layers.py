@@ -51,7 +51,7 @@ def mimetic_mlp_checks(
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
     checks: list[Check] = []
     tables: dict[str, list[Table]] = {}
-    for part in chosen_layers(mlps(source), layers):
+    for part in chosen_layers(mlps(source, strict=None), layers):
         for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
             fc1 = part.read(name).cpu().double()
             if not fc1.numel():
@@ -181,7 +181,7 @@ def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: int 
             raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
         return [("farthest", farthest(bias, value), limits, powers(limits, 0.0, {"value": 1.2 * value}))]
 
-    return each("constant_mlp_bias", "fc1 bias", chosen_layers(mlps(source), layers), rows)
+    return each("constant_mlp_bias", "fc1 bias", chosen_layers(mlps(source, strict=None), layers), rows)
 
 
 def farthest(values: Tensor, target: float) -> float:
@@ -196,13 +196,13 @@ _SLACK = 0.005  # rounding in half precision
 _MOST = 4096  # pairs that are simulated; the deviation of more is scaled
 
 
-@EXPECTATIONS.register("mimetic_conv_mlp")
+@EXPECTATIONS.register("mimetic_conv_mlp", reads=("depthwise convolutions", "MLPs"))
 def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: int | list[int] | None) -> list[Check]:
     """Checks of the correlation between central pixels and diag(W2 W1), in each block and pooled over blocks.
 
     Only the pooled correlation decides between right and untouched networks; one block alone has too few channels.
     """
-    name, what, parts = "mimetic_conv_mlp", "filters and MLP", chosen_layers(filter_mlps(source), layers)
+    name, what, parts = "mimetic_conv_mlp", "filters and MLP", chosen_layers(filter_mlps(source, strict=None), layers)
     sizes = tuple(part.filters.channels for part in parts)
     limits, power = _expected(name, "channels", correlation, sizes)
     found = {part.name: _correlation(part.diagonal(), part.centres()) for part in parts}
@@ -216,7 +216,7 @@ def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers:
     return [*checks_of(name, what, None, None, "all blocks", [pooled]), *each(name, what, large, rows)]
 
 
-@EXPECTATIONS.register("mimetic_first_last_mlp", variants=({}, {"mode": "rows"}))
+@EXPECTATIONS.register("mimetic_first_last_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}))
 def mimetic_first_last_mlp_checks(
     source: NamedTensors, *, correlation: float, mode: str, layers: list[int]
 ) -> list[Check]:
@@ -275,7 +275,7 @@ _A_RANGE = 16.0
 _LOG_A = np.log(np.linspace(1.0, _A_RANGE, 100_001))
 
 
-@EXPECTATIONS.register("mimetic_ssm", variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
+@EXPECTATIONS.register("mimetic_ssm", reads=("state-space layers",), variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
 def mimetic_ssm_checks(
     source: NamedTensors,
     *,
@@ -309,7 +309,7 @@ def mimetic_ssm_checks(
             out.append(("other taps and bias", float(F.pad(torch.cat(zeros), (0, 1)).abs().max()), (0.0, 1e-6)))
         return out
 
-    return each("mimetic_ssm", "ssm", chosen_layers(ssms(source), layers), rows)
+    return each("mimetic_ssm", "ssm", chosen_layers(ssms(source, strict=None), layers), rows)
 
 
 def _decay(part: SSMPart, c: float) -> list[Row]:

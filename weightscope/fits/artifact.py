@@ -135,7 +135,7 @@ class Numbers(StrictModel):
 
     structure: str
     layers: tuple[Any, ...]
-    left_out: tuple[str, ...] = Field((), strict=False)  # layers whose filters are not square, with their sizes
+    left_out: tuple[str, ...] = Field((), strict=False)  # layers that are not fitted, and why
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

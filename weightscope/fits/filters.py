@@ -13,7 +13,7 @@ from scipy.optimize import OptimizeResult, minimize
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.results import row_table
-from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
@@ -51,6 +51,11 @@ class FilterDistribution(_Layer):
     mean: np.ndarray = Field(exclude=True)  # (k, k) float64
     covariance: np.ndarray = Field(exclude=True)  # (k*k, k*k) float64, of rank C - 1 at most
     dead: int = Field(0, ge=0)  # number of filters whose norm is negligible; mean and covariance include them
+
+    @property
+    def relative_depth(self) -> float:
+        """As of `DepthwisePart`."""
+        return self.depth
 
     @property
     def usable(self) -> bool:
@@ -214,7 +219,10 @@ def _least(curve: Schedule) -> float:
 
 
 def _left_out_line(layers: tuple[str, ...]) -> list[str]:
-    return [f"left out, not square: {', '.join(layers)}"] if layers else []
+    unread = [layer for layer in layers if layer.endswith(")")]
+    odd = [layer for layer in layers if layer not in unread]
+    lines = [f"left out, not square: {', '.join(odd)}"] if odd else []
+    return lines + [f"left out, cannot be read: {layer}" for layer in unread]
 
 
 def refuse_constant(layers: Sequence[FilterDistribution], means: bool = False) -> None:
@@ -239,7 +247,8 @@ def filter_distributions(
     the network's layers (the median of their largest). A layer whose filters are one-dimensional, not square or of even
     size is a UsageError (`strict`), or is left out with a warning.
     """
-    found, others = square_and_others(source, config)
+    parts = depthwise(source, config, strict=strict, caller="filter_distributions")
+    found, others = square_distributions(parts), [part for part in parts if not part.square]
     if others and strict:
         raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
     if others:
@@ -247,11 +256,8 @@ def filter_distributions(
     return found
 
 
-def square_and_others(
-    source: Any, config: Mapping[str, Any] | None = None
-) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
-    """The distributions of the layers with square filters of odd size, and the other layers."""
-    parts = depthwise(source, config)
+def square_distributions(parts: Parts[DepthwisePart]) -> list[FilterDistribution]:
+    """The distributions of the layers with square filters of odd size."""
     square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
     if not square:
         raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
@@ -261,7 +267,7 @@ def square_and_others(
     for (part, filters), norm in zip(square, norms, strict=True):
         dead = int((norm <= _DEAD * max(norm.max(), typical)).sum())
         found.append(_distribution(part, filters, dead))
-    return found, [part for part in parts if not part.square]
+    return found
 
 
 def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> FilterDistribution:
@@ -310,10 +316,11 @@ def fit_filters(
     flag("means", means)
     choice("schedule", schedule, ("depth", "stage"))
     choice("psd", psd, ("abs", "clip"))
-    layers, others = square_and_others(source)
+    parts = depthwise(source, strict=None)
+    layers = square_distributions(parts)
     chosen = _of_size(layers, kernel)
     options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
-    fit = FilterFit.model_validate({"layers": layers, "left_out": _described_kernels(others), **options})
+    fit = FilterFit.model_validate({"layers": layers, "left_out": _left_out(parts), **options})
     if not fit.used:
         size = "" if kernel is None else f" in layers of size {kernel}"
         raise DataError(f"all filters are dead{size}: `{chosen[0].name}`, ...")
@@ -346,7 +353,8 @@ def fit_conv_schedule(
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
     choice("psd", psd, ("abs", "clip"))
-    everything, others = square_and_others(source)
+    parts = depthwise(source, strict=None)
+    everything = square_distributions(parts)
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
     filters = _of_size(everything, kernel)
     for layer in filters:
@@ -368,14 +376,15 @@ def fit_conv_schedule(
         "schedule": schedule,
         "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
         "layers": layers,
-        "left_out": _described_kernels(others),
+        "left_out": _left_out(parts),
     }
     return NetworkFit(ScheduleFit.model_validate(numbers))
 
 
-def _described_kernels(parts: list[DepthwisePart]) -> list[str]:
-    """The layers with other than square filters, each with its size."""
-    return [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts]
+def _left_out(parts: Parts[DepthwisePart]) -> list[str]:
+    """The layers with other than square filters, each with its size, and those that cannot be read."""
+    sizes = [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts if not part.square]
+    return [*sizes, *(f"{unread.name} {unread.why}" for unread in parts.unread)]
 
 
 def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:

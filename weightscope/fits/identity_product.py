@@ -84,7 +84,9 @@ class ProductFit(Numbers):
             f"mimetic_attention_ with these numbers, parts {self.parts}\n"
             "beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n"
             "R2 is the identity's share of the product, 'of' the most that its rank allows, 'spectrum' the relative "
-            f"residual of its singular values{_NOTES[self.layer_scale]}\n\n"
+            f"residual of its singular values{_NOTES[self.layer_scale]}\n"
+            + "".join(f"left out: {layer}\n" for layer in self.left_out)
+            + "\n"
             f"{row_table(_COLUMNS, [dict(layer) for layer in self.layers])}"
         )
 
@@ -127,10 +129,13 @@ def fit_identity_product(
     """
     choice("parts", parts, ("both", "qk", "vo"))
     network = named_tensors(source, config)
-    found = self_attention(network)
+    found = self_attention(network, strict=None)
     scales = [layer_scale(network, part) for part in found]
     layers = []
-    for i, (part, scale) in enumerate(zip(found, scales, strict=True)):
+    left_out = [f"{unread.name} {unread.why}" for unread in found.unread]
+    lost = {unread.layer for unread in found.unread if unread.layer is not None}
+    known = sorted(lost | {part.layer for part in found})
+    for part, scale in zip(found, scales, strict=True):
         # (H, d, r), (kv, d, r), (kv, d, r), (H, r, d)
         q, k, v, o = (_finite(part.parameters[name][0], part.read(name)) for name in get_args(PartName))
         group = part.heads // part.kv_heads
@@ -141,11 +146,18 @@ def fit_identity_product(
         heads = range(part.heads)
         qk = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in heads]
         vo = [_fitted(values, outputs, 1, f"`{part.name}` values and outputs")]
-        facts = {"name": part.name, "depth": i / max(1, len(found) - 1), "width": part.width, "heads": part.heads}
+        facts = {
+            "name": part.name,
+            "depth": known.index(part.layer) / max(1, len(known) - 1),
+            "width": part.width,
+            "heads": part.heads,
+        }
         layers.append(ProductLayer.model_validate(facts | {"qk": _joined(qk), "vo": _joined(vo)}))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
     return NetworkFit(
-        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": layers})
+        ProductFit.model_validate(
+            {"signs": "products", "parts": parts, "layer_scale": state, "layers": layers, "left_out": left_out}
+        )
     )
 
 

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
-from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
-from weightscope.anatomy.mlp import find as find_mlps
-from weightscope.anatomy.probing import find_attention
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, uniform
 
@@ -327,7 +325,7 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto",
             put(factor, torch.full(factor.shape, float(value)))
         return module
     named = named_tensors(module)
-    heads, hidden = find_attention(named), find_mlps(named)
+    heads, hidden = parts_of("attention modules", named), parts_of("MLPs", named)
     if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")
     ends: list[tuple[Any, str]] = [*((part, "o") for part in heads), *((mlp, "fc2") for mlp in hidden)]
