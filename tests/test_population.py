@@ -321,6 +321,15 @@ def test_arrays_tensors_and_tables(folder: Path) -> None:
     assert table["network"].tolist() == list(range(20))
     assert table["seed"].tolist() == population.seeds.tolist()
     np.testing.assert_array_equal(table["test_accuracy"].to_numpy(), population.metrics["test_accuracy"][:, -1])
+    curves = population.curves()
+    assert list(curves.columns) == ["network", "epoch", "test_accuracy"]
+    by_network = curves.set_index(["network", "epoch"])["test_accuracy"]
+    assert len(by_network) == 20 * 2
+    for k, epoch in ((0, 1), (7, 2), (19, 1)):
+        assert by_network[k, epoch] == population.metrics["test_accuracy"][k, epoch - 1]
+    for call in (lambda: population.vector(1.5), lambda: population.weights(3)):
+        with pytest.raises(UsageError, match=r"found (1\.5|'?3'?)"):
+            call()
 
 
 def test_the_repr_is_one_line(folder: Path) -> None:

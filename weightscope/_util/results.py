@@ -49,11 +49,7 @@ class Result:
 
     def to_pandas(self) -> Any:
         """`rows()` as a `pandas.DataFrame`; UsageError if pandas is not installed."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
-        return pandas.DataFrame(self.rows())
+        return frame(self.rows())
 
     def __str__(self) -> str:
         return self.text()
@@ -63,6 +59,15 @@ class Result:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.summary())}</p>{html_table(self.rows())}"
+
+
+def frame(rows: Any) -> Any:
+    """A `pandas.DataFrame`; UsageError if pandas is not installed."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
+    return pandas.DataFrame(rows)
 
 
 class _Cells(Formatter):

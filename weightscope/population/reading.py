@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
-from weightscope._util.results import Result
+from weightscope._util.results import Result, frame
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError, SpecError, UsageError
@@ -103,6 +103,13 @@ class Population(Result):
         last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in self.metrics.items()}
         columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def curves(self) -> Any:
+        """A `pandas.DataFrame` with a row for each network and epoch, counted from 1, and a column for each metric."""
+        many = {name.removesuffix("_per_epoch"): v for name, v in self.metrics.items() if v.ndim == 2}
+        epochs = max((values.shape[1] for values in many.values()), default=0)
+        columns = {"network": np.repeat(self.indices, epochs), "epoch": np.tile(np.arange(1, epochs + 1), len(self))}
+        return frame(columns | {name: v.ravel() for name, v in many.items() if v.shape[1] == epochs})
 
     def summary(self) -> str:
         """One line: the folder and its size."""
@@ -216,7 +223,9 @@ class Population(Result):
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
-        tile, slot = divmod(k, self._manifest.tile)
+        if not hasattr(k, "__index__"):
+            raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
+        tile, slot = divmod(k.__index__(), self._manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
             raise UsageError(
                 f"{self.path}: no network {k}; found {len(self)} of {self._manifest.networks}, counted from 0"
