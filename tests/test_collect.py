@@ -192,6 +192,30 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
     assert (len(population), population.missing) == (24, ())
 
 
+@pytest.mark.parametrize(("asked", "other"), [(14, 6), (6, 14)])
+def test_of_two_sizes_at_once_the_larger_counts_and_it_is_said(tmp_path, monkeypatch, caplog, asked, other):
+    """Whoever began and ended first, and whether the population was new."""
+    for path, begun in ((tmp_path / "new.pop", None), (tmp_path / "old.pop", 10)):
+        use(monkeypatch, fake.train_tile)
+        if begun:
+            run(path, networks=begun)
+        meanwhile = [other]
+
+        def train_tile(recipe, tile, path=path, meanwhile=meanwhile, **options):
+            if meanwhile:
+                run(path, networks=meanwhile.pop())
+            return fake.train_tile(recipe, tile)
+
+        use(monkeypatch, train_tile)
+        (path / "shards/00000.h5").unlink(missing_ok=True)  # so that there is something to train
+        caplog.clear()
+        assert len(run(path, networks=asked)) == len(Population(path)) == 14
+        (message,) = (m for m in caplog.messages if "trained again" not in m)
+        assert message.endswith(
+            f"another run asked for {other} networks meanwhile, this one for {asked}; it has 14 now"
+        )
+
+
 def test_another_recipe(path, trained, reference):
     with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3") as error:
         collect(fake.recipe(training__epochs=3), path)

@@ -318,6 +318,41 @@ def test_two_processes_may_compile_at_once(fresh):
     assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
 
 
+def planted(folder, made):
+    """A library with the name and hash of the one that was made; it creates a file as soon as it is loaded."""
+    source, library = folder / "planted.c", folder / "planted.so"
+    source.write_text(
+        f"""#include <stdio.h>
+        __attribute__((constructor)) static void run(void) {{ fclose(fopen("{folder / "ran"}", "w")); }}"""
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    name = f"{made.stem.rpartition('-')[0]}-{build._content(library)}.so"
+    made.unlink()
+    library.chmod(0o700)
+    return shutil.move(library, made.with_name(name))
+
+
+@needs_compiler
+@pytest.mark.parametrize("who", ["its user", "a file of all", "a folder of all", "a link", "another user"])
+def test_a_library_that_another_user_could_have_planted_is_not_loaded(fresh, who):
+    build.library()
+    (made,) = (fresh / "cache" / "weightscope").iterdir()
+    file = Path(planted(fresh, made))
+    if who == "a link":
+        file = Path(shutil.move(file, fresh / file.name))
+        made.with_name(file.name).symlink_to(file)
+    elif who == "another user":
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(file, 12345, 12345)
+    elif who != "its user":
+        (file if who == "a file of all" else file.parent).chmod(0o777)
+    build._built.cache_clear()
+    assert build.library() is not None
+    assert (fresh / "ran").exists() == (who == "its user"), "the user's own library is loaded, no other"
+    assert build.cache_folder().stat().st_mode & 0o077 == 0
+
+
 @needs_compiler
 @pytest.mark.parametrize("trouble", ["a file in its place", "no space"])
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch, trouble):

@@ -1,8 +1,13 @@
 """Images of one's own in files: folders and .npz files."""
 
+import gzip
 import io
 import json
+import os
+import shutil
 import struct
+import time
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,14 +18,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.benchmarking.gain import _short
 from weightscope.benchmarking.statistics import chance_of
-from weightscope.data import SourceConfig, images, load, registry
+from weightscope.data import SourceConfig, images, load, readers, registry
 from weightscope.data.folder import PARTS
 from weightscope.data.image_section import dataset_info
 from weightscope.data.metrics import ACCURACY
+from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -453,3 +460,88 @@ def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))
+
+
+# --- small files that expand -----------------------------------------------------------------------------
+
+
+def expanding(folder: Path, random: np.random.Generator) -> tuple[str, Any]:
+    """Write a small file that says, or is, much more when it is read; its kind, and what reads it."""
+    kind = str(random.choice(["npz", "labels", "lying", "header", "method", "nested", "png", "gz", "mat", "parquet"]))
+    many, side = int(random.integers(2**14, 2**16)), int(random.choice([16, 24, 32]))
+    path, classes = folder / "a.npz", np.arange(many) % 3
+    source: Any = SourceConfig(name="folder", path=str(path))
+    if kind == "npz":
+        pixels = np.broadcast_to(np.arange(side, dtype=np.uint8), (many, side, side))
+        pixels = np.array(pixels, order=random.choice(["C", "F"]))
+        np.savez_compressed(path, images=pixels, labels=classes)
+    elif kind == "labels":
+        np.savez_compressed(path, images=np.zeros((2**24 + 1, 1, 1), np.uint8), labels=np.zeros(2**24 + 1, np.uint8))
+    elif kind == "lying":
+        lying_npz(path, (int(random.integers(2**30, 2**62)), side, side), bytes(side**2))
+    elif kind in ("header", "method"):
+        method = zipfile.ZIP_DEFLATED if kind == "header" else int(random.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
+        with zipfile.ZipFile(path, "w", method) as archive:
+            start = b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**24)
+            for name in ("images.npy", "labels.npy"):
+                archive.writestr(name, start + bytes(2**24))
+    elif kind == "nested":
+        inner = io.BytesIO()
+        np.savez_compressed(inner, images=np.zeros((many, side, side), np.uint8), labels=classes)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in ("images.npy", "labels.npy"):
+                archive.writestr(name, inner.getvalue())
+    elif kind == "png":
+        classes_in(folder / "pets")
+        (folder / "pets" / "b" / "x.png").write_bytes(bomb(*(int(n) for n in random.integers(2**13, 2**20, 2))))
+        source = config(path=str(folder / "pets"))
+    elif kind == "gz":
+        content = {"train": (60_000, 2051), "t10k": (10_000, 2051)}
+        (folder / "fashion-mnist").mkdir()
+        for part, (count, magic) in content.items():
+            head = struct.pack(">4I", magic, count, 28, 28), struct.pack(">2I", 2049, count)
+            for name, start in zip(("images-idx3", "labels-idx1"), head, strict=True):
+                raw = gzip.compress(start + bytes(2**24), 1)
+                (folder / "fashion-mnist" / f"{part}-{name}-ubyte.gz").write_bytes(raw)
+        source = "fashion-mnist"
+    elif kind == "mat":
+        (folder / "svhn").mkdir()
+        for part in ("train", "test"):
+            large = {"X": np.zeros((32, 32, 3, many // 4), np.uint8), "y": np.ones((many // 4, 1))}
+            savemat(folder / "svhn" / f"{part}_32x32.mat", large, do_compression=True)
+        source = "svhn"
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        from pyarrow import parquet
+
+        cells = [{"bytes": b"\x89PNG" + bytes(2**18), "path": None}] * 500
+        for part, rows in (("train", 500), ("test", 500)):
+            table = pyarrow.table({"img": cells[:rows], "label": [0] * rows})
+            parquet.write_table(table, folder / f"{part}.parquet", compression="zstd")
+        source = "cifar10"
+    return kind, source
+
+
+@pytest.mark.slow
+def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read in part, or refused in one line; EXPANDING is how many random ones."""
+    monkeypatch.setattr(readers, "_download", lambda location, part: folder / f"{part}.parquet")
+    monkeypatch.setitem(DATASETS.details, "cifar10", DATASETS.details["cifar10"] | {"train": 500, "test": 500})
+    for seed in range(int(os.environ.get("EXPANDING", "12"))):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        kind, source = expanding(folder, np.random.default_rng(seed))
+        size, began = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), time.process_time()
+        tracemalloc.start()
+        try:
+            data = load(source, folder, **({} if kind == "png" else {"train": 64, "test": 16}))
+            assert kind == "npz"
+            assert len(data.train_labels) == 64
+        except DataError:  # whose messages are one line
+            assert kind != "npz"
+        peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
+        tracemalloc.stop()
+        shutil.rmtree(folder)
+        assert size < 2**23, kind
+        assert peak < (2**29 if kind == "mat" else 2**27), kind  # SVHN is 225 MB, and is read whole
+        assert seconds < 20, kind

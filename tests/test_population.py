@@ -322,13 +322,12 @@ def test_arrays_tensors_and_tables(folder: Path) -> None:
     assert table["seed"].tolist() == population.seeds.tolist()
     np.testing.assert_array_equal(table["test_accuracy"].to_numpy(), population.metrics["test_accuracy"][:, -1])
     curves = population.curves()
+    values = population.metrics["test_accuracy"]
     assert list(curves.columns) == ["network", "epoch", "test_accuracy"]
-    by_network = curves.set_index(["network", "epoch"])["test_accuracy"]
-    assert len(by_network) == 20 * 2
-    for k, epoch in ((0, 1), (7, 2), (19, 1)):
-        assert by_network[k, epoch] == population.metrics["test_accuracy"][k, epoch - 1]
+    assert curves["epoch"].tolist() == list(range(1, values.shape[1] + 1)) * 20
+    np.testing.assert_array_equal(curves.pivot(index="network", columns="epoch", values="test_accuracy"), values)
     for call in (lambda: population.vector(1.5), lambda: population.weights(3)):
-        with pytest.raises(UsageError, match=r"found (1\.5|'?3'?)"):
+        with pytest.raises(UsageError, match=r"found '?(1\.5|3)"):
             call()
 
 

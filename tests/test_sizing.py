@@ -1,5 +1,7 @@
 """How many networks a tile holds where the recipe does not say."""
 
+import random
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -8,8 +10,9 @@ import torch
 
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
+from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import measuring, request
+from weightscope.training import devices, measuring, request
 from weightscope.training.collection import collect
 from weightscope.training.engine import TileRun
 
@@ -54,6 +57,36 @@ def test_on_a_gpu_it_follows_from_two_small_tiles(kernels, tile, monkeypatch):
     assert measuring.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
     assert runs == [(1, 32), (4, 32), (8, 32)]  # two batches each, the first to have what is allocated once
     assert measuring.choose_tile(RECIPE, data, torch.device("cpu")) == 32
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_a_recipe_that_cannot_fit_into_the_memory_is_refused_before_anything_is_allocated(case, monkeypatch, tmp_path):
+    """Recipes of random sizes, with 2^34 bytes of memory; what is needed is counted by hand."""
+    draw = random.Random(case)
+    types = {"convnext": {"patch_size": 2}, "vit": {"heads": 1}, "convmixer": {"kernel_size": 3}}
+    kind, width, depth = draw.choice([*types, "mamba"]), 2 ** draw.randrange(3, 16), draw.randrange(1, 4)
+    network = {"type": kind, "width": width, "depth": depth} | types.get(kind, {"state": 2})
+    tile, ema = 2 ** draw.randrange(0, 16), draw.choice([0.0, 0.5])
+    data = {"name": "copy", "length": 3, "vocabulary": 6, "train": 24} if kind == "mamba" else {"name": "digits"}
+    population = {"networks": 3, "tile": tile}
+    recipe = Recipe.parse(
+        {"network": network, "data": data, "training": {"epochs": 1, "ema": ema}, "population": population}
+    )
+    with torch.device("meta"):
+        network = build_for(recipe)
+    statistics = [value for name, value in network.named_buffers() if "running" in name]
+    size = sum(value.numel() for value in (*network.parameters(), *statistics))
+    monkeypatch.setattr(devices, "available_memory", lambda: 2**34)
+    begun = time.process_time()
+    if 4 * tile * size * (5 if ema else 4) > 2**34:
+        with pytest.raises(
+            UsageError, match=rf"GiB for weights, .* of {tile:,} networks with {size:,} weights .*16.0 GiB"
+        ):
+            collect(recipe, tmp_path / "a.pop", device="cpu")
+        assert not (tmp_path / "a.pop").exists()
+    else:
+        devices.check_memory(recipe, torch.device("cpu"))
+    assert time.process_time() - begun < 5
 
 
 def test_a_population_keeps_the_tile_that_it_was_begun_with(tmp_path, monkeypatch):

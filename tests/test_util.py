@@ -15,7 +15,7 @@ import pytest
 import weightscope
 from weightscope._util import atomic, checks, plugins
 from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
-from weightscope._util.results import Result, html_table, text_table
+from weightscope._util.results import Result, html_table, text_table, tidy
 from weightscope._util.sources import is_population
 from weightscope.data import SourceConfig, load
 from weightscope.data.sequence_config import TextConfig
@@ -120,6 +120,14 @@ def test_results_have_a_table_a_short_repr_and_html() -> None:
     assert result.to_pandas()["square"].sum() == sum(n * n for n in range(1000))
     assert result._repr_html_().startswith("<p>1000 squares &amp; more</p><table>")
     assert len(result._repr_html_()) < 3000
+
+
+def test_frames_have_one_value_in_each_cell() -> None:
+    row = {"n": 1, "ci95": [0.5, 2.0], "difference_ci95": None, "cell": {"a": 3, "b": "x"}, "shape": (4, 5)}
+    assert tidy([row]) == [
+        {"n": 1, "low": 0.5, "high": 2.0, "difference_low": None, "difference_high": None}
+        | {"cell.a": 3, "cell.b": "x", "shape.0": 4, "shape.1": 5}
+    ]
 
 
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ would change our networks.
 """
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ from weightscope.errors import UsageError
 
 T = TypeVar("T")
 _TRIES = 3
+_NUMPYS: Any = np.random
+_PYTHONS = getattr(random.getrandbits, "__self__", None)
 
 
 class seeded(TorchDispatchMode):
@@ -78,19 +81,36 @@ def _with_generator(function: Any) -> Any:
 def repeatable(work: Callable[[], T], what: str) -> T:
     """The result of users' code, which is refused if it draws from `random` or `numpy.random`, as other threads may.
 
-    It is called again where another thread may have drawn.
+    Where their states have changed, it is called again to see which thread drew: NumPy's lock keeps the others out, and
+    calls of `random` are those of this thread.
     """
-    for _ in range(_TRIES):
-        before = _states()
-        found = work()
-        if _states() == before:
-            return found
+    before = random.getstate(), _numpys()
+    found = work()
+    if (random.getstate(), _numpys()) == before:
+        return found
+    for _ in range(_TRIES):  # others may seed NumPy's generator without its lock
+        drawn: list[Any] = []
+
+        def watch(_frame: Any, event: str, function: Any, drawn: list[Any] = drawn) -> None:
+            if event == "c_call" and getattr(function, "__self__", None) is _PYTHONS:
+                drawn.append(function)
+
+        profile = sys.getprofile()
+        with _NUMPYS.get_bit_generator().lock:
+            state = _numpys()
+            sys.setprofile(watch)
+            try:
+                found = work()
+            finally:
+                sys.setprofile(profile)
+            if not drawn and _numpys() == state:
+                return found
     raise UsageError(
         f"{what} draws from `random` or `numpy.random`, whose generators all threads share, so its numbers cannot be "
         "repeated; use torch's functions, or the generator that an initialiser is given"
     )
 
 
-def _states() -> tuple[Any, ...]:
-    numpys = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one
-    return numpys["key"].tobytes(), numpys["pos"], random.getstate()
+def _numpys() -> Any:
+    state = np.random.get_state(legacy=False)["state"]  # noqa: NPY002 - the global one
+    return state["key"].tobytes(), state["pos"]

@@ -154,7 +154,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: list[Computed]) -> nn.Module:
-    inner = module if isinstance(module, torch.jit.ScriptModule) else _inside(module, root=not path)
+    inner = module if isinstance(module, torch.jit.ScriptModule) else _inside(module)
     if inner is module and not any(map(_is_wrapped, module.modules())):
         return module
     if id(inner) in seen:
@@ -189,15 +189,14 @@ def _is_wrapped(module: nn.Module) -> bool:
         return False
     keys = (*module._parameters, *module._modules)
     marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
-    return marks or "module" in module._modules
+    return marks or type(module).__name__ in _WRAPPERS
 
 
-def _inside(module: nn.Module, *, root: bool) -> nn.Module:
-    """The module in wrappers and adapters; whatever only has a `module` is a wrapper of the whole network."""
+def _inside(module: nn.Module) -> nn.Module:
+    """The module in wrappers and adapters."""
     while True:
         key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
-        alone = root and [*module._modules, *module._parameters, *module._buffers] == ["module"]
-        key = "module" if key is None and (alone or type(module).__name__ in _WRAPPERS) else key
+        key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
             held = {
                 k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)

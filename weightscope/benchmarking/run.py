@@ -32,7 +32,7 @@ from weightscope.population import Population, recipe_of
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
-from weightscope.training.devices import resolve_device
+from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.measuring import choose_tile
 from weightscope.training.request import Request, check_sources
@@ -180,6 +180,7 @@ class Design:
         """Apply the initialiser of each arm to one network; RecipeError names the arm's cell."""
         for arm in self.arms:
             recipe = arm.recipe.completed(self.data)
+            _in_cell(arm, partial(check_memory, recipe.replace({"population.tile": 1}), torch.device("cpu")))
             _in_cell(arm, partial(check_initialisers, recipe, partial(build_for, recipe)))
 
     def requests(

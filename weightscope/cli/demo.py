@@ -52,10 +52,10 @@ def run_demo(
     count("networks", networks, least=SMALLEST_POPULATION)
     count("seeds", seeds, least=2)  # a paired comparison needs two
     out = Path(out)
-    if out.is_dir() and any(out.iterdir()) and not (out / "digits.pop").is_dir():
-        raise UsageError(f"{out}: expected a new or empty folder, or that of an earlier demo, found other files in it")
     if out.suffix == ".pop" or (out / "shards").is_dir():
         raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
+    if out.is_dir() and any(out.iterdir()) and not (out / "digits.pop").is_dir():
+        raise UsageError(f"{out}: expected a new or empty folder, or that of an earlier demo, found other files in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(

@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
-from weightscope._util.results import Result, frame
+from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError, SpecError, UsageError
@@ -23,6 +23,7 @@ from weightscope.spec import WeightSpec
 if TYPE_CHECKING:
     import torch
 
+_PER_EPOCH = "_per_epoch"
 _BLOCK_BYTES = 32 * 2**20
 
 
@@ -99,17 +100,20 @@ class Population(Result):
         return torch.from_numpy(self.weights(select))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each network: its index, its seed and its metrics, the last epoch's where there are many."""
-        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in self.metrics.items()}
+        """One record for each network: its index, its seed and its metrics at the end of training; see `curves`."""
+        metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
+        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in metrics.items()}
         columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def curves(self) -> Any:
-        """A `pandas.DataFrame` with a row for each network and epoch, counted from 1, and a column for each metric."""
-        many = {name.removesuffix("_per_epoch"): v for name, v in self.metrics.items() if v.ndim == 2}
-        epochs = max((values.shape[1] for values in many.values()), default=0)
-        columns = {"network": np.repeat(self.indices, epochs), "epoch": np.tile(np.arange(1, epochs + 1), len(self))}
-        return frame(columns | {name: v.ravel() for name, v in many.items() if v.shape[1] == epochs})
+        """The metrics after each epoch as a `pandas.DataFrame`: one row for each network and epoch, from 1."""
+        found = {name: values for name, values in self.metrics.items() if values.ndim == 2}
+        epochs = max((values.shape[1] for values in found.values()), default=0)
+        columns: dict[str, Any] = {"network": np.repeat(self.indices, epochs)}
+        columns["epoch"] = np.tile(np.arange(1, epochs + 1), len(self))
+        kept = {name.removesuffix(_PER_EPOCH): x.ravel() for name, x in found.items() if x.shape[1] == epochs}
+        return data_frame(columns | kept)
 
     def summary(self) -> str:
         """One line: the folder and its size."""

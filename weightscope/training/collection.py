@@ -61,7 +61,8 @@ def collect(
             Without `population.tile` it takes the population's tile, or one that fits the device.
         path: the population's folder; created if it does not exist.
         networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
-            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size.
+            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size. Of two
+            runs at once the larger number counts, and a warning says so.
         workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
             Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
@@ -109,6 +110,7 @@ def train(
     the progress bar. `finished` is called with a request, a tile of it and the seconds that its worker took.
     """
     begun: list[Request] = []
+    sizes: list[int] = []  # that the populations had when this run began
     created: list[tuple[Path, bool]] = []
     try:
         with _terminate_as_interrupt():
@@ -119,6 +121,7 @@ def train(
                 manifest, new = manifests.create_or_match(request.path, request.manifest, resize=resize)
                 created += [(request.path, existed)] if new else []
                 begun.append(replace(request, manifest=manifest))
+                sizes.append(manifests.read(request.path).networks)
                 tiles, rows = _scan(begun[-1], shard)
                 kept += rows
                 todo += zip(repeat(len(begun) - 1), tiles)
@@ -133,11 +136,14 @@ def train(
                     for (at, tile), seconds in results:
                         if finished is not None:
                             finished(begun[at], tile, seconds)
-        for request in begun:
+        for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
-            grown = manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)
-            if shard is None or grown:
+            found = manifests.read(path).networks
+            if shard is None or (found < manifest.networks and shards.complete(path, manifest)):
                 manifests.record_size(path, manifest)
+            if found not in (size, manifest.networks):
+                message = "%s: another run asked for %d networks meanwhile, this one for %d; it has %d now"
+                _log.warning(message, path, found, manifest.networks, manifests.read(path).networks)
     except (KeyboardInterrupt, ClusterLost) as error:
         why = str(error) or "stopped"
         raise Resumable(f"{why}: {_kept(begun)}; run the same command again to resume") from error

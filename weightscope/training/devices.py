@@ -1,6 +1,7 @@
 """Devices, and the number of threads and the memory while networks train."""
 
 import ctypes
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,9 +9,15 @@ from functools import cache
 
 import torch
 
+from weightscope import networks
+from weightscope._util.environment import available_memory
 from weightscope._util.names import unknown
+from weightscope._util.torch_random import seeded
 from weightscope.errors import UsageError
+from weightscope.recipe import OwnNetworkConfig, Recipe
+from weightscope.spec import WeightSpec
 
+DEFAULT_TILE = 32  # networks, on a CPU
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
 
@@ -27,6 +34,36 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("device cuda: torch finds no GPU; use --device cpu")
     return resolved
+
+
+def check_memory(recipe: Recipe, device: torch.device) -> None:
+    """Refuse a recipe of which one tile does not fit into the memory, before anything is allocated.
+
+    It needs more than what is counted: weights, gradients and two moments, T D numbers each, a fifth such matrix for an
+    average, and the inputs and outputs of a batch. A user's own network is not built for this; its weights count as 0.
+    """
+    tile = recipe.population.tile or (DEFAULT_TILE if device.type == "cpu" else 1)
+    size = 0
+    if not isinstance(recipe.network, OwnNetworkConfig):
+        with seeded(0), torch.device("meta"):
+            size = WeightSpec.of(networks.build_for(recipe)).size
+    training, data = recipe.training, recipe.data
+    each = math.prod(data.input_shape()) + math.prod(data.output_shape())
+    batch = min(training.batch_size, getattr(data, "train", None) or 1)
+    copies = 5 if training.ema else 4
+    needs = {
+        f"weights, gradients and moments of {tile:,} networks with {size:,} weights": copies * tile * size,
+        f"inputs and outputs of {batch:,} examples of each": tile * batch * each,
+    }
+    cuda = device.type == "cuda"
+    there = torch.cuda.get_device_properties(device).total_memory if cuda else available_memory()
+    total = sum(needs.values())
+    if 4 * total > there:
+        parts = [f"{4 * count / 2**30:,.1f} GiB for {what}" for what, count in needs.items() if 100 * count > total]
+        raise UsageError(
+            f"training a tile takes more than {' and '.join(parts)}; {there / 2**30:,.1f} GiB of memory are there: use "
+            "a smaller network, population.tile or training.batch_size"
+        )
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:

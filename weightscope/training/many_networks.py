@@ -46,7 +46,6 @@ from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
 Device = torch.device | str
-DEFAULT_TILE = 32  # networks, on a CPU
 USE_LOOP = 'use training.engine = "loop", which trains any network, one at a time'
 
 

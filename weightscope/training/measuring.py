@@ -16,12 +16,11 @@ import torch
 from weightscope.data.task import Source
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe, TrainingConfig
-from weightscope.training.devices import current, one_thread
+from weightscope.training.devices import DEFAULT_TILE, current, one_thread
 from weightscope.training.engine import TileRun
 from weightscope.training.kernel_choice import Choice, choose_kernels, settings
 from weightscope.training.kernels import build
 from weightscope.training.kernels.functions import Kernels
-from weightscope.training.many_networks import DEFAULT_TILE
 
 LARGEST = 1024
 _SHARE = 0.8  # of the free memory; the rest is for fragmentation and other processes

@@ -26,7 +26,7 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
-from weightscope.training.devices import resolve_device
+from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.kernel_choice import Choice, choose_kernels
@@ -123,6 +123,8 @@ class Request:
         wanted = wanted.completed(root)
         again = cluster and wanted.training.kernels == "auto"
         where, own_code = resolve_device(device), own_code_hashes(wanted)
+        if not cluster:  # whose machines have memory of their own
+            check_memory(wanted, where)
         there = manifests.read(path) if (path / manifests.NAME).exists() else None
         if there is None:
             wanted.data.check_new()
