@@ -319,7 +319,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     assert len(ax.containers) == 2 * 2, "beta x kernel sizes"
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
     drawn = {
-        (round(float(x), 6), round(float(y), 6)): ends
+        (round(float(x), 1), round(float(y), 6)): ends  # bars of one value are set apart
         for bar in ax.containers
         for x, y, ends in zip(*bar.lines[0].get_data(), heights_of(bar), strict=True)
     }
@@ -329,6 +329,26 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
     with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
         plots.metric_along(swept.arms, "network.depth")
+
+
+def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swept: BenchResult) -> None:
+    ax = plots.metric_along(swept.arms, "mimetic_attention.alpha_qk")
+    places = [float(x) for bar in ax.containers for x in bar.lines[0].get_xdata()]
+    assert len({round(x, 6) for x in places}) == len(places)
+    assert {bar.lines[0].get_linestyle() == "None" for bar in ax.containers} == {False}
+    named = [row | {"cell": {"network": str(row["cell"])}, "numbers": {}} for row in swept.arms]
+    ax = plots.metric_along([row for row in named if row["init"] == "default"], "network")
+    assert [bar.lines[0].get_linestyle() for bar in ax.containers] == ["None"]
+
+
+def test_ticks_are_where_their_labels_say() -> None:
+    """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
+    for low, high in np.random.default_rng(0).uniform(0, 1, (60, 2)):
+        runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
+        ax = plots.convergence(summarise(runs))
+        ax.figure.draw_without_rendering()
+        labels = [float(label.get_text().replace("−", "-")) for label in ax.get_yticklabels()]
+        assert labels == pytest.approx(list(100 * ax.get_yticks()), abs=1e-9)
 
 
 def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:

@@ -452,7 +452,7 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
     ax = result.figures()["accuracy-by-length"](None).axes[0]
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == ["default", "mimetic"]
-    np.testing.assert_allclose(bars["mimetic"].lines[0].get_xdata(), [1, 2, 4])
+    np.testing.assert_allclose(bars["mimetic"].lines[0].get_xdata(), [1, 2, 4], rtol=0.02)  # set apart
     rows = [summarise(runs, metric)[1] for metric in metrics[:3]]
     np.testing.assert_allclose(bars["mimetic"].lines[0].get_ydata(), [row["mean"] for row in rows])
     low, high = bars["mimetic"].lines[2][0].get_paths()[2].vertices[:, 1]

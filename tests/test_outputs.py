@@ -92,7 +92,7 @@ def situations(folder: Path, path: Path, rng: random.Random) -> dict[str, Callab
         "a dangling link": lambda: (path.symlink_to(folder / "nowhere"), path)[1],
         "its input": lambda: folder / "vit.safetensors",
         "the population": lambda: folder / "a.pop",
-        "in a population": lambda: folder / "a.pop" / f"mine{path.suffix}",
+        "among shards": lambda: folder / "a.pop/shards" / f"mine{path.suffix}",
         "a manifest": lambda: folder / "a.pop" / "population.json",
         "a shard": lambda: next((folder / "a.pop" / "shards").glob("*.h5")),
         "too long": lambda: folder / f"{'x' * 300}{path.suffix}",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.sources import is_population
+from weightscope._util.sources import POPULATION_FILE, is_population
 from weightscope.errors import UsageError
 
 # Suffix -> what is at the beginning, and somewhere in the first or last 64 KiB, of a file that weightscope wrote.
@@ -48,10 +48,9 @@ def checked(path: str | os.PathLike[str], *suffixes: str) -> Path:
         raise UsageError(f"{path}: expected the name of a file, found a symbolic link; name the file that it points to")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path}: expected the name of a file, found a pipe or a device")
-    if any(is_population(folder) for folder in path.absolute().parents):
-        raise UsageError(
-            f"{path}: expected a file outside of a population's folder, which has only what `collect` writes"
-        )
+    folder = path.absolute().parent
+    if path.name == POPULATION_FILE or (folder.name == "shards" and is_population(folder.parent)):
+        raise UsageError(f"{path}: expected a name that no file of a population has; only `collect` writes these")
     atomic.check_writable(path)
     if path.exists() and not _same_kind(path):
         raise UsageError(f"{path}: exists, and this command would not have written it; name another file or remove it")
@@ -59,8 +58,11 @@ def checked(path: str | os.PathLike[str], *suffixes: str) -> Path:
 
 
 def _same_kind(path: Path) -> bool:
-    with path.open("rb") as file:
-        text = file.read(_ENDS)
-        file.seek(max(len(text), path.stat().st_size - _ENDS))
-        text += file.read()
+    try:
+        with path.open("rb") as file:
+            text = file.read(_ENDS)
+            file.seek(max(len(text), path.stat().st_size - _ENDS))
+            text += file.read()
+    except OSError:  # it cannot be read
+        return False
     return not text or re.match(_KINDS.get(path.suffix, _JSON), text, re.DOTALL) is not None

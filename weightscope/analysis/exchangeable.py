@@ -105,7 +105,8 @@ class ExchangeableCovariance(Result):
                 raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
-        title = f"Correlation over {_label(found.kind.groups)}: {found.samples:,} samples from {networks}"
+        over = re.sub(r"\.(\d+)", r" of group \1", _label(found.kind.groups))
+        title = f"Correlation over {over}: {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan

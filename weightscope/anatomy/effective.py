@@ -107,7 +107,7 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
         if not torch.allclose(found, expected, rtol=0, atol=64 * size):
             raise DataError(
                 f"{caller}: `{one.name}` is computed from other tensors and would not have the weights drawn; "
-                "initialise the module before it is parametrised, or leave this layer out"
+                "do this before it is parametrised, or leave this layer out"
             )
     there = _tensors(inner)
     with torch.no_grad():
@@ -121,12 +121,12 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
     """Why the weights of a plain module cannot be read (or written), if so."""
     for path, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule):
-            return f"`{path}` is compiled by TorchScript; initialise the network before that"
+            return f"`{path}` is compiled by TorchScript; do this before compiling"
         kind, own = type(inner), {**inner._parameters, **inner._buffers}
         if kind.__module__.startswith(_QUANTISED) or "_packed_params" in inner._modules:
-            return f"`{path}` ({kind.__name__}) is quantised; initialise the network before that"
+            return f"`{path}` ({kind.__name__}) is quantised; do this before quantising"
         if kind.__name__ == "FullyShardedDataParallel":
-            return f"`{path}` is sharded (FSDP); initialise the network before that"
+            return f"`{path}` is sharded (FSDP); do this before sharding"
         if "base_layer" in inner._modules and getattr(inner, "merged", False) is True:
             return f"`{path}`: its adapter is merged into the weight; unmerge it first"
         weights = {key: value for key, value in own.items() if value is not None}
@@ -137,7 +137,7 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
             if is_lazy(value):
                 return f"`{name}` has no shape yet (a lazy layer); run the module once first"
             if is_traceable_wrapper_subclass(value):
-                return f"`{name}` is a {type(value).__name__}, sharded or quantised; initialise the network before that"
+                return f"`{name}` is a {type(value).__name__}, sharded or quantised; do this before that"
             if value.is_meta:
                 return f"`{name}` is on the meta device and holds no numbers; materialise the module first"
             if key in bad:
@@ -154,7 +154,7 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: list[Computed]) -> nn.Module:
-    inner = module if isinstance(module, torch.jit.ScriptModule) else _inside(module, root=not path)
+    inner = module if isinstance(module, torch.jit.ScriptModule) else _inside(module)
     if inner is module and not any(map(_is_wrapped, module.modules())):
         return module
     if id(inner) in seen:
@@ -189,15 +189,14 @@ def _is_wrapped(module: nn.Module) -> bool:
         return False
     keys = (*module._parameters, *module._modules)
     marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
-    return marks or "module" in module._modules
+    return marks or type(module).__name__ in _WRAPPERS
 
 
-def _inside(module: nn.Module, *, root: bool) -> nn.Module:
-    """The module in wrappers and adapters; whatever only has a `module` is a wrapper of the whole network."""
+def _inside(module: nn.Module) -> nn.Module:
+    """The module in wrappers and adapters."""
     while True:
         key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
-        alone = root and [*module._modules, *module._parameters, *module._buffers] == ["module"]
-        key = "module" if key is None and (alone or type(module).__name__ in _WRAPPERS) else key
+        key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
             held = {
                 k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)

@@ -61,7 +61,7 @@ class NamedTensors:
         value = self._tensors[name]
         if getattr(value, "is_meta", False):
             raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
-        kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
+        kept = isinstance(self._tensors, (dict, MutableMapping)) and self._tensors[name] is value
         if not kept or not isinstance(value, Tensor):
             raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
         keep(value)

@@ -14,6 +14,7 @@ from typing import Any
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
 from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.probing import find_attention
 
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
@@ -76,7 +77,17 @@ def audit(
     shares = distribute([_signature(one) for one in wanted], parameters)
     found = [_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True)]
     left = dict.fromkeys(name for _, names in found for name in names)
-    return AuditReport(tuple(check for checks, _ in found for check in checks), unparsed=tuple(left))
+    checks = tuple(check for some, _ in found for check in some)
+    return AuditReport(checks, unparsed=tuple(left), unconfirmed=_unconfirmed(tensors, checks))
+
+
+def _unconfirmed(tensors: NamedTensors, checks: tuple[Check, ...]) -> tuple[str, ...]:
+    """Packed projections of a checkpoint that were checked: it has no code that confirms the order of their rows."""
+    if isinstance(tensors, ModuleTensors) or not {"qk", "vo", "map", "q"} & {check.part for check in checks}:
+        return ()
+    named = {check.name for check in checks}
+    found = [part.parameters for part in find_attention(tensors) if part.name in named]
+    return tuple(names["q"][0] for names in found if names["q"] == names["k"])
 
 
 def _signature(init: Any) -> Signature:
@@ -139,4 +150,5 @@ def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
         if variants:
             skipped.pop(name, None)
             checks += min(variants, key=itemgetter(0))[1]
-    return AuditReport(tuple(checks), skipped, everything=True, unparsed=tuple(dict.fromkeys(unparsed)))
+    names = tuple(dict.fromkeys(unparsed))
+    return AuditReport(tuple(checks), skipped, True, unparsed=names, unconfirmed=_unconfirmed(tensors, tuple(checks)))

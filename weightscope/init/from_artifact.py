@@ -1,14 +1,14 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import listing
+from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
@@ -78,7 +78,8 @@ class PopulationInit(FittedInit):
         self._last: tuple[WeightSpec, PopulationFit] | None = None
 
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
-        there = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+        named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+        there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
         found = self._resized(module)
         problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
         problems |= found.problems
@@ -106,11 +107,12 @@ class PopulationInit(FittedInit):
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
-        return InitReport(tuple(fits), tuple(others), tuple(problems), found.resized)
+        return InitReport(tuple(fits), tuple(map(unwrapped, others)), tuple(problems), found.resized)
 
     def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
         spec = WeightSpec.of(module)
+        spec = WeightSpec(replace(tensor, name=unwrapped(tensor.name)) for tensor in spec.tensors)
         if self._last is None or self._last[0] != spec:
             self._last = spec, resized_fit(self.result, spec)
         return self._last[1]
@@ -149,7 +151,7 @@ class NetworkInit(FittedInit):
                     notes += (f"{len(negative)} covariances had negative eigenvalues, at most {share}, {done}",)
             touched = [name for part in depthwise(module) if part.square for name in part.parameters]
         others = tuple(name for name, _ in module.named_parameters() if name not in touched)
-        return InitReport(tuple(touched), others, notes=notes)
+        return InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
 
     def __repr__(self) -> str:
         numbers = self.result.numbers

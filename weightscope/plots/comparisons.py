@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
@@ -90,17 +90,13 @@ def epochs_text(epochs: float) -> str:
 def value_axis(axis: Any, metric: Metric) -> None:
     """Tick labels of an axis of stored values, in the unit of the axis label."""
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    if metric.unit == "%":
-        span = 100 * float(np.ptp(axis.get_view_interval()))
-        axis.set_major_formatter(PercentFormatter(1.0, 0 if span >= 4 else 1 if span >= 0.4 else 2, symbol=""))
-    else:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:.6g}".replace("-", "−")))
 
 
 def difference_axis(axis: Any) -> None:
     """Tick labels of an axis of differences as they are shown."""
     axis.set_major_locator(MaxNLocator(6))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}".replace("-", "−")))
 
 
 def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
@@ -128,20 +124,25 @@ def _means(
     """
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
     everything = [row for _, _, rows in lines.values() for row in rows]
+    values = sorted({value for _, x, _ in lines.values() for value in x or ()})
+    if values[0] > 0 and values[-1] >= log_from * values[0]:
+        ax.set_xscale("log", base=2)
+        label += " (log scale)"
+    place = ax.xaxis.get_transform()  # to a scale on which bars are set apart
+    ends_of_axis = place.transform(np.array([values[0], values[-1]]))
+    span = float(np.ptp(ends_of_axis)) or 1.0
+    drawn = [name for name, (_, x, _) in lines.items() if x is not None]
     for order, (name, (style, x, rows)) in enumerate(lines.items()):
         if x is None:
             ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
             continue
         mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
         error = [(mean - low).tolist(), (high - mean).tolist()]
+        apart = 0.012 * span * (drawn.index(name) - (len(drawn) - 1) / 2)
+        at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
-        ax.errorbar(np.asarray(x, dtype=float), mean, yerr=error, **options)
-    values = sorted({value for _, x, _ in lines.values() for value in x or ()})
-    if values[0] > 0 and values[-1] >= log_from * values[0]:
-        margin = (values[-1] / values[0]) ** 0.055
-        ax.set_xscale("log", base=2)
-        ax.set_xlim(values[0] / margin, values[-1] * margin)
-        label += " (log scale)"
+        ax.errorbar(at, mean, yerr=error, **options)
+    ax.set_xlim(*place.inverted().transform(ends_of_axis + np.array([-0.07, 0.07]) * span))
     _value_ticks(ax, values, text)
     ax.set_xlabel(label)
     styles = {name: style for name, (style, _, _) in lines.items()}
@@ -362,6 +363,7 @@ def metric_along(
         if axis in _place(rows[0]):
             rows.sort(key=lambda row: at[repr(_place(row)[axis])])
             x = [at[repr(_place(row)[axis])] for row in rows]
+            style |= {} if numeric else {"ls": "none"}  # nothing lies between two names
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
         lines[", ".join(filter(None, [init, rest]))] = style, x, rows
