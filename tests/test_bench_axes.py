@@ -336,9 +336,7 @@ def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swep
     places = [float(x) for bar in ax.containers for x in bar.lines[0].get_xdata()]
     assert len({round(x, 6) for x in places}) == len(places)
     assert {bar.lines[0].get_linestyle() == "None" for bar in ax.containers} == {False}
-    named = [
-        {**row, "cell": {"network": f"width={row['cell']['network.kernel_size']}"}, "numbers": {}} for row in swept.arms
-    ]
+    named = [row | {"cell": {"network": str(row["cell"])}, "numbers": {}} for row in swept.arms]
     ax = plots.metric_along([row for row in named if row["init"] == "default"], "network")
     assert [bar.lines[0].get_linestyle() for bar in ax.containers] == ["None"]
 
@@ -346,17 +344,11 @@ def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swep
 def test_ticks_are_where_their_labels_say() -> None:
     """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
     for low, high in np.random.default_rng(0).uniform(0, 1, (60, 2)):
-        runs = (
-            rows_of("default", [low, low])
-            + rows_of("x", [high, high], epochs=9)
-            + rows_of("default", [high] * 2, epochs=9)
-        )
+        runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
         ax = plots.convergence(summarise(runs))
         ax.figure.draw_without_rendering()
-        ticks = zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)
-        assert all(
-            float(label.get_text().replace("−", "-")) == pytest.approx(100 * at, abs=1e-9) for at, label in ticks
-        )
+        labels = [float(label.get_text().replace("−", "-")) for label in ax.get_yticklabels()]
+        assert labels == pytest.approx(list(100 * ax.get_yticks()), abs=1e-9)
 
 
 def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:

@@ -50,7 +50,7 @@ def expanded():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: wrappings.wrapped(wrappings.vit(), "quantize_dynamic"), "is quantised; initialise the network before"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "quantize_dynamic"), "is quantised; do this before quantising"),
         (lambda: wrappings.wrapped(wrappings.vit(), "DTensor (FSDP2)"), "is a DTensor, sharded or quantised"),
         (lambda: wrappings.vit().to("meta"), "on the meta device and holds no numbers"),
         (lambda: wrappings.wrapped(wrappings.vit(), "inference mode"), "made in inference mode and cannot be written"),

@@ -34,7 +34,7 @@ class seeded(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation with a generator, if it draws and has none."""
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in function.tags or not draws(function, args, kwargs):
+        if not draws(function, args, kwargs):
             return function(*args, **kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
         device = torch.device(tensors[0].device if tensors else kwargs.get("device") or "cpu")
@@ -46,19 +46,15 @@ class seeded(TorchDispatchMode):
             x, rate, _ = args
             kept = torch.empty_like(x).bernoulli_(1 - rate, generator=self.generators[device])
             return x * kept / (1 - rate), kept.bool()
-        return _with_generator(function)(*args, **kwargs, generator=self.generators[device])
+        return _with_generator(function)(*args, **kwargs | {"generator": self.generators[device]})
 
 
 def draws(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation of torch draws random numbers from a generator of the process."""
     if torch.Tag.nondeterministic_seeded not in function.tags or function is torch.ops.aten._fused_sdp_choice.default:
         return False
-    arguments = function._schema.arguments
-    given = (
-        {a.name: a.default_value for a in arguments}
-        | dict(zip([a.name for a in arguments], args, strict=False))
-        | kwargs
-    )
+    given = {a.name: a.default_value for a in function._schema.arguments}
+    given |= dict(zip(given, args, strict=False)) | kwargs
     rates = [given[name] for name in ("dropout", "dropout_p") if name in given]
     return given.get("generator") is None and given.get("train") is not False and rates != [0.0]
 

@@ -107,7 +107,7 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
         if not torch.allclose(found, expected, rtol=0, atol=64 * size):
             raise DataError(
                 f"{caller}: `{one.name}` is computed from other tensors and would not have the weights drawn; "
-                "initialise the module before it is parametrised, or leave this layer out"
+                "do this before it is parametrised, or leave this layer out"
             )
     there = _tensors(inner)
     with torch.no_grad():
@@ -121,12 +121,12 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
     """Why the weights of a plain module cannot be read (or written), if so."""
     for path, inner in module.named_modules():
         if isinstance(inner, torch.jit.ScriptModule):
-            return f"`{path}` is compiled by TorchScript; initialise the network before that"
+            return f"`{path}` is compiled by TorchScript; do this before compiling"
         kind, own = type(inner), {**inner._parameters, **inner._buffers}
         if kind.__module__.startswith(_QUANTISED) or "_packed_params" in inner._modules:
-            return f"`{path}` ({kind.__name__}) is quantised; initialise the network before that"
+            return f"`{path}` ({kind.__name__}) is quantised; do this before quantising"
         if kind.__name__ == "FullyShardedDataParallel":
-            return f"`{path}` is sharded (FSDP); initialise the network before that"
+            return f"`{path}` is sharded (FSDP); do this before sharding"
         if "base_layer" in inner._modules and getattr(inner, "merged", False) is True:
             return f"`{path}`: its adapter is merged into the weight; unmerge it first"
         weights = {key: value for key, value in own.items() if value is not None}
@@ -137,7 +137,7 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
             if is_lazy(value):
                 return f"`{name}` has no shape yet (a lazy layer); run the module once first"
             if is_traceable_wrapper_subclass(value):
-                return f"`{name}` is a {type(value).__name__}, sharded or quantised; initialise the network before that"
+                return f"`{name}` is a {type(value).__name__}, sharded or quantised; do this before that"
             if value.is_meta:
                 return f"`{name}` is on the meta device and holds no numbers; materialise the module first"
             if key in bad:

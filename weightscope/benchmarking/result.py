@@ -185,12 +185,8 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     """A difference, its interval and adjusted p-value; empty without one."""
     if row[key] is None:
         return ["", "", ""]
-    p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
-    return [
-        _number(row[key], metric, "+"),
-        _interval(row[f"{key}_ci_holm"], metric, "+"),
-        f"{p:.2g}".replace("e-0", "e-"),
-    ]
+    p = f"{row['p_holm' if key == 'difference' else f'{key}_p_holm']:.2g}".replace("e-0", "e-")
+    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci_holm"], metric, "+"), p]
 
 
 def _number(value: float, metric: Metric, form: str = "") -> str:

@@ -26,7 +26,7 @@ from weightscope.errors import UsageError
 @command()
 @click.argument("source", type=Named())
 @click.option(
-    "--source", "code", is_flag=True, help="Print the code of its users' that a population names; runs nothing."
+    "--source", "code", is_flag=True, help="Print the code of one's own that a population names, and run nothing."
 )
 @json_option
 def inspect(source: str, code: bool, json_file: Path | None) -> None:

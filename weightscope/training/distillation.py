@@ -115,14 +115,11 @@ class Distillation:
             mine = F.log_softmax(logits, dim=2)
             divergence = F.kl_div(mine, F.log_softmax(theirs, dim=2), reduction="none", log_target=True)
             return self.config.alpha * divergence.sum(2).mean(1)
-        return self.config.alpha * (theirs - self._projected()).abs().mean((1, 2))
-
-    def _projected(self) -> Tensor:
-        """MLP(O_s) of every network, (T, B, d_t)."""
         inputs, self.mine = self.mine, []
         assert self.nets is not None
         pairs = zip(self.nets.submodules(PROJECTION), inputs, strict=True)
-        return self.nets.of_each([module(features) for module, features in pairs]).float()
+        projected = self.nets.of_each([module(features) for module, features in pairs]).float()  # (T, B, d_t)
+        return self.config.alpha * (theirs - projected).abs().mean((1, 2))
 
 
 def _features(network: nn.Module, head: str) -> int:
