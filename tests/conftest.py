@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +27,12 @@ def kernel_set(request):
     """The kernels that `BatchedNetworks` has layers of its own for."""
     _skip_without_compiler(request.param)
     return request.param
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A population of 20 networks in three tiles, of which networks 5 and 14 diverged."""
+    import fake_training as fake  # h5py, which most tests do not need
+
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    return tmp_path / "a.pop"

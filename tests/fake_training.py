@@ -97,6 +97,11 @@ def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = Non
     return manifest
 
 
+def files(path: Path) -> dict[str, bytes]:
+    """The content of every file below a folder."""
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+
+
 LARGE = WeightSpec([TensorSpec("w", (100_000,))])
 
 

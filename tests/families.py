@@ -38,9 +38,14 @@ class Family:
         return scramble(self.make().eval())
 
 
+def seeded(seed: int = 0) -> torch.Generator:
+    """A generator of its own."""
+    return torch.Generator().manual_seed(seed)
+
+
 def scramble(model: nn.Module, seed: int = 0) -> nn.Module:
     """Random numbers in every parameter: a bias or a position of zero would hide a mistake in its place."""
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith("A_log") or not p.is_floating_point():
@@ -120,14 +125,7 @@ def _ours(name: str, *args: Any, **options: Any) -> Callable[[], nn.Module]:
 # --- timm and torchvision ------------------------------------------------------------------------------------------
 
 
-SIZES = {
-    "img_size": IMAGE,
-    "patch_size": PATCH,
-    "embed_dim": WIDTH,
-    "depth": DEPTH,
-    "num_heads": HEADS,
-    "num_classes": 5,
-}
+SIZES = {"img_size": IMAGE, "patch_size": PATCH, "embed_dim": WIDTH, "depth": DEPTH, "num_heads": HEADS}
 
 
 def _timm_vit(module: str, name: str, **options: Any) -> Callable[[], nn.Module]:
@@ -135,7 +133,7 @@ def _timm_vit(module: str, name: str, **options: Any) -> Callable[[], nn.Module]
         shims.timm()
         layers = importlib.import_module("timm.layers")
         own = {key: getattr(layers, value) if key == "mlp_layer" else value for key, value in options.items()}
-        return getattr(importlib.import_module(f"timm.models.{module}"), name)(**SIZES, **own)
+        return getattr(importlib.import_module(f"timm.models.{module}"), name)(**SIZES, num_classes=5, **own)
 
     return make
 
@@ -183,33 +181,17 @@ def _hf(model: str, config: str, **options: Any) -> Callable[[], nn.Module]:
 VISION = {"image_size": IMAGE, "patch_size": PATCH}
 TEXT = {"vocab_size": 50, "max_position_embeddings": 20}
 LLAMA = HF | TOKENS | {"vocab_size": 50, "num_attention_heads": 4, "num_key_value_heads": 2}
-WHISPER = dict(
-    vocab_size=60,
-    d_model=WIDTH,
-    encoder_layers=DEPTH,
-    decoder_layers=DEPTH,
-    encoder_attention_heads=HEADS,
-    decoder_attention_heads=HEADS,
-    encoder_ffn_dim=HIDDEN,
-    decoder_ffn_dim=HIDDEN,
-    num_mel_bins=8,
-    max_source_positions=16,
-    max_target_positions=20,
-    decoder_start_token_id=1,
-    **TOKENS,
-)
-T5 = dict(
-    vocab_size=50,
-    d_model=WIDTH,
-    d_kv=16,
-    d_ff=HIDDEN,
-    num_layers=DEPTH,
-    num_heads=HEADS,
-    decoder_start_token_id=1,
-    feed_forward_proj="gated-gelu",
-    dropout_rate=0.0,
-    **TOKENS,
-)
+WHISPER = {"vocab_size": 60, "d_model": WIDTH, "encoder_layers": DEPTH, "decoder_layers": DEPTH, "num_mel_bins": 8}
+WHISPER |= {"encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": HIDDEN}
+WHISPER |= {"decoder_ffn_dim": HIDDEN, "max_source_positions": 16, "max_target_positions": 20} | TOKENS
+WHISPER |= {"decoder_start_token_id": 1}
+T5 = {"vocab_size": 50, "d_model": WIDTH, "d_kv": 16, "d_ff": HIDDEN, "num_layers": DEPTH, "num_heads": HEADS} | TOKENS
+T5 |= {"decoder_start_token_id": 1, "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0}
+DINO = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "mlp_ratio": 2} | VISION
+DISTIL = {"dim": WIDTH, "n_layers": DEPTH, "n_heads": HEADS, "hidden_dim": HIDDEN} | TEXT
+GPT2 = {"vocab_size": 50, "n_positions": 20, "n_embd": WIDTH, "n_layer": DEPTH, "n_head": HEADS} | TOKENS
+MAMBA = {"vocab_size": 50, "hidden_size": 32, "state_size": 8, "num_hidden_layers": DEPTH}
+MAMBA2 = MAMBA | TOKENS | {"head_dim": 16, "num_heads": 4, "n_groups": 2, "chunk_size": 4}
 
 
 def _clip() -> nn.Module:
@@ -232,173 +214,72 @@ def _call_t5(model: nn.Module) -> Any:
     return model(input_ids=_ids(9), decoder_input_ids=_ids(), use_cache=False)
 
 
-_VIT = {"attention": DEPTH, "mlps": DEPTH, "patch_embeddings": 1, "positions": 1}
-_TEXT = {"attention": DEPTH, "mlps": DEPTH, "positions": 1}
-_CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32), "num_classes": 5}
+_BLOCKS = {"attention": DEPTH, "mlps": DEPTH}
+_TEXT = _BLOCKS | {"positions": 1}
+_VIT = _TEXT | {"patch_embeddings": 1}
+_TIMM_CONVNEXT = {"depths": (1, 1, 2, 1), "dims": (8, 16, 24, 32), "num_classes": 5}
+_SSM = {"ssms": DEPTH, "depthwise": DEPTH}
+_OURS = IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5
+_POSITIONAL = {"emulate": False, "positional": True}
 
-FAMILIES: dict[str, Family] = {
-    f.name: f
-    for f in (
-        Family("ours-vit", _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5), _image, _VIT),
-        Family("ours-vit-token", _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5, pool="token"), _image, _VIT),
-        *(
-            Family(
-                f"ours-vit-{kind}",
-                _ours("ViT", IMAGE, PATCH, WIDTH, DEPTH, HEADS, 5, pool=pool, attention=kind),
-                _image,
-                _VIT,
-                extra={"emulate": False, "positional": True},
-            )
-            for kind, pool in (("gpsa", "average"), ("conv-map", "token"))
-        ),
-        Family("ours-convmixer", _ours("ConvMixer", 16, 3, 5, 4, 5), _image, {"depthwise": 3, "patch_embeddings": 1}),
-        Family(
-            "ours-convnext",
-            _ours("ConvNeXt", (8, 16), (2, 1)),
-            _image,
-            {"depthwise": 3, "mlps": 3, "patch_embeddings": 1},
-        ),
-        *(
-            Family(f"timm-{name}", _timm_vit(module, cls, **options), _image, _VIT)
-            for name, module, cls, options in (
-                ("vit", "vision_transformer", "VisionTransformer", {}),
-                ("vit-swiglu", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLU"}),
-                ("vit-packed", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLUPacked"}),
-                ("deit", "deit", "VisionTransformerDistilled", {}),
-                ("eva", "eva", "Eva", {"qkv_fused": True, "use_rot_pos_emb": False}),
-            )
-        ),
-        Family(
-            "timm-convnext",
-            _timm("convnext_atto", **_CONVNEXT),
-            _image,
-            {"depthwise": 5, "mlps": 5, "patch_embeddings": 1},
-        ),
-        Family("timm-convmixer", _timm_convmixer, _image, {"depthwise": 3, "patch_embeddings": 1}),
-        Family("timm-efficientnet", _timm("efficientnet_lite0", num_classes=4), _image, {"depthwise": 16}),
-        Family("torchvision-vit", _torchvision("vit"), _image, _VIT),
-        Family(
-            "torchvision-convnext",
-            _torchvision("convnext"),
-            _image,
-            {"depthwise": 4, "mlps": 4, "patch_embeddings": 1},
-        ),
-        Family("hf-vit", _hf("ViTModel", "ViTConfig", **HF, **VISION), _pixels, _VIT),
-        Family("hf-deit", _hf("DeiTModel", "DeiTConfig", **HF, **VISION), _pixels, _VIT),
-        Family(
-            "hf-dinov2",
-            _hf(
-                "Dinov2Model",
-                "Dinov2Config",
-                hidden_size=WIDTH,
-                num_hidden_layers=DEPTH,
-                num_attention_heads=HEADS,
-                mlp_ratio=2,
-                **VISION,
-            ),
-            _pixels,
-            _VIT,
-        ),
-        Family("hf-bert", _hf("BertModel", "BertConfig", **HF, **TEXT), _text, _TEXT),
-        Family(
-            "hf-distilbert",
-            _hf(
-                "DistilBertModel",
-                "DistilBertConfig",
-                dim=WIDTH,
-                n_layers=DEPTH,
-                n_heads=HEADS,
-                hidden_dim=HIDDEN,
-                **TEXT,
-            ),
-            _text,
-            _TEXT,
-        ),
-        Family(
-            "hf-gpt2",
-            _hf(
-                "GPT2LMHeadModel",
-                "GPT2Config",
-                vocab_size=50,
-                n_positions=20,
-                n_embd=WIDTH,
-                n_layer=DEPTH,
-                n_head=HEADS,
-                **TOKENS,
-            ),
-            _text,
-            _TEXT,
-        ),
-        Family(
-            "hf-neox",
-            _hf("GPTNeoXModel", "GPTNeoXConfig", **HF, **TEXT, **TOKENS),
-            _text_at_zero,
-            {"attention": DEPTH, "mlps": DEPTH},
-        ),
-        Family(
-            "hf-llama",
-            _hf("LlamaForCausalLM", "LlamaConfig", **LLAMA),
-            _text_at_zero,
-            {"attention": DEPTH, "mlps": DEPTH},
-            heads=(4, 2),
-        ),
-        Family(
-            "hf-phi3",
-            _hf("Phi3ForCausalLM", "Phi3Config", **LLAMA),
-            _text_at_zero,
-            {"attention": DEPTH, "mlps": DEPTH},
-            heads=(4, 2),
-        ),
-        Family(
-            "hf-clip",
-            _clip,
-            _call_clip,
-            {"attention": 2 * DEPTH, "mlps": 2 * DEPTH, "patch_embeddings": 1, "positions": 2},
-        ),
-        Family(
-            "hf-whisper",
-            _hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER),
-            _call_whisper,
-            {"attention": 3 * DEPTH, "mlps": 2 * DEPTH, "positions": 2},
-        ),
-        Family(
-            "hf-t5",
-            _hf("T5ForConditionalGeneration", "T5Config", **T5),
-            _call_t5,
-            {"attention": 3 * DEPTH, "mlps": 2 * DEPTH},
-            extra={"emulate": False},  # its relative biases are added inside a forward of its own
-        ),
-        Family(
-            "hf-mamba",
-            _hf(
-                "MambaForCausalLM", "MambaConfig", vocab_size=50, hidden_size=32, state_size=8, num_hidden_layers=DEPTH
-            ),
-            _text,
-            {"ssms": DEPTH, "depthwise": DEPTH},
-        ),
-        Family(
-            "hf-mamba2",
-            _hf(
-                "Mamba2ForCausalLM",
-                "Mamba2Config",
-                vocab_size=50,
-                hidden_size=32,
-                state_size=8,
-                num_hidden_layers=DEPTH,
-                head_dim=16,
-                num_heads=4,
-                n_groups=2,
-                chunk_size=4,
-                **TOKENS,
-            ),
-            _text,
-            {"ssms": DEPTH, "depthwise": DEPTH},
-        ),
-        Family("torch-encoder", _encoder, _sequence, {"attention": DEPTH, "mlps": DEPTH}),
-        Family("torch-decoder", _decoder, _two_sequences, {"attention": 2 * DEPTH, "mlps": DEPTH}),
-        Family("torch-kdim", _kdim, _call_kdim, {"attention": 1}),
-    )
-}
+
+def _convolutional(depthwise: int, mlps: int = 0) -> dict[str, int]:
+    return {"depthwise": depthwise, "patch_embeddings": 1} | ({"mlps": mlps} if mlps else {})
+
+
+_ROWS = [
+    Family("ours-vit", _ours("ViT", *_OURS), _image, _VIT),
+    Family("ours-vit-token", _ours("ViT", *_OURS, pool="token"), _image, _VIT),
+    Family("ours-vit-gpsa", _ours("ViT", *_OURS, attention="gpsa"), _image, _VIT, extra=_POSITIONAL),
+    Family(
+        "ours-vit-conv-map", _ours("ViT", *_OURS, pool="token", attention="conv-map"), _image, _VIT, extra=_POSITIONAL
+    ),
+    Family("ours-convmixer", _ours("ConvMixer", 16, 3, 5, 4, 5), _image, _convolutional(3)),
+    Family("ours-convnext", _ours("ConvNeXt", (8, 16), (2, 1)), _image, _convolutional(3, 3)),
+    *(
+        Family(f"timm-{name}", _timm_vit(module, cls, **options), _image, _VIT)
+        for name, module, cls, options in (
+            ("vit", "vision_transformer", "VisionTransformer", {}),
+            ("vit-swiglu", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLU"}),
+            ("vit-packed", "vision_transformer", "VisionTransformer", {"mlp_layer": "SwiGLUPacked"}),
+            ("deit", "deit", "VisionTransformerDistilled", {}),
+            ("eva", "eva", "Eva", {"qkv_fused": True, "use_rot_pos_emb": False}),
+        )
+    ),
+    Family("timm-convnext", _timm("convnext_atto", **_TIMM_CONVNEXT), _image, _convolutional(5, 5)),
+    Family("timm-convmixer", _timm_convmixer, _image, _convolutional(3)),
+    Family("timm-efficientnet", _timm("efficientnet_lite0", num_classes=4), _image, {"depthwise": 16}),
+    Family("torchvision-vit", _torchvision("vit"), _image, _VIT),
+    Family("torchvision-convnext", _torchvision("convnext"), _image, _convolutional(4, 4)),
+    Family("hf-vit", _hf("ViTModel", "ViTConfig", **HF, **VISION), _pixels, _VIT),
+    Family("hf-deit", _hf("DeiTModel", "DeiTConfig", **HF, **VISION), _pixels, _VIT),
+    Family("hf-dinov2", _hf("Dinov2Model", "Dinov2Config", **DINO), _pixels, _VIT),
+    Family("hf-bert", _hf("BertModel", "BertConfig", **HF, **TEXT), _text, _TEXT),
+    Family("hf-distilbert", _hf("DistilBertModel", "DistilBertConfig", **DISTIL), _text, _TEXT),
+    Family("hf-gpt2", _hf("GPT2LMHeadModel", "GPT2Config", **GPT2), _text, _TEXT),
+    Family("hf-neox", _hf("GPTNeoXModel", "GPTNeoXConfig", **HF, **TEXT, **TOKENS), _text_at_zero, _BLOCKS),
+    Family("hf-llama", _hf("LlamaForCausalLM", "LlamaConfig", **LLAMA), _text_at_zero, _BLOCKS, heads=(4, 2)),
+    Family("hf-phi3", _hf("Phi3ForCausalLM", "Phi3Config", **LLAMA), _text_at_zero, _BLOCKS, heads=(4, 2)),
+    Family(
+        *("hf-clip", _clip, _call_clip),
+        {"attention": 2 * DEPTH, "mlps": 2 * DEPTH, "patch_embeddings": 1, "positions": 2},
+    ),
+    Family(
+        *("hf-whisper", _hf("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), _call_whisper),
+        {"attention": 3 * DEPTH, "mlps": 2 * DEPTH, "positions": 2},
+    ),
+    Family(
+        *("hf-t5", _hf("T5ForConditionalGeneration", "T5Config", **T5), _call_t5),
+        {"attention": 3 * DEPTH, "mlps": 2 * DEPTH},
+        extra={"emulate": False},  # its relative biases are added inside a forward of its own
+    ),
+    Family("hf-mamba", _hf("MambaForCausalLM", "MambaConfig", **MAMBA), _text, _SSM),
+    Family("hf-mamba2", _hf("Mamba2ForCausalLM", "Mamba2Config", **MAMBA2), _text, _SSM),
+    Family("torch-encoder", _encoder, _sequence, _BLOCKS),
+    Family("torch-decoder", _decoder, _two_sequences, {"attention": 2 * DEPTH, "mlps": DEPTH}),
+    Family("torch-kdim", _kdim, _call_kdim, {"attention": 1}),
+]
+FAMILIES: dict[str, Family] = {family.name: family for family in _ROWS}
 
 
 def rows(kind: str) -> list[Family]:

@@ -1,4 +1,4 @@
-"""Data and helpers for the tests of figures."""
+"""Data and helpers for the tests of benchmarks and figures."""
 
 from typing import Any
 
@@ -11,6 +11,19 @@ from matplotlib.text import Text
 
 LONG = [f"stages.0.blocks.{b}.mlp.{fc}.weight" for b in range(2) for fc in ("fc1", "fc2")]
 INIT = "mimetic_attention (alpha_qk=0.7, beta_qk=0.7)+sinusoidal_positions"
+PLAIN: dict[str, Any] = {
+    "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
+    "data": {"name": "digits", "train": 64, "test": 40},
+    "training": {"epochs": 1, "batch_size": 16},
+    "population": {"networks": 3, "tile": 4},
+}
+ON_CPU: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+
+
+def runs_of(init: str, values: Any, key: str = "accuracy", **more: Any) -> list[dict[str, Any]]:
+    """Rows of networks whose metric `key` is `values`; `more` replaces the other columns."""
+    place = {"init": init, "cell": {}, "numbers": {}, "epochs": 3, "loss": 1.0, "diverged": False, "seconds": 1.0}
+    return [place | {"seed": k, key: float(value)} | more for k, value in enumerate(values)]
 
 
 def spd(size: int, seed: int = 0) -> np.ndarray:
@@ -23,20 +36,14 @@ def blocks_of(names: list[str], size: int) -> dict[str, slice]:
 
 
 def bench_runs(inits: list[str], lengths: list[int], n: int = 8) -> list[dict[str, Any]]:
+    """Arms that are 0.02 apart; of the second one, network 2 diverged."""
     g = np.random.default_rng(1)
-    base = g.normal(0.7, 0.01, n)
-    return [
-        {
-            "init": init,
-            "epochs": e,
-            "seed": k,
-            "accuracy": float(base[k] + 0.02 * i + 0.01 * e / 8 + g.normal(0, 0.005)),
-        }
-        | {"loss": 0.5, "diverged": i == 1 and k == 2}
-        for e in lengths
-        for i, init in enumerate(inits)
-        for k in range(n)
-    ]
+    base, runs = g.normal(0.7, 0.01, n), []
+    for e in lengths:
+        for i, init in enumerate(inits):
+            runs += runs_of(init, base + 0.02 * i + 0.01 * e / 8 + g.normal(0, 0.005, n), epochs=e)
+            runs[-n + 2] |= {"diverged": i == 1}
+    return runs
 
 
 def bench_summary(inits: list[str], lengths: list[int]) -> list[dict[str, Any]]:
@@ -60,9 +67,7 @@ SCORES = [
     score_row("dense", 0.0, 0.0),
     score_row("low_rank(rank=8)", -12.3, 1.5),
     score_row("isotropic", -2411.0, 21.0),
-    score_row(
-        "kronecker", None, None, failed="the matrix stages.0.blocks.0.mlp.fc1.weight has one row only, so it " * 3
-    ),
+    score_row("kronecker", None, None, failed=f"the matrix {LONG[0]} has one row only, so it " * 3),
 ]
 STRIPES = [
     (name, group, ratio * (1 + i / 4), ratio * (1 + i / 4) * 0.9, ratio * (1 + i / 4) * 1.2)
@@ -90,9 +95,32 @@ def drawn_texts(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[Text]:
     return found
 
 
+def texts_of(ax: Axes) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def words(figure: Figure) -> str:
+    """Titles, legend's title and labels of the axes of a picture, on one line."""
+    ax = figure.axes[0]
+    legend = ax.get_legend()
+    texts = [figure.get_suptitle(), ax.get_title(), *(text.get_text() for text in figure.texts), ax.get_xlabel()]
+    texts += [each.get_ylabel() for each in (ax, *ax.child_axes)]
+    return " ".join([*texts, legend.get_title().get_text() if legend else ""]).replace("\n", " ")
+
+
 def bars_of(ax: Axes) -> list[ErrorbarContainer]:
     return [c for c in ax.containers if isinstance(c, ErrorbarContainer)]
 
 
+def points_of_bars(ax: Axes) -> list[float]:
+    """Where the points of horizontal bars are."""
+    return [bar.lines[0].get_xdata()[0] for bar in bars_of(ax)]
+
+
 def ends_of(bar: ErrorbarContainer) -> list[tuple[float, float]]:
     return [(path.vertices[0, 0], path.vertices[-1, 0]) for path in bar.lines[2][0].get_paths()]
+
+
+def heights_of(bar: ErrorbarContainer) -> list[np.ndarray]:
+    """Lower and upper ends of vertical bars."""
+    return [path.vertices[:, 1] for path in bar.lines[2][0].get_paths()]

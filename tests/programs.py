@@ -1,12 +1,18 @@
 """The programs of this project, run in a test: the command line, and the scripts of studies and figures."""
 
 import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from weightscope.cli import main
+from weightscope.fits.artifact import digest
 
 ROOT = Path(__file__).parent.parent
 
@@ -25,3 +31,21 @@ def script(path: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def rewritten(
+    path: Path, header: Callable[[Any], Any] | None = None, arrays: Callable[[dict], dict | None] | None = None
+) -> Path:
+    """An artifact with its header or arrays changed, in place or by returning others, and a digest that fits."""
+    with safe_open(path, "numpy") as file:
+        values = json.loads(file.metadata()["weightscope"])
+    if header is not None:
+        changed = header(values)
+        values = values if changed is None else changed
+    text = values if isinstance(values, str) else json.dumps(values)
+    stored = load_file(path)
+    if arrays is not None:
+        changed = arrays(stored)
+        stored = stored if changed is None else changed
+    save_file(stored, path, metadata={"weightscope": text, "sha256": digest(text, stored)})
+    return path

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageOps
+from scipy.stats import ks_2samp
 
 from weightscope.data.augment import (
     LEVELS,
@@ -53,6 +55,11 @@ def _bytes(images: torch.Tensor) -> torch.Tensor:
     return scaled.round().to(torch.uint8)
 
 
+def _shown(image: torch.Tensor) -> np.ndarray:
+    """Pixels (S, S, 3), or (S, S) of a grey image."""
+    return (image[0] if len(image) == 1 else image.permute(1, 2, 0)).numpy()
+
+
 def _one(name: str, images: torch.Tensor, magnitude: float, sign: float) -> torch.Tensor:
     """One operation with one sign (0.25 the positive, 0.75 the negative) on all images."""
     sharpness = name == "sharpness"
@@ -74,7 +81,10 @@ def _augmented(images: torch.Tensor, draws: torch.Tensor, config: AugmentConfig)
 def test_an_images_bits_depend_on_its_own_draws_only(channels: int, config: AugmentConfig) -> None:
     """Alone, in another order and among other images, in batches of odd sizes: the same bits."""
     images, draws = _images(67, channels), _draws(67, config)
+    copies = images.clone(), draws.clone()
     together = _augmented(images, draws, config)
+    assert torch.equal(images, copies[0])
+    assert torch.equal(draws, copies[1])
     for i in range(67):
         assert torch.equal(_augmented(images[i : i + 1], draws[i : i + 1], config)[0], together[i])
     order = torch.randperm(67, generator=torch.Generator().manual_seed(1))[:41]
@@ -130,20 +140,6 @@ def test_draws_needed_is_what_is_used(config: AugmentConfig, needed: int) -> Non
         assert not torch.equal(_augmented(images, changed, config), before)
 
 
-@pytest.mark.parametrize("config", [EVERYTHING, NEWER], ids=["first", "newer"])
-def test_inputs_stay_as_they_are(config: AugmentConfig) -> None:
-    images, draws = _images(9), _draws(9, config)
-    copies = images.clone(), draws.clone()
-    _augmented(images, draws, config)
-    assert torch.equal(images, copies[0])
-    assert torch.equal(draws, copies[1])
-
-
-def test_no_augmentation_only_scales() -> None:
-    images = _images(4)
-    assert torch.equal(augment(images, torch.empty(4, 0), AugmentConfig()), images.float() / 255)
-
-
 @pytest.mark.parametrize("below", [1, 2, 9, 13, 1000])
 def test_whole_numbers_reach_every_value_and_no_other(below: int) -> None:
     edge = torch.tensor([0.0, 1 - 2**-24])
@@ -183,16 +179,6 @@ def test_crop_and_flip_equal_padding_cutting_and_mirroring() -> None:
     assert len(seen) == 14
 
 
-def test_a_flip_alone_mirrors_about_half_of_the_images() -> None:
-    """Binomial(2000, 1/2) within five standard deviations: a false alarm in 1.7 million seeds."""
-    images, draws = _images(2000, 1, 4), _draws(2000, AugmentConfig(flip=True))
-    result = _bytes(augment(images, draws, AugmentConfig(flip=True)))
-    flipped = (result == images.flip(3)).flatten(1).all(1)
-    kept = (result == images).flatten(1).all(1)
-    assert (flipped | kept).all()
-    assert abs(int(flipped.sum()) - 1000) < 5 * math.sqrt(500)
-
-
 @pytest.mark.parametrize("side", [1, 4, 5, 99])
 def test_cutout_equals_a_loop(side: int) -> None:
     config = AugmentConfig(cutout=side)
@@ -221,8 +207,6 @@ def _rejected(low: float, high: float, limit: float, size: int, count: int) -> n
 @pytest.mark.parametrize(("low", "high", "limit"), [(0.08, 1.0, 4 / 3), (0.9, 1.0, 4 / 3), (0.02, 1 / 3, 1 / 0.3)])
 def test_rectangles_are_distributed_as_by_rejection(low: float, high: float, limit: float) -> None:
     """Kolmogorov-Smirnov on area and ratio, 4,000 draws each, in all 1 % false alarms; and it finds plain clipping."""
-    from scipy.stats import ks_2samp
-
     size, generator = 100_000, torch.Generator().manual_seed(0)
     draws = torch.rand(4000, 2, generator=generator)
     found = torch.stack(sides(draws[:, 0], draws[:, 1], low, high, limit, size), 1).numpy() / size
@@ -245,7 +229,6 @@ def test_rectangles_of_the_whole_image_and_of_a_pixel() -> None:
 @pytest.mark.parametrize(("channels", "size"), [(1, 16), (3, 16), (3, 20)])
 def test_resized_crops_equal_pillows(channels: int, size: int) -> None:
     """To the bit where Pillow's weights of 22 bits are exact; elsewhere what ends in one half may be rounded down."""
-    image_type = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     config = AugmentConfig(resized_crop=0.08)
     images, draws = _images(60, channels, size), _draws(60, config)
     heights, widths = sides(draws[:, 0], draws[:, 1], 0.08, 1.0, 4 / 3, size)
@@ -253,17 +236,9 @@ def test_resized_crops_equal_pillows(channels: int, size: int) -> None:
     ours = _bytes(augment(images, draws, config))
     for image, draw, height, width, result in zip(images, draws, heights, widths, ours, strict=True):
         top, left = (int(u * (size + 1 - length)) for u, length in ((draw[2], height), (draw[3], width)))
-        pixels = image[0].numpy() if channels == 1 else image.permute(1, 2, 0).numpy()
-        part = image_type.fromarray(pixels).crop((left, top, left + int(width), top + int(height)))
-        theirs = np.asarray(part.resize((size, size), image_type.Resampling.BILINEAR)).astype(int)
-        found = (result[0] if channels == 1 else result.permute(1, 2, 0)).numpy().astype(int)
-        assert np.abs(found - theirs).max() <= (0 if size == 16 else 1)
-
-
-def test_a_crop_of_the_whole_area_changes_nothing() -> None:
-    config = AugmentConfig(resized_crop=1.0)
-    images = _images(20)
-    assert torch.equal(_bytes(augment(images, _draws(20, config), config)), images)
+        part = Image.fromarray(_shown(image)).crop((left, top, left + int(width), top + int(height)))
+        theirs = np.asarray(part.resize((size, size), Image.Resampling.BILINEAR)).astype(int)
+        assert np.abs(_shown(result) - theirs).max() <= (0 if size == 16 else 1)
 
 
 def test_erasing_equals_a_loop() -> None:
@@ -286,28 +261,16 @@ def test_erasing_equals_a_loop() -> None:
 
 PILLOW = {
     "identity": lambda image, m, sign: image,
-    "autocontrast": lambda image, m, sign: _ops().autocontrast(image),
-    "equalize": lambda image, m, sign: _ops().equalize(image),
-    "posterize": lambda image, m, sign: _ops().posterize(image, 8 - round(4 * m)),
-    "solarize": lambda image, m, sign: _ops().solarize(image, 256 * (1 - m)),
-    "brightness": lambda image, m, sign: _enhance().Brightness(image).enhance(1 + sign * 0.9 * m),
-    "contrast": lambda image, m, sign: _enhance().Contrast(image).enhance(1 + sign * 0.9 * m),
-    "saturation": lambda image, m, sign: _enhance().Color(image).enhance(1 + sign * 0.9 * m),
-    "sharpness": lambda image, m, sign: _enhance().Sharpness(image).enhance(1 + sign * 0.9 * m),
+    "autocontrast": lambda image, m, sign: ImageOps.autocontrast(image),
+    "equalize": lambda image, m, sign: ImageOps.equalize(image),
+    "posterize": lambda image, m, sign: ImageOps.posterize(image, 8 - round(4 * m)),
+    "solarize": lambda image, m, sign: ImageOps.solarize(image, 256 * (1 - m)),
+    "brightness": lambda image, m, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * m),
+    "contrast": lambda image, m, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * m),
+    "saturation": lambda image, m, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * m),
+    "sharpness": lambda image, m, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * m),
 }
 EXACT = {"identity", "equalize", "posterize", "solarize"}
-
-
-def _ops():
-    from PIL import ImageOps
-
-    return ImageOps
-
-
-def _enhance():
-    from PIL import ImageEnhance
-
-    return ImageEnhance
 
 
 @pytest.mark.parametrize("magnitude", [0.0, 0.3, 1.0])
@@ -316,15 +279,12 @@ def _enhance():
 )
 def test_colour_operations_equal_pillows(name: str, magnitude: float, channels: int) -> None:
     """Pillow truncates where this rounds, so blends may differ by one of 255."""
-    image_type = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     images = _images(6, channels, 24)
     for draw, sign in ((0.25, 1), (0.75, -1)):
         ours = _one(name, images, magnitude, draw)
         for image, result in zip(images, ours, strict=True):
-            pixels = image[0].numpy() if channels == 1 else image.permute(1, 2, 0).numpy()
-            theirs = np.asarray(PILLOW[name](image_type.fromarray(pixels), magnitude, sign)).astype(int)
-            found = (result[0] if channels == 1 else result.permute(1, 2, 0)).numpy().astype(int)
-            assert np.abs(found - theirs).max() <= (0 if name in EXACT else 1)
+            theirs = np.asarray(PILLOW[name](Image.fromarray(_shown(image)), magnitude, sign)).astype(int)
+            assert np.abs(_shown(result) - theirs).max() <= (0 if name in EXACT else 1)
 
 
 def _move(name: str, strength: float, y: float, x: float, size: int) -> tuple[float, float]:
@@ -353,13 +313,6 @@ def test_geometric_operations_equal_a_loop(name: str, sign: int) -> None:
             inside = 0 <= y < 13 and 0 <= x < 13
             assert torch.equal(result[:, i, j], image[0, :, y, x] if inside else torch.zeros(3, dtype=torch.uint8))
     assert not torch.equal(result, image[0])
-
-
-@pytest.mark.parametrize("channels", [1, 3])
-def test_operations_of_magnitude_zero_change_nothing_but_the_histogram(channels: int) -> None:
-    images = _images(5, channels)
-    for name in set(operations(channels)) - {"autocontrast", "equalize"}:
-        assert torch.equal(_one(name, images, 0.0, 0.25), images), name
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -414,25 +367,14 @@ def test_each_level_is_the_operation_of_its_magnitude(name: str) -> None:
     assert len({ours.numpy().tobytes() for ours in found}) > 2
 
 
-def test_grey_images_are_never_saturated() -> None:
-    assert "saturation" not in operations(1)
-    assert len(tables(1, 8, 8, 0.5, CPU).names) == 12
-
-
 # --- normalisation ---------------------------------------------------------------------------------------
-
-
-def test_normalised_images_have_mean_zero_and_deviation_one() -> None:
-    pixels = augment(_images(50), torch.empty(50, 0), AugmentConfig()).double()
-    mean, std = pixels.mean((0, 2, 3)), pixels.std((0, 2, 3), correction=0)
-    scaled = normalise(pixels, mean, std)
-    torch.testing.assert_close(scaled.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), atol=1e-12, rtol=0)
-    torch.testing.assert_close(scaled.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64))
 
 
 def test_bytes_and_their_fractions_are_normalised_alike() -> None:
     """A trainer that augments and an evaluation that does not must see images of one scale."""
     images, mean, std = _images(5), torch.tensor([0.2, 0.4, 0.6]), torch.tensor([0.1, 0.2, 0.3])
     fractions = augment(images, torch.empty(5, 0), AugmentConfig())
+    assert torch.equal(fractions, images.float() / 255)
     assert torch.equal(normalise(images, mean, std), normalise(fractions, mean, std))
-    assert normalise(images, mean, std).abs().max() < 9
+    expected = (images.numpy() / 255 - mean.numpy()[:, None, None]) / std.numpy()[:, None, None]
+    np.testing.assert_allclose(normalise(images, mean, std).numpy(), expected, rtol=1e-5, atol=1e-5)

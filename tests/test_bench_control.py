@@ -1,12 +1,14 @@
 """Scale is not structure: control arms with an initialiser's mean and variance of each tensor and nothing else."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pictures import ON_CPU
 from scipy import stats
 from sklearn.datasets import load_digits
 from torch import nn
@@ -57,13 +59,12 @@ RECIPE = Recipe.parse(
         "population": {"networks": 24, "tile": 24},
     }
 )
-OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
 
 @pytest.mark.slow
 def test_scale_alone_shows_nothing_beyond_scale_and_planted_structure_does(tmp_path: Path) -> None:
     """False-alarm rate of the first assertion: 0.01, seed fixed."""
-    result = bench(RECIPE, ["default", tripled, templates], tmp_path, control="scale", **OPTIONS)
+    result = bench(RECIPE, ["default", tripled, templates], tmp_path, control="scale", **ON_CPU)
     rows = {row["init"]: row for row in result.arms}
     assert list(rows) == ["default", "tripled", "tripled (scale only)", "templates", "templates (scale only)"]
     assert rows["tripled"]["beyond_scale_p"] > 0.01
@@ -82,6 +83,19 @@ def test_scale_alone_shows_nothing_beyond_scale_and_planted_structure_does(tmp_p
     assert written[3]["beyond_scale"] == rows["templates"]["beyond_scale"]
     result.figures()["scale"](tmp_path / "scale.png")
     assert (tmp_path / "scale.png").stat().st_size > 5000
+
+
+Draw = Callable[[int], tuple[nn.Module, torch.Generator]]
+
+
+def drawn_from(build: Callable[[], nn.Module]) -> Draw:
+    """Network k and its generator."""
+
+    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
+        torch.manual_seed(k)
+        return build(), torch.Generator().manual_seed(1000 + k)
+
+    return draw
 
 
 def convnext() -> nn.Module:
@@ -104,12 +118,7 @@ CONTROLLED = {
 @pytest.mark.parametrize("case", CONTROLLED)
 def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: str) -> None:
     """Entries of 64 control draws against 64 draws of the arm; false-alarm rate below 1e-4 for each case."""
-    build, function = CONTROLLED[case]
-
-    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
-        torch.manual_seed(k)
-        return build(), torch.Generator().manual_seed(1000 + k)
-
+    draw, function = drawn_from(CONTROLLED[case][0]), CONTROLLED[case][1]
     control = ScaleControl.of(function, draw, draws=64)
     assert control.moments, "the initialiser changes something"
     samples: dict[str, dict[str, list[torch.Tensor]]] = {"default": {}, "arm": {}, "control": {}}
@@ -145,12 +154,7 @@ def test_the_control_has_the_moments_of_each_tensor_and_no_correlations(case: st
 @pytest.mark.parametrize("case", ["conv_covariance", "mimetic_mlp", "fused projections"])
 def test_a_paired_control_is_normal_and_independent_of_everything_but_its_default_entry(case: str) -> None:
     """False-alarm rate 1e-4 for each tensor, seeds fixed: Kolmogorov-Smirnov, and ranks against the default start."""
-    build, function = CONTROLLED[case]
-
-    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
-        torch.manual_seed(k)
-        return build(), torch.Generator().manual_seed(1000 + k)
-
+    draw, function = drawn_from(CONTROLLED[case][0]), CONTROLLED[case][1]
     control = ScaleControl.of(function, draw)
     assert set(control.bounds) == set(control.moments), "tensors of torch's layers"
     for k in (50, 51):
@@ -167,10 +171,15 @@ def test_a_paired_control_is_normal_and_independent_of_everything_but_its_defaul
             assert bool((entries[order].diff() >= 0).all()), "the same ranks"
 
 
-def mamba(version: int, k: int) -> tuple[nn.Module, torch.Generator]:
-    torch.manual_seed(k)
-    network = Mamba2(9, 16, 1, state=4, head_width=8, groups=2) if version == 2 else Mamba(9, 16, 1, state=4)
-    return network, torch.Generator().manual_seed(1000 + k)
+def mamba(version: int) -> Draw:
+    if version == 1:
+        return drawn_from(lambda: Mamba(9, 16, 1, state=4))
+    return drawn_from(lambda: Mamba2(9, 16, 1, state=4, head_width=8, groups=2))
+
+
+def applied(function: Callable[..., nn.Module], draw: Draw, k: int) -> Any:
+    module, generator = draw(k)
+    return function(module, generator=generator).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -187,14 +196,9 @@ def test_the_control_of_a_packed_projection_draws_what_the_initialiser_changes(
     """The rows of its other matrices stay; those that change have the moments of their own."""
     switches = {"a": False, "delta": False, "cb": False, "convolution": False, switch: True}
     function = init.get("mimetic_ssm", **switches)
-    control = ScaleControl.of(function, lambda k: mamba(version, k))
-    default, arm, drawn = (
-        dict(zip(heights, weight.split(list(heights.values())), strict=True))
-        for weight in (
-            f(*mamba(version, 7)[:1], generator=mamba(version, 7)[1]).state_dict()[f"backbone.layers.0.mixer.{tensor}"]
-            for f in (init.get("default"), function, control)
-        )
-    )
+    control, name = ScaleControl.of(function, mamba(version)), f"backbone.layers.0.mixer.{tensor}"
+    weights = [applied(f, mamba(version), 7)[name] for f in (init.get("default"), function, control)]
+    default, arm, drawn = (dict(zip(heights, w.split(list(heights.values())), strict=True)) for w in weights)
     assert [name for name in heights if not torch.equal(default[name], drawn[name])] == [changed]
     assert float(drawn[changed].std(correction=0)) == pytest.approx(float(arm[changed].std(correction=0)), rel=0.4)
     assert not torch.equal(arm[changed], drawn[changed]) or switch == "delta", "a constant is its own control"
@@ -204,12 +208,8 @@ def test_the_control_of_a_packed_projection_draws_what_the_initialiser_changes(
 def test_the_control_of_rates_draws_from_those_of_the_initialiser(version: int) -> None:
     """Of exp(A_log), a Gaussian of the same variance has values thousands of times the largest."""
     function = init.get("mimetic_ssm", delta=False, cb=False, convolution=False)
-    control = ScaleControl.of(function, lambda k: mamba(version, k))
-    name = "backbone.layers.0.mixer.A_log"
-    arm = torch.cat([function(mamba(version, k)[0]).state_dict()[name] for k in range(32)])
-    drawn = torch.cat(
-        [control(*mamba(version, k)[:1], generator=mamba(version, k)[1]).state_dict()[name] for k in range(32)]
-    )
+    control, name = ScaleControl.of(function, mamba(version)), "backbone.layers.0.mixer.A_log"
+    arm, drawn = (torch.cat([applied(f, mamba(version), k)[name] for k in range(32)]) for f in (function, control))
     assert set(drawn.flatten().tolist()) <= set(arm.flatten().tolist())
     assert stats.ks_2samp(drawn.flatten(), arm.flatten()).pvalue > 1e-4
     if version == 1:
@@ -219,10 +219,7 @@ def test_the_control_of_rates_draws_from_those_of_the_initialiser(version: int) 
 
 def test_what_is_not_uniform_by_default_is_drawn() -> None:
     """Learned positions are normal, GPSA's W_V starts from the identity, norms from ones."""
-
-    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
-        torch.manual_seed(k)
-        return ViT(8, 4, 16, 1, 4, 10, positions="learned", attention="gpsa"), torch.Generator().manual_seed(k)
+    draw = drawn_from(lambda: ViT(8, 4, 16, 1, 4, 10, positions="learned", attention="gpsa"))
 
     def doubled(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
         with torch.no_grad():
@@ -234,7 +231,7 @@ def test_what_is_not_uniform_by_default_is_drawn() -> None:
     assert ("pos_embed", 0) not in control.bounds
     assert [i for i in range(3) if ("blocks.0.attn.qkv.weight", i) in control.bounds] == [0, 1]
     assert not any("norm" in name for name, _ in control.bounds)
-    module = doubled(*draw(0)[:1], generator=draw(0)[1])
+    module = doubled(draw(0)[0], generator=draw(0)[1])
     with pytest.raises(UsageError, match=r"expected default weights in \+-.*as its constructor made it"):
         control(module, generator=torch.Generator())
 
@@ -243,11 +240,10 @@ def test_what_is_not_uniform_by_default_is_drawn() -> None:
 def test_a_constant_default_is_not_taken_for_uniform(draws: int) -> None:
     """A bias of one entry that starts from zero, with few draws; its control would be a constant as well."""
 
-    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
-        torch.manual_seed(k)
+    def layer() -> nn.Module:
         layer = nn.Linear(64, 1)
         nn.init.zeros_(layer.bias)
-        return layer, torch.Generator().manual_seed(1000 + k)
+        return layer
 
     def noisy(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
         with torch.no_grad():
@@ -255,6 +251,7 @@ def test_a_constant_default_is_not_taken_for_uniform(draws: int) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator))
         return module
 
+    draw = drawn_from(layer)
     control = ScaleControl.of(noisy, draw, draws=draws)
     assert set(control.bounds) == {("weight", 0)}
     biases = [float(control(*draw(k)[:1], generator=draw(k)[1]).bias.detach()) for k in range(3)]
@@ -266,12 +263,7 @@ def test_pairing_lowers_the_variance_of_what_structure_adds() -> None:
     data = load_digits()
     images = torch.from_numpy(data.images[:200]).float()[:, None] / 8 - 1
     labels = torch.from_numpy(data.target[:200])
-
-    def draw(k: int) -> tuple[nn.Module, torch.Generator]:
-        torch.manual_seed(k)
-        return ConvNeXt(8, 1, 3, 4, in_channels=1, layer_scale=None), torch.Generator().manual_seed(1000 + k)
-
-    function = init.get("mimetic_mlp")
+    draw, function = drawn_from(lambda: ConvNeXt(8, 1, 3, 4, in_channels=1, layer_scale=None)), init.get("mimetic_mlp")
     paired = ScaleControl.of(function, draw)
     alone = ScaleControl(paired.moments)
     assert paired.bounds
@@ -293,8 +285,7 @@ def test_pairing_lowers_the_variance_of_what_structure_adds() -> None:
 def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:
     """The test above can fail: neighbouring entries of the arm's filters are correlated."""
     build, function = CONTROLLED["conv_covariance"]
-    filters = function(build(), generator=torch.Generator().manual_seed(0)).state_dict()
-    z = filters["stages.0.blocks.1.conv_dw.weight"]
+    z = applied(function, drawn_from(build), 0)["stages.0.blocks.1.conv_dw.weight"]
     z = (z - z.mean()) / z.std()
     assert float((z[..., 1:] * z[..., :-1]).mean()) > 0.2
 
@@ -314,14 +305,8 @@ def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
 
 def test_frozen_arms_have_frozen_controls_and_the_default_has_none() -> None:
     arms = plan_arms(RECIPE, ["default", tripled], frozen="head.bias", control="scale")
-    assert [arm.init for arm in arms] == [
-        "default",
-        "tripled",
-        "tripled (scale only)",
-        "default (frozen)",
-        "tripled (frozen)",
-        "tripled (scale only) (frozen)",
-    ]
+    inits = ["default", "tripled", "tripled (scale only)"]
+    assert [arm.init for arm in arms] == [*inits, *(f"{init} (frozen)" for init in inits)]
     assert [arm.recipe.init[0].control for arm in arms[:3]] == [None, None, "scale"]
     artifact = plan_arms(RECIPE, [InitConfig(artifact="fit.safetensors")], control="scale")[1]
     assert (artifact.init, artifact.recipe.init[0].artifact) == ("fit (scale only)", "fit.safetensors")

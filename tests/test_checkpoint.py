@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from weightscope import Checkpoint
@@ -16,8 +15,6 @@ from weightscope.auditing import audit
 from weightscope.checkpoint.checkpoint import MissingTensor
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
-
-VIT = Path(__file__).parents[2] / "shared/models/vit-small-patch14"
 
 
 class Network(nn.Module):
@@ -40,9 +37,8 @@ def network():
 def sharded(state, folder):
     folder.mkdir()
     table = {}
-    for i in range(3):
-        names = list(state)[i::3]
-        shard = f"model-0000{i + 1}-of-00003.safetensors"
+    for i, names in enumerate((list(state)[0::2], list(state)[1::2]), 1):
+        shard = f"model-0000{i}-of-00002.safetensors"
         save_file({name: state[name] for name in names}, folder / shard)
         table |= dict.fromkeys(names, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
@@ -205,16 +201,13 @@ def test_quarter_precision_and_quantised_tensors(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_odd_tensors_of_torch_files_are_skipped_with_a_reason(tmp_path):
-    state = {
-        "w": torch.ones(2),
-        "q": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-        "s": torch.eye(3).to_sparse(),
-        "n": 3,
-    }
+def test_odd_tensors_are_skipped_with_a_reason(tmp_path):
+    state = {"w": torch.ones(2), "s": torch.eye(3).to_sparse(), "n": 3}
+    state["q"] = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     torch.save(state, tmp_path / "m.pt")
-    skipped = Checkpoint(tmp_path / "m.pt").skipped
-    assert skipped == {"q": "a quantised tensor", "s": "a sparse tensor", "n": "no tensor"}
+    skipped = {"q": "a quantised tensor", "s": "a sparse tensor"}
+    assert Checkpoint(tmp_path / "m.pt").skipped == skipped | {"n": "no tensor"}
+    assert Checkpoint(state).skipped == skipped | {"n": "a int, no tensor"}
 
 
 def test_numbers_that_are_none_are_reported(tmp_path):
@@ -258,22 +251,10 @@ def test_anatomy_and_audit_read_checkpoints(tmp_path):
     folder = folder_of(encoder.state_dict(), tmp_path / "model")
     (folder / "config.json").write_text('{"num_attention_heads": 4}')
     for source in (folder, folder / "model.safetensors", encoder):
-        parts = attention(Checkpoint(source))
-        assert [part.heads for part in parts] == [4, 4]
+        assert [part.heads for part in attention(Checkpoint(source))] == [4, 4]
     checkpoint = Checkpoint(folder)
     report = audit(encoder.state_dict(), "mimetic_attention", config=checkpoint.config)
     assert str(audit(checkpoint, "mimetic_attention")) == str(report)
-
-
-@pytest.mark.skipif(not VIT.exists(), reason="needs ../shared")
-def test_a_real_vision_transformer():
-    checkpoint = Checkpoint(VIT)
-    assert checkpoint.bytes_read < 30_000
-    assert [part.heads for part in attention(checkpoint)] == [6] * 12
-    state = load_file(VIT / "model.safetensors")
-    assert set(state) == set(checkpoint)
-    for name in list(state)[::20]:
-        assert torch.equal(checkpoint[name], state[name].float())
 
 
 def test_invalid_sources(tmp_path):
@@ -300,10 +281,8 @@ def test_a_checkpoint_as_text_table_and_html(tmp_path):
     state = {"blocks.0.weight": torch.zeros(3, 4).half(), "steps": torch.zeros((), dtype=torch.int64)}
     checkpoint = Checkpoint(plain(state, tmp_path / "m.safetensors"))
     frame = checkpoint.to_pandas().set_index("name")
-    assert list(frame.columns) == ["shape", "dtype", "bytes", "skipped"]
-    assert frame.loc["blocks.0.weight", ["shape", "dtype", "bytes"]].tolist() == ["3x4", "F16", 24]
+    assert frame.loc["blocks.0.weight"].tolist()[:3] == ["3x4", "F16", 24]
     assert "integers" in frame.loc["steps", "skipped"]
-    assert "blocks.0.weight" in checkpoint._repr_html_()
     assert "3x4" in str(checkpoint)
     many = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1000)}
     assert repr(Checkpoint(many)) == "<Checkpoint: state dict, 1000 weights of 1,000 numbers>"

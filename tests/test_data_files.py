@@ -1,4 +1,4 @@
-"""Images in files: folders of one's own, .npz files, and the official files of SVHN, STL-10 and Tiny ImageNet."""
+"""Images of one's own in files: folders and .npz files."""
 
 import io
 import json
@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.benchmarking.gain import _short
@@ -21,7 +20,6 @@ from weightscope.benchmarking.statistics import chance_of
 from weightscope.data import SourceConfig, images, load, registry
 from weightscope.data.image_section import dataset_info
 from weightscope.data.metrics import ACCURACY
-from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -486,93 +484,3 @@ def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))
-
-
-# --- official files --------------------------------------------------------------------------------------
-
-
-def smaller(monkeypatch: pytest.MonkeyPatch, name: str, **details: int) -> None:
-    monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | details)
-
-
-def test_svhn_is_read_with_ten_as_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller(monkeypatch, "svhn", train=20, test=12)
-    random = np.random.default_rng(0)
-    pixels = random.integers(0, 256, (20, 3, 32, 32), dtype=np.uint8)
-    labels = (np.arange(20) % 10).astype(np.uint8)
-    (tmp_path / "svhn").mkdir()
-    for part, count in (("train", 20), ("test", 12)):
-        written = {"X": pixels[:count].transpose(2, 3, 1, 0), "y": np.where(labels == 0, 10, labels)[:count, None]}
-        savemat(tmp_path / "svhn" / f"{part}_32x32.mat", written, do_compression=part == "train")
-    data = load("svhn", tmp_path, train=15)
-    np.testing.assert_array_equal(data.train_images.numpy(), pixels[:15])
-    assert data.train_labels.tolist() == labels[:15].tolist()
-    assert len(data.test_labels) == 12
-    path = tmp_path / "svhn" / "test_32x32.mat"
-    whole = path.read_bytes()
-    for content in (whole[:3000], b"no file of MATLAB", whole[:128] + bytes([255]) * 64 + whole[192:]):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=r"test_32x32\.mat: (cannot be read as a MATLAB file|expected X)"):
-            load("svhn", tmp_path)
-    savemat(path, {"X": pixels[:12].transpose(2, 3, 1, 0), "y": np.full((12, 1), 11)})
-    with pytest.raises(DataError, match="expected labels from 0 to 9, found 11 at item 0"):
-        load("svhn", tmp_path)
-    savemat(path, {"X": np.zeros((32, 32, 3, 40), np.uint8), "y": np.ones((40, 1))})
-    with pytest.raises(DataError, match=r"expected X of shape \(32, 32, 3, 12\)"):
-        load("svhn", tmp_path)
-
-
-def test_stl10_is_read_by_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller(monkeypatch, "stl10", train=6, test=4)
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 3, 96, 96), dtype=np.uint8)
-    labels = np.arange(6, dtype=np.uint8)
-    folder = tmp_path / "stl10_binary"
-    folder.mkdir()
-    for part, count in (("train", 6), ("test", 4)):
-        pixels[:count].transpose(0, 1, 3, 2).tofile(folder / f"{part}_X.bin")
-        (labels[:count] + 1).tofile(folder / f"{part}_y.bin")
-    data = load("stl10", tmp_path, test=3)
-    np.testing.assert_array_equal(data.train_images.numpy(), pixels)
-    assert data.train_labels.tolist() == labels.tolist()
-    assert len(data.test_labels) == 3
-    with (folder / "test_X.bin").open("ab") as stream:
-        stream.write(b"x")
-    with pytest.raises(DataError, match=r"test_X\.bin: expected 110592 bytes \(4 records of 27648\), found 110593"):
-        load("stl10", tmp_path)
-    (folder / "test_y.bin").unlink()
-    pixels[:4].tofile(folder / "test_X.bin")
-    with pytest.raises(DataError, match=r"test_y\.bin: expected a file of stl10, found none"):
-        load("stl10", tmp_path)
-
-
-def test_tiny_imagenet_is_read_with_its_annotations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    smaller(monkeypatch, "tiny-imagenet", train=6, test=4, classes=3)
-    folder, names = tmp_path / "tiny-imagenet-200", ["n03", "n01", "n02"]
-    (folder / "val" / "images").mkdir(parents=True)
-    (folder / "wnids.txt").write_text("\n".join(names) + "\n")
-    for name in names:
-        (folder / "train" / name / "images").mkdir(parents=True)
-        for i in range(2):
-            grey = np.full((64, 64), 10 * int(name[1:]) + i, np.uint8)  # grey ones are among the official files, too
-            Image.fromarray(grey).save(folder / "train" / name / "images" / f"{name}_{i}.JPEG", quality=95)
-    classes = ["n02", "n01", "n03", "n02"]
-    for i in range(4):
-        Image.fromarray(picture(i, 64, 64)).save(folder / "val" / "images" / f"val_{i}.JPEG")
-    annotations = [f"val_{i}.JPEG\t{name}\t0\t0\t62\t62" for i, name in enumerate(classes)]
-    (folder / "val" / "val_annotations.txt").write_text("\n".join(annotations))
-    data = load("tiny-imagenet", tmp_path)
-    assert data.train_labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert np.abs(data.train_images[:, :, 9, 9].numpy() - np.array([[10, 20, 30, 11, 21, 31]]).T.astype(int)).max() <= 1
-    assert data.test_labels.tolist() == [1, 0, 2, 1]
-    (folder / "train" / "n02" / "images" / "n02_0.JPEG").unlink()
-    with pytest.raises(DataError, match="n02/images: expected 2 images, found 1"):
-        load("tiny-imagenet", tmp_path)
-    (folder / "val" / "val_annotations.txt").write_text("\n".join([*annotations[:3], "../../x.JPEG\tn01"]))
-    with pytest.raises(DataError, match=r"expected 4 lines with a file and a class of wnids\.txt, found 4, 1 of them"):
-        load("tiny-imagenet", tmp_path, train=1)
-
-
-@pytest.mark.parametrize("name", ["svhn", "stl10", "tiny-imagenet"])
-def test_missing_files_say_how_to_get_them(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=rf"{name}: expected its files in one of .*; (unpack|put) the official"):
-        load(name, tmp_path)

@@ -5,10 +5,10 @@ import weakref
 import numpy as np
 import pytest
 
+from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.errors import DataError, UsageError
 from weightscope.fits import STRUCTURES, Structure, fitting, load_artifact, write_standalone
 from weightscope.fits.fitting import fit, grouped
-from weightscope.fits.population_fit import varying_spec
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 
@@ -41,30 +41,30 @@ def put(weights, name, values):
     return weights
 
 
-def stripes(size, seed=1):
-    rng = np.random.default_rng(seed)
+def stripes(size, rng):
     return rng.standard_normal((size, P, N)) + rng.standard_normal((size, 1, N))
 
 
-def kronecker(size, seed=2):
-    rng = np.random.default_rng(seed)
-    a, b = np.tril(rng.standard_normal((P, P))) + 2 * np.eye(P), np.tril(rng.standard_normal((N, N))) + 2 * np.eye(N)
+def kronecker(size, rng):
+    a, b = (np.tril(rng.standard_normal((n, n))) + 2 * np.eye(n) for n in (P, N))
     return a @ rng.standard_normal((size, P, N)) @ b.T
 
 
-def diagonal(size, seed=3):
-    rng = np.random.default_rng(seed)
+def diagonal(size, rng):
     return rng.standard_normal((size, P, N)) * rng.permutation(np.geomspace(0.1, 10, P * N)).reshape(P, N)
 
 
-def factors(size, seed=4):
-    rng = np.random.default_rng(seed)
+def factors(size, rng):
     return rng.standard_normal((size, 2)) @ rng.standard_normal((2, P * N)) + 0.3 * rng.standard_normal((size, P * N))
 
 
-def dense(size, seed=5):
-    rng = np.random.default_rng(seed)
+def dense(size, rng):
     return rng.standard_normal((size, P * N)) @ rng.standard_normal((P * N, P * N))
+
+
+def planted(make, size=200):
+    """A source whose first fc1 has a known structure."""
+    return WeightArray(put(population(size), FC1, make(size, np.random.default_rng(1))), SPEC)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,7 @@ def dense(size, seed=5):
     ],
 )
 def test_the_true_structure_is_chosen(make, size, expected):
-    source = WeightArray(put(population(size), FC1, make(size)), SPEC)
-    result = fit(source, FC1, joint="tensor")
+    result = fit(planted(make, size), FC1, joint="tensor")
     (group,) = result.groups
     assert group.label == expected
     (chosen,) = [row for row in result.table if row["chosen"]]
@@ -100,37 +99,26 @@ def test_independent_entries_are_not_given_structure():
 
 
 def test_the_table_is_what_it_says():
-    weights = put(population(), FC1, stripes(200))
-    result = fit(WeightArray(weights, SPEC), FC1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
+    source = planted(stripes)
+    result = fit(source, FC1, structure=("isotropic", "group_means"), joint="tensor", seed=3)
     assert result.settings == {"select": FC1, "joint": "tensor", "holdout": 0.2, "seed": 3, "held_out": 40}
     # By hand: the same split, the same scores.
-    from weightscope._util.seeding import Purpose, numpy_generator
-
     held_out = numpy_generator(3, 0, Purpose.STRUCTURE).permutation(200)[:40]
-    data = weights[:, SPEC.slices[FC1]].astype(np.float64)
-    sub = SPEC.select(FC1)
-    scores = {}
-    for name in ("isotropic", "group_means"):
-        fitted = STRUCTURES[name].fit(np.delete(data, held_out, axis=0), sub)
-        scores[name] = fitted.log_prob(data[np.sort(held_out)])
-    difference = scores["isotropic"] - scores["group_means"]
+    data, sub = source.weights[:, SPEC.slices[FC1]].astype(np.float64), SPEC.select(FC1)
+    fits = [STRUCTURES[name].fit(np.delete(data, held_out, axis=0), sub) for name in ("isotropic", "group_means")]
+    one, other = (fitted.log_prob(data[np.sort(held_out)]) for fitted in fits)
     row = result.table[0]
     assert (row["structure"], row["parameters"]) == ("isotropic", 2)
-    assert row["log_prob"] == pytest.approx(scores["isotropic"].mean())
-    assert row["log_prob_se"] == pytest.approx(scores["isotropic"].std(ddof=1) / np.sqrt(40))
-    assert row["difference"] == pytest.approx(difference.mean())
-    assert row["difference_se"] == pytest.approx(difference.std(ddof=1) / np.sqrt(40))
+    for key, values in (("log_prob", one), ("difference", one - other)):
+        assert row[key] == pytest.approx(values.mean())
+        assert row[f"{key}_se"] == pytest.approx(values.std(ddof=1) / np.sqrt(40))
     # The chosen structure is fitted again to all networks.
     again = STRUCTURES["group_means"].fit(data, sub)
     np.testing.assert_allclose(result.groups[0].structure.eigenvalues, again.eigenvalues)
-
-
-def test_folds_score_every_network():
-    source = WeightArray(put(population(), FC1, stripes(200)), SPEC)
-    result = fit(source, FC1, structure=("isotropic", "group_means"), holdout=5)
-    assert result.settings["held_out"] == 200
-    assert result.groups[0].label == "group_means"
-    assert result.table[0]["difference_se"] > 0
+    folds = fit(source, FC1, structure=("isotropic", "group_means"), holdout=5)
+    assert folds.settings["held_out"] == 200  # every network
+    assert folds.groups[0].label == "group_means"
+    assert folds.table[0]["difference_se"] > 0
 
 
 def test_joint_choices_group_the_tensors():
@@ -146,19 +134,13 @@ def test_joint_choices_group_the_tensors():
 def test_a_dependence_between_tensors_is_found_jointly_only():
     weights = population(400)
     fc1, fc2 = FC1, FC1.replace("fc1", "fc2")
-    put(
-        weights,
-        fc2,
-        0.1 * weights[:, SPEC.slices[fc2]].reshape(-1, N, P)
-        - weights[:, SPEC.slices[fc1]].reshape(-1, P, N).transpose(0, 2, 1),
-    )
-    source = WeightArray(weights, SPEC)
+    one, other = (weights[:, SPEC.slices[name]].reshape(-1, *SPEC[name].shape) for name in (fc1, fc2))
+    source = WeightArray(put(weights, fc2, 0.1 * other - one.transpose(0, 2, 1)), SPEC)
     jointly = fit(source, f"{fc1},{fc2}", joint="block")
     (group,) = jointly.groups
     assert group.label == "dense"
     samples = SPEC.select(f"{fc1},{fc2}").unpack(jointly.sample(np.random.default_rng(0), 2000))
-    correlation = np.corrcoef(samples[fc1][:, 2, 3], samples[fc2][:, 3, 2])[0, 1]
-    assert correlation < -0.8
+    assert np.corrcoef(samples[fc1][:, 2, 3], samples[fc2][:, 3, 2])[0, 1] < -0.8
     separately = fit(source, f"{fc1},{fc2}", joint="tensor")
     assert {g.label for g in separately.groups} == {"isotropic"}
     best = max(r["log_prob"] for r in jointly.table if r["failed"] is None)
@@ -168,15 +150,11 @@ def test_a_dependence_between_tensors_is_found_jointly_only():
 
 def test_totals_add_the_groups_up():
     result = fit(WeightArray(population(), SPEC), joint="tensor")
-    groups = [g.name for g in result.groups]
-    assert len(groups) == 4
-    for total in (row for row in result.table if row["group"] == "(all)"):
-        parts = [
-            row
-            for row in result.table
-            if row["group"] != "(all)"
-            and (row["chosen"] if total["chosen"] else row["structure"] == total["structure"])
-        ]
+    assert len(result.groups) == 4
+    single = [row for row in result.table if row["group"] != "(all)"]
+    for total in result.table[len(single) :]:
+        key = "chosen" if total["chosen"] else "structure"
+        parts = [row for row in single if row[key] == total[key]]
         assert len(parts) == 4
         assert total["log_prob"] == pytest.approx(sum(row["log_prob"] for row in parts))
         assert total["parameters"] == sum(row["parameters"] for row in parts)
@@ -194,7 +172,7 @@ def test_candidates_that_cannot_be_fitted_are_shown_with_the_reason():
 
 
 def test_options_and_candidates_of_low_rank():
-    source = WeightArray(put(population(), FC1, factors(200)), SPEC)
+    source = planted(factors)
     several = fit(source, FC1, structure="low_rank")
     assert [row["structure"] for row in several.table] == [f"low_rank (rank {2**k})" for k in range(4)]
     one = fit(source, FC1, structure="low_rank", options={"rank": 3})
@@ -225,12 +203,6 @@ def test_frozen_tensors_are_kept_and_counted():
     together = fit(WeightArray(weights, SPEC), "*.conv_dw.weight", joint="all")
     assert together.groups[0].fixed == 55
     np.testing.assert_array_equal(together.sample(np.random.default_rng(0), 1)[0, :54], weights[0, SPEC.slices[frozen]])
-
-
-def test_varying_spec():
-    spec = WeightSpec([TensorSpec("a", (2, 3)), TensorSpec("b", (4,)), TensorSpec("c", (2,))])
-    varying = np.array([1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0], dtype=bool)
-    assert varying_spec(spec, varying) == WeightSpec([TensorSpec("a", (2, 3)), TensorSpec("b", (2,))])
 
 
 def test_networks_that_diverged_are_left_out_and_counted():
@@ -334,18 +306,14 @@ def test_structures_from_moments_hold_one_chunk(monkeypatch):
 def test_streamed_fits_equal_fits_in_memory(monkeypatch):
     """`kronecker` needs samples, so the others are fitted to the group in memory as well."""
     monkeypatch.setattr(fitting, "HELD", 0)
-    stream = Stream(900, size=70)
+    stream, several = Stream(900, size=70), ["diagonal", "group_means", "dense"]
     weights = np.concatenate([chunk.copy() for chunk in stream.chunks()])
-    held = fit(
-        WeightArray(weights, Stream.spec), structure=["diagonal", "group_means", "dense", "kronecker"], holdout=3
-    )
-    streamed = fit(stream, structure=["diagonal", "group_means", "dense"], holdout=3)
-    for row, other in zip(streamed.table, held.table, strict=False):
+    held = fit(WeightArray(weights, Stream.spec), structure=[*several, "kronecker"], holdout=3)
+    for row, other in zip(fit(stream, structure=several, holdout=3).table, held.table, strict=False):
         assert row["structure"] == other["structure"]
         assert (row["log_prob"], row["parameters"]) == (pytest.approx(other["log_prob"]), other["parameters"])
     for name in ("diagonal", "dense"):
-        data = weights.astype(np.float64)
-        expected = STRUCTURES[name].fit(data, Stream.spec)
+        expected = STRUCTURES[name].fit(weights.astype(np.float64), Stream.spec)
         (group,) = fit(stream, structure=name).groups
         np.testing.assert_allclose(group.structure.covariance(), expected.covariance(), rtol=1e-10, atol=1e-12)
 

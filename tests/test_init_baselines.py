@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, seeded
 from torch import nn
 
 from weightscope import anatomy
@@ -22,10 +22,6 @@ from weightscope.init import (
 )
 from weightscope.init.baselines import zero_matrix
 from weightscope.networks import ConvNeXt, ViT
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def vit(**options):

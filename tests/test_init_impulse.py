@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from families import seeded
 from references_init import impulse_adam, impulse_map
 from torch import nn
 
@@ -26,10 +27,6 @@ from weightscope.networks.layers import sinusoidal_positions
 
 GRID = TokenGrid(16, 16)
 BOUND = 4e-5  # mean squared error of a 256 x 256 map
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ import copy
 import pytest
 import shims
 import torch
-from families import scramble
+from families import scramble, seeded
 from references_init import select_uniform
 from torch import nn
 
@@ -11,10 +11,6 @@ from weightscope.errors import SpecError, UsageError
 from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def vit(width=64, depth=4, heads=4, image=16, classes=10, seed=0, **options):

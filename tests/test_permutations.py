@@ -50,6 +50,18 @@ def test_a_convmixer_with_two_residuals_is_not_taken_for_the_published_one() -> 
         permutation_spec(ConvMixer(12, 3, 5, 2, 10, in_channels=1, residual="both"))
 
 
+def check_members(network: nn.Module, tokens: torch.Tensor, known: PermutationSpec, group: str, count: int) -> None:
+    """A group has this many members, whose tensors move, and leaving out any one of them changes the function."""
+    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0)).state_dict()
+    members = [view for view in known.views if group in view.axes]
+    assert len(members) == count
+    for left in members:
+        assert not torch.equal(moved[left.tensor], network.state_dict()[left.tensor])
+        axes = tuple(None if axis == group else axis for axis in left.axes)
+        views = tuple(replace(view, axes=axes) if view is left else view for view in known.views)
+        assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
+
+
 class GatedBlock(nn.Module):
     """RMSNorm and a gated MLP under Llama's names, with tokens in and out."""
 
@@ -142,16 +154,8 @@ def test_inner_channels_of_mamba_are_exchangeable(layers: list | None) -> None:
         f"inner.{i}": 16 for i in blocks
     }
     assert check_permutations(network, tokens) < 1e-12
-    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0)).state_dict()
-    for name in ("in_proj.weight", "A_log", "D", "conv1d.weight", "x_proj.weight", "dt_proj.bias", "out_proj.weight"):
-        full = f"backbone.layers.{blocks[0]}.mixer.{name}"
-        assert not torch.equal(moved[full], network.state_dict()[full])
-    inner = [view for view in known.views if f"inner.{blocks[0]}" in view.axes]
-    assert len(inner) == 10  # in_proj twice, convolution and bias, x_proj, dt_proj and bias, A_log, D, out_proj
-    for left in inner:
-        axes = tuple(None if axis == f"inner.{blocks[0]}" else axis for axis in left.axes)
-        views = tuple(replace(view, axes=axes) if view is left else view for view in known.views)
-        assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
+    # in_proj twice, convolution and bias, x_proj, dt_proj and bias, A_log, D, out_proj
+    check_members(network, tokens, known, f"inner.{blocks[0]}", 10)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -169,17 +173,8 @@ def test_channels_of_mamba_2_are_exchangeable_within_heads_and_states_within_gro
     assert permutation_spec(WeightSpec.of(network)).views == known.views
     for seed in range(3):
         assert check_permutations(network, tokens, seed=seed) < 1e-12
-    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0)).state_dict()
-    for name in ("in_proj.weight", "conv1d.weight", "conv1d.bias", "norm.weight", "out_proj.weight"):
-        full = f"backbone.layers.0.mixer.{name}"
-        assert not torch.equal(moved[full], network.state_dict()[full])
-    for group in ("inner.0", "state.0"):
-        members = [view for view in known.views if group in view.axes]
-        assert len(members) == 6  # z, x, convolution, bias, norm, out_proj; B and C in three tensors
-        for left in members:
-            axes = tuple(None if axis == group else axis for axis in left.axes)
-            views = tuple(replace(view, axes=axes) if view is left else view for view in known.views)
-            assert check_permutations(network, tokens, replace(known, views=views)) > 1e-6, left.name
+    for group in ("inner.0", "state.0"):  # z, x, convolution, bias, norm, out_proj; B and C in three tensors
+        check_members(network, tokens, known, group, 6)
     heads = dict(known.heads)
     assert (heads["inner.0"], heads["state.0"]) == ((None, 4), (None, groups))
     for wrong in ("inner.0", *(["state.0"] if groups > 1 else [])):

@@ -30,17 +30,21 @@ def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
     )
 
 
+def borders_of(ax: Axes) -> list[float]:
+    lines = [line for line in ax.lines if line.get_gid() == "border" and line.get_xdata()[0] == 0]
+    return sorted(line.get_ydata()[0] for line in lines)
+
+
 def test_blocks_are_ruled_off_at_their_borders_and_named() -> None:
     blocks = dict(zip(LONG, (slice(0, 20), slice(20, 50), slice(50, 60), slice(60, 100)), strict=True))
     reordered = {name: blocks[name] for name in reversed(LONG)}  # by name, not by order
     ax = plots.covariance_map(spd(100), reordered)
-    borders = [line for line in ax.lines if line.get_gid() == "border"]
-    assert sorted(line.get_ydata()[0] for line in borders if line.get_xdata()[0] == 0) == [20, 50, 60]
-    assert len(borders) == 6
+    assert borders_of(ax) == [20, 50, 60]
+    assert len(ax.lines) == 6 + 2 * 4, "borders and lines to the names, on both axes"
     assert [t.get_text() for t in ax.get_yticklabels()] == [
         "block 0 mlp.fc1", "block 0 mlp.fc2", "block 1 mlp.fc1", "block 1 mlp.fc2",
     ]  # fmt: skip
-    assert "block 0 mlp.fc1 is stages.0.blocks.0.mlp.fc1.weight" in ax.get_xlabel().replace("\n", " ")
+    assert "block 0 mlp.fc1 is stages.0.blocks.0.mlp.fc1.weight" in label_of(ax)
     assert list(ax.get_yticks()) == [10, 35, 55, 80]
     assert ax.get_ylim() == (100, 0), "the first row is on top"
 
@@ -49,16 +53,8 @@ def test_borders_leave_room_for_the_values_between_them() -> None:
     """A line at each of 200 tensors with one coordinate would cover all of their values."""
     blocks = {"w": slice(0, 1000), **{f"blocks.{i}.bias": slice(1000 + i, 1001 + i) for i in range(200)}}
     ax = plots.covariance_map(np.eye(1200), blocks)
-    lines = [line for line in ax.lines if line.get_gid() == "border" and line.get_xdata()[0] == 0]
-    borders = sorted(line.get_ydata()[0] for line in lines)
-    assert 1000 in borders
-    assert np.diff(borders).min() >= 0.004 * 1200
-
-
-def test_standardised_means_are_named() -> None:
-    matrix, blocks = np.corrcoef(spd(12)), {"w": slice(0, 12)}
-    ax = plots.covariance_map(matrix, blocks, kind="correlation", groups={"w": np.arange(12) % 3})
-    assert "covariances of standardised group means" in ax.get_xlabel().replace("\n", " ")
+    assert 1000 in borders_of(ax)
+    assert np.diff(borders_of(ax)).min() >= 0.004 * 1200
 
 
 def test_the_picture_shows_the_matrix_itself_when_it_fits() -> None:
@@ -67,6 +63,10 @@ def test_the_picture_shows_the_matrix_itself_when_it_fits() -> None:
     np.testing.assert_allclose(shown, matrix)
     masked = plots.covariance_map(matrix, {"w": slice(0, 30)}, diagonal="mask").images[0].get_array()
     np.testing.assert_allclose(masked, matrix - np.diag(np.diagonal(matrix)))
+
+
+def label_of(ax: Axes) -> str:
+    return ax.get_xlabel().replace("\n", " ")
 
 
 @pytest.mark.parametrize("rows", [512, 4])
@@ -102,8 +102,7 @@ def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
     ax = plots.covariance_map(spd(90).astype(np.float32), {"a": slice(0, 41), "b": slice(41, 90)}, cells=30)
     assert ax.images[0].get_array().shape <= (30, 30)
     assert "each cell is a mean over 4 × 4" in ax.get_xlabel()
-    border = next(line.get_ydata()[0] for line in ax.lines if line.get_gid() == "border" and line.get_xdata()[0] == 0)
-    assert border == 41
+    assert borders_of(ax) == [41]
 
 
 def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
@@ -121,7 +120,7 @@ def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
     assert diagonal.min() > 3 * others.std()
     column = matrix.reshape(p, d, p, d)[:, 4, :, 4]
     assert diagonal[4] == pytest.approx(column.mean())
-    assert "240 coordinates in 10 groups" in ax.get_xlabel().replace("\n", " ")
+    assert "240 coordinates in 10 groups; cells are covariances of standardised group means" in label_of(ax)
     with pytest.raises(UsageError, match="`fc2` is not a block"):
         plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc2": [0]})
     with pytest.raises(UsageError, match="`fc1` has 240 coordinates"):
@@ -145,10 +144,10 @@ def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
         np.testing.assert_allclose(cells, np.cov(w.mean(axis=1).T), atol=1e-12)
         assert np.diagonal(cells).min() > 0 > different.max()
         assert norm.vmax >= np.abs(cells).max(), "the main effect is within the colours"
-        assert "covariances of group means" in ax.get_xlabel().replace("\n", " ")
+        assert "covariances of group means" in label_of(ax)
     else:
         np.testing.assert_allclose(np.diagonal(cells), different, atol=1e-12)
-        assert "pairs of different coordinates" in ax.get_xlabel().replace("\n", " ")
+        assert "pairs of different coordinates" in label_of(ax)
 
 
 @pytest.mark.slow
@@ -238,19 +237,19 @@ def test_short_names_stay_different_and_explain_themselves() -> None:
     assert len(set(text.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
 
 
-def test_neighbours_merge_until_labels_fit() -> None:
+def test_labels_merge_and_move_apart_no_further_than_needed() -> None:
     names = [f"layers.{i}.{part}" for i in range(3) for part in ("w", "b")]
     assert text.merged(names, 6) == [(name, i, i + 1) for i, name in enumerate(names)]
     assert text.merged(names, 3) == [(f"layers.{i} (2)", 2 * i, 2 * i + 2) for i in range(3)]
     assert text.merged(names, 1) == [("layers (6)", 0, 6)]
-
-
-def test_labels_are_moved_apart_and_no_further_than_needed() -> None:
-    assert covariance.spread([1, 5, 9], 2, 0, 10) == [1, 5, 9]
-    assert covariance.spread([5, 5, 5], 2, 0, 10) == pytest.approx([3, 5, 7])
-    assert covariance.spread([0, 0, 9.5], 2, 0, 10) == pytest.approx([0, 2, 9.5])
-    assert covariance.spread([9, 10], 4, 0, 10) == pytest.approx([6, 10])
-    assert covariance.spread([1, 2, 3], 6, 0, 10) == [1, 2, 3], "no room"
+    for wanted, gap, found in (
+        ([1, 5, 9], 2, [1, 5, 9]),
+        ([5, 5, 5], 2, [3, 5, 7]),
+        ([0, 0, 9.5], 2, [0, 2, 9.5]),
+        ([9, 10], 4, [6, 10]),
+        ([1, 2, 3], 6, [1, 2, 3]),  # no room
+    ):
+        assert covariance.spread(wanted, gap, 0, 10) == pytest.approx(found)
 
 
 @pytest.mark.parametrize(
@@ -280,10 +279,8 @@ def test_a_row_of_the_grid_shares_one_printed_colour_scale() -> None:
     assert len(panels) == 6
     printed = [t.get_text() for t in figure.texts if t.get_gid() == "limit"]
     for i in range(2):
-        norms = {
-            (p.images[0].norm.vmin, p.images[0].norm.vcenter, p.images[0].norm.vmax) for p in panels[3 * i : 3 * i + 3]
-        }
-        ((low, centre, high),) = norms
+        norms = [panel.images[0].norm for panel in panels[3 * i : 3 * i + 3]]
+        ((low, centre, high),) = {(norm.vmin, norm.vcenter, norm.vmax) for norm in norms}
         assert (low, centre) == (-high, 0)
         assert printed[i] == f"±{text.number(high)}"
         typical = np.median([np.quantile(np.abs(m[:16, :16]), 0.995) for m in values[i]])

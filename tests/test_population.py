@@ -5,7 +5,6 @@ import hashlib
 import itertools
 import json
 import resource
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +20,10 @@ from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "a.pop"
-    fake.write_population(path, fake.recipe())
-    return path
-
-
 def expected(recipe: Recipe, numbers: "range | list[int]") -> np.ndarray:
     rows = np.stack([fake.vector(recipe, k) for k in numbers])
     rows[[k % 9 == 5 for k in numbers]] = np.nan
     return rows
-
-
-def files(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 # -- reading ---------------------------------------------------------------------------------------------------
@@ -96,39 +84,7 @@ def test_seeds_metrics_and_divergence(folder: Path) -> None:
     assert list(np.flatnonzero(population.diverged)) == [5, 14]
 
 
-def test_vector_is_a_row(folder: Path) -> None:
-    population = Population(folder)
-    for k in (0, 7, 8, 19):
-        np.testing.assert_array_equal(population.vector(k), population.weights()[k])
-    for k in (-1, 20):
-        with pytest.raises(UsageError, match=f"no network {k}"):
-            population.vector(k)
-
-
-def test_memory_of_chunks_does_not_grow_with_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (5000,))]))
-    peaks = []
-    for networks in (32, 256):
-        path = tmp_path / f"{networks}.pop"
-        fake.write_population(path, fake.recipe(networks, tile=16))
-        population = Population(path)
-        tracemalloc.start()
-        assert sum(len(b) for b in population.chunks(size=16)) == networks
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0]
-
-
 # -- the bytes -------------------------------------------------------------------------------------------------
-
-
-def test_shards_are_the_same_bytes_when_written_again(folder: Path, tmp_path: Path) -> None:
-    again = tmp_path / "b.pop"
-    fake.write_population(again, fake.recipe())
-    assert files(folder) == files(again)
-    assert set(files(folder)) == {"population.json"} | {
-        f"shards/0000{t}.h5{end}" for t in range(3) for end in ("", ".sha256")
-    }
 
 
 def test_shards_are_the_same_bytes_whenever_handles_of_arrays_are_closed(
@@ -144,34 +100,29 @@ def test_shards_are_the_same_bytes_whenever_handles_of_arrays_are_closed(
     monkeypatch.setattr(h5py.Group, "create_dataset", keeping)
     fake.write_population(tmp_path / "b.pop", fake.recipe())
     assert len(kept) >= 6
-    assert files(tmp_path / "b.pop") == files(folder)
+    assert fake.files(tmp_path / "b.pop") == fake.files(folder)
+    shard_names = {f"shards/0000{t}.h5{end}" for t in range(3) for end in ("", ".sha256")}
+    assert set(fake.files(folder)) == {"population.json"} | shard_names
 
 
 def test_a_shard_is_what_the_format_says(folder: Path) -> None:
     with h5py.File(folder / "shards/00000.h5", "r") as h5:
         weights = h5["weights"]  # in chunks of about 250 rows and 1000 columns
-        assert weights.shape == (8, fake.SPEC.size)
-        assert weights.dtype == np.dtype("<f4")
+        assert (weights.shape, weights.dtype, weights.compression) == ((8, fake.SPEC.size), np.dtype("<f4"), None)
         assert weights.chunks is not None
-        assert weights.compression is None
         assert np.isnan(weights.fillvalue)
         assert set(h5) == {"weights", "seed", "metrics"}
     with h5py.File(folder / "shards/00002.h5", "r") as h5:
         assert h5["weights"].shape == (4, fake.SPEC.size)  # the last tile is trimmed
 
 
-def test_hashes_are_those_of_sha256sum(folder: Path) -> None:
+def test_hashes_are_those_of_sha256sum_and_the_manifest_holds_what_the_format_says(folder: Path) -> None:
     for file in (folder / "shards").glob("*.h5"):
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         assert file.with_name(f"{file.name}.sha256").read_text() == f"{digest}  {file.name}\n"
-
-
-def test_population_json_holds_what_the_design_says(folder: Path) -> None:
     values = json.loads((folder / "population.json").read_text())
-    assert values["schema"] == 1
-    assert values["seed"] == 7
-    assert values["tile"] == 8
-    assert values["environment"] == {"python": "3"}
+    wanted = {"schema": 1, "seed": 7, "tile": 8, "environment": {"python": "3"}}
+    assert {key: values[key] for key in wanted} == wanted
     assert Recipe.parse(values["recipe"]) == Recipe.parse(values["recipe_toml"]) == fake.recipe()
 
 
@@ -221,20 +172,13 @@ def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -
     np.testing.assert_array_equal(population.indices, numbers)
     np.testing.assert_array_equal(population.weights(), expected(fake.recipe(), numbers))
     np.testing.assert_array_equal(np.concatenate(list(population.chunks(size=5))), population.weights())
-    np.testing.assert_array_equal(population.vector(17), population.weights()[9])
+    for k in (0, 7, 17, 19):
+        np.testing.assert_array_equal(population.vector(k), population.weights()[numbers.index(k)])
     np.testing.assert_array_equal(population[8:9][0], population.vector(16))
     np.testing.assert_array_equal(population[6:10], population.weights()[6:10])
-    with pytest.raises(UsageError, match="no network 9"):
-        population.vector(9)
-
-
-def test_an_empty_population_is_readable_when_asked_for(tmp_path: Path) -> None:
-    fake.write_population(tmp_path / "a.pop", fake.recipe(), tiles=[])
-    population = Population(tmp_path / "a.pop", partial=True)
-    assert len(population) == 0
-    assert population.weights().shape == (0, fake.SPEC.size)
-    assert list(population.chunks()) == []
-    assert population.seeds.shape == population.diverged.shape == population.indices.shape == (0,)
+    for k in (-1, 9, 20):
+        with pytest.raises(UsageError, match=f"no network {k}"):
+            population.vector(k)
 
 
 def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> None:
@@ -260,7 +204,7 @@ def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> No
     np.testing.assert_array_equal(population.weights(), before)
     assert (folder / "shards/00001.h5").read_bytes() == kept
     fake.write_population(folder.with_name("fresh.pop"), grown)
-    assert files(folder / "shards") == files(folder.with_name("fresh.pop") / "shards")
+    assert fake.files(folder / "shards") == fake.files(folder.with_name("fresh.pop") / "shards")
 
 
 def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,12 +262,6 @@ def test_a_shard_that_is_shorter_than_the_population_needs_is_an_error_and_train
     with pytest.raises(DataError, match=r"00001.h5: .* expected weights \(8, \d+\), found \(4, \d+\)"):
         Population(folder).weights()
     assert shards.state(folder, manifests.read(folder), 1).kind == "short"
-
-
-def test_a_hash_without_its_shard_is_a_missing_tile(folder: Path) -> None:
-    (folder / "shards/00001.h5").unlink()
-    assert Population(folder, partial=True).missing == (1,)
-    assert shards.state(folder, manifests.read(folder), 1).kind == "missing"
 
 
 # -- the sequence protocol ---------------------------------------------------------------------------------------
@@ -388,8 +326,10 @@ def test_arrays_tensors_and_tables(folder: Path) -> None:
 def test_the_repr_is_one_line(folder: Path) -> None:
     population = Population(folder)
     assert repr(population) == f"<Population: {folder}: 20 networks (convnext, digits), D={fake.SPEC.size}>"
-    (folder / "shards" / "00001.h5").unlink()
+    (folder / "shards" / "00001.h5").unlink()  # its hash stays
     partial = Population(folder, partial=True)
+    assert partial.missing == (1,)
+    assert shards.state(folder, manifests.read(folder), 1).kind == "missing"
     assert "12 of 20 networks" in repr(partial)
     html = partial._repr_html_()
     assert "<th>test_accuracy</th>" in html
@@ -404,6 +344,8 @@ def test_the_repr_is_one_line(folder: Path) -> None:
 def test_export_of_a_partial_and_of_an_empty_population(tmp_path: Path, tiles: list[int]) -> None:
     fake.write_population(tmp_path / "a.pop", fake.recipe(), tiles=tiles)
     population = Population(tmp_path / "a.pop", partial=True)
+    assert len(population) == sum(map(len, population.chunks())) == len(population.diverged) == 6 * len(tiles)
+    assert population.weights().shape == (len(population), fake.SPEC.size)
     with h5py.File(export(population, tmp_path / "one.h5"), "r") as h5:
         np.testing.assert_array_equal(h5["network"][:], population.indices)
         np.testing.assert_array_equal(h5["weights"][:], population.weights())

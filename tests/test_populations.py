@@ -154,10 +154,7 @@ def test_a_recipe_runs_at_its_smallest_size(name: str, tmp_path: Path) -> None:
 def test_a_recipe_is_loaded_by_its_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert Recipe.load(name) == Recipe.load(FOLDER / f"{name}.toml")
-    shipped = recipes()[name]
-    assert shipped.path.read_bytes() == (FOLDER / f"{name}.toml").read_bytes()
-    assert shipped.about in (FOLDER / f"{name}.toml").read_text().splitlines()[0]
-    assert len(shipped.about) > 20
+    assert recipes()[name].read_bytes() == (FOLDER / f"{name}.toml").read_bytes()
 
 
 def test_a_name_that_is_no_recipe_gives_the_nearest_or_all() -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
+from pictures import PLAIN
 from safetensors.torch import save_file
 from torch import nn
 
@@ -22,13 +24,8 @@ from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
 
-PLAIN = {
-    "network": {"type": "convnext", "width": 8, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
-    "data": {"name": "digits", "train": 256, "test": 100},
-    "training": {"epochs": 2, "batch_size": 64},
-    "population": {"networks": 3, "tile": 2},
-}
-RECIPE = Recipe.parse(PLAIN)
+SIZES = {"network.width": 8, "data.train": 256, "data.test": 100, "training.batch_size": 64, "population.tile": 2}
+RECIPE = Recipe.parse(PLAIN).replace({**SIZES, "training.epochs": 2})
 OPTIONS = {"seeds": 3, "device": "cpu"}
 
 
@@ -108,7 +105,7 @@ def test_the_arms_of_the_papers_table(tmp_path: Path) -> None:
     """Random, uniform, first, random subset and inconsistent, from one teacher, as one command."""
     large = build_for(RECIPE.replace({"network.width": 16}))
     save_file(large.state_dict(), tmp_path / "large.safetensors")
-    (tmp_path / "recipe.toml").write_text(_toml())
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(RECIPE.to_dict()))
     rules = ("uniform", "consecutive", "random", "random-inconsistent")
     inits = [f'select_weights(teacher="{tmp_path / "large.safetensors"}", elements="{rule}")' for rule in rules]
     given = [text for init in ("default", *inits) for text in ("--init", init)]
@@ -175,22 +172,13 @@ def test_what_is_on_disk_is_of_the_same_probe(tmp_path: Path, caplog: pytest.Log
         linear_probe(RECIPE, arms, out, seeds=2, **given)
 
 
-def _toml() -> str:
-    import tomli_w
-
-    return tomli_w.dumps(PLAIN)
-
-
-def test_nothing_is_frozen_in_part(tmp_path: Path) -> None:
+def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="frozen: a linear probe trains no tensor"):
         linear_probe(RECIPE, ["default"], tmp_path, frozen="*", **OPTIONS)
-
-
-def test_axes_that_a_probe_would_ignore_and_folders_of_benchmarks_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="learning_rate: a linear probe does not train the network"):
         linear_probe(RECIPE, ["default"], tmp_path, vary={"training.learning_rate": [0.1, 0.2]})
     table = {"init": ["default"], "vary": {"distillation.alpha": [0, 1], "network.kernel_size": [3, 5]}}
-    recipe = Recipe.parse({**PLAIN, "distillation": {"teacher": "none.pop::0", "alpha": 0}, "bench": table})
+    recipe = Recipe.parse({**RECIPE.to_dict(), "distillation": {"teacher": "none.pop::0", "alpha": 0}, "bench": table})
     for given in ({}, {"vary": {"distillation.alpha": [0], "network.kernel_size": "3,5"}}):
         found = linear_probe(recipe, (), tmp_path / f"table-{len(given)}", epochs=[1], **OPTIONS, **given)
         assert [arm["cell"]["network.kernel_size"] for arm in found.arms] == [3, 5], "no arms that are the same"

@@ -23,5 +23,5 @@ def test_stored_values_never_change() -> None:
 
 @pytest.mark.parametrize(("root", "network"), [(-1, 0), (0, -1)])
 def test_negative_numbers_are_refused(root: int, network: int) -> None:
-    with pytest.raises(ValueError, match="count from 0"):
+    with pytest.raises(ValueError, match="non-negative"):
         sequence(root, network, Purpose.INIT)

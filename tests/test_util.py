@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from weightscope._util import checks, plugins
-from weightscope._util.names import listing, matching, nearest_first, shortened, split_patterns, unknown, unwrapped
+from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
 from weightscope._util.results import Result, html_table, text_table
 from weightscope._util.sources import is_population
 from weightscope.errors import UsageError
@@ -43,7 +44,7 @@ def test_patterns_keep_the_order_of_the_names_and_refuse_what_matches_nothing() 
         matching("*, a.fc2.weigth", names, "frozen")
     for bad in ("", "a,", [], ["a", 1], ["a", " "]):
         with pytest.raises(UsageError, match="select: expected a pattern such as"):
-            split_patterns(bad)
+            matching(bad, names)
 
 
 def test_messages_name_the_nearest() -> None:
@@ -200,15 +201,13 @@ def test_references() -> None:
         plugins.imported(f"{__name__}:fre")
     with pytest.raises(UsageError, match=r"cannot import no_such_module \(ModuleNotFoundError"):
         plugins.imported("no_such_module:f")
-    for nameless in (lambda: 0, functools.partial(free, 1)):
-        with pytest.raises(UsageError, match="a name of its own"):
-            plugins.reference_to(nameless)
 
 
-def test_functions_that_depend_on_more_than_their_source_are_refused() -> None:
+def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two closures of one function would have one reference, and the later one would be used for both."""
+    monkeypatch.setattr(plugins, "_passed", {})
 
-    def make(gain: float) -> Any:
+    def make(gain: float) -> list[Any]:
         def scaled(x: float) -> float:
             return gain * x
 
@@ -216,20 +215,22 @@ def test_functions_that_depend_on_more_than_their_source_are_refused() -> None:
             def of(self, x: float) -> float:
                 return gain * x
 
-        return scaled, Scaled
+        partials = [functools.partial(free, gain), functools.partial(free, np.full(2, gain))]
+        return [scaled, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
 
-    for item in make(2.0):
-        with pytest.raises(UsageError, match="depends on gain, which cannot be recorded"):
-            plugins.reference_to(item)
-    with pytest.raises(UsageError, match="depends on self"):
-        plugins.reference_to(Squares(3).text)
+    references = [[plugins.reference_to(item) for item in make(gain)] for gain in (2.0, 3.0, 2.0)]
+    assert references[0] == references[2]
+    assert len({*references[0], *references[1]}) == 2 * len(references[0])
+    item = make(4.0)[0]
+    assert plugins.imported(plugins.reference_to(item)) is item
+    with pytest.raises(UsageError, match="cannot be recorded; expected a callable that holds numbers"):
+        plugins.reference_to(functools.partial(free, object()))
 
     @functools.lru_cache
     def decorated() -> int:
         return 3
 
     assert plugins.imported(plugins.reference_to(decorated)) is decorated
-    plugins._passed.clear()
 
 
 def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(

@@ -14,8 +14,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
     from weightscope.analysis.covariances import covariance
-    from weightscope.analysis.inspection import inspect
-    from weightscope.analysis.verification import verify
+    from weightscope.analysis.inspection import inspect, verify
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
@@ -51,7 +50,7 @@ _HOMES = {
     "load_init": "init",
     "products": "analysis.attention_products",
     "track": "auditing",
-    "verify": "analysis.verification",
+    "verify": "analysis.inspection",
 }
 
 __all__ = ["__version__", *_HOMES]

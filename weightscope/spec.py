@@ -22,12 +22,9 @@ Role = Literal["parameter", "statistic"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a network.
+    """One tensor of a network: its key in the state dict, its shape, `()` for a scalar, and its role.
 
-    Attributes:
-        name: its key in the state dict.
-        shape: `()` for a scalar.
-        role: `"parameter"` (trained) or `"statistic"` (a normalisation layer's running mean or variance).
+    The role is `"parameter"` (trained) or `"statistic"` (a normalisation layer's running mean or variance).
     """
 
     name: str
@@ -130,26 +127,14 @@ class WeightSpec:
         return f"<WeightSpec: {len(self)} tensors, D={self.size}: {listing(self.names, most=4)}>"
 
     def matching(self, pattern: str | Sequence[str] = "*") -> list[str]:
-        """The names that match any of the patterns, in the spec's order.
+        """The names that match any of the shell patterns (`*`, `?`, `[..]`), in the spec's order.
 
-        Args:
-            pattern: one or more shell patterns (`*`, `?`, `[..]`), comma-separated or as a sequence.
-
-        Raises:
-            UsageError: if one of the patterns matches no name; lists the names, the nearest first.
+        Patterns are comma-separated or a sequence. UsageError if one of them matches no name; lists the nearest first.
         """
         return matching(pattern, self.names)
 
     def select(self, pattern: str | Sequence[str] = "*", *, role: Role | None = None) -> "WeightSpec":
-        """The sub-spec of the tensors whose names match, in the spec's order.
-
-        Args:
-            pattern: as in `matching`.
-            role: only tensors of this role.
-
-        Raises:
-            UsageError: if one of the patterns matches no name, or none of the tensors has the role.
-        """
+        """The sub-spec of the tensors whose names match, and only of this role; UsageError if there are none."""
         chosen = WeightSpec(
             t for t in map(self._by_name.__getitem__, self.matching(pattern)) if role is None or t.role == role
         )
@@ -166,26 +151,16 @@ class WeightSpec:
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def pack(self, tensors: Mapping[str, Any], dtype: Any = np.float32) -> np.ndarray:
-        """Concatenate named arrays into one vector (D,).
+        """Concatenate named arrays, or torch tensors on the CPU, into one vector (D,).
 
-        Args:
-            tensors: name -> array-like; torch tensors must be on the CPU.
-            dtype: of the result.
-
-        Raises:
-            SpecError: if a tensor is missing, has another shape, or is not in the spec.
+        SpecError if a tensor is missing, has another shape, or is not in the spec.
         """
         missing = [name for name in self.names if name not in tensors]
         unknown = [name for name in tensors if name not in self.slices]
         if missing or unknown:
-            raise SpecError(
-                "expected exactly the tensors of the spec: "
-                + "; ".join(
-                    f"{what} {listing(names)}"
-                    for what, names in (("missing", missing), ("not in the spec", unknown))
-                    if names
-                )
-            )
+            pairs = (("missing", missing), ("not in the spec", unknown))
+            found = "; ".join(f"{what} {listing(names)}" for what, names in pairs if names)
+            raise SpecError(f"expected exactly the tensors of the spec: {found}")
         out = np.empty(self.size, dtype=dtype)
         for tensor in self.tensors:
             value = np.asarray(tensors[tensor.name])
@@ -195,11 +170,7 @@ class WeightSpec:
         return out
 
     def unpack(self, vector: Any) -> dict[str, Any]:
-        """Split vectors (..., D), NumPy or torch, into named arrays (..., *shape); views where possible.
-
-        Raises:
-            SpecError: if the length of the last axis is not D.
-        """
+        """Split vectors (..., D), NumPy or torch, into named arrays (..., *shape); views where possible."""
         if vector.shape[-1] != self.size:
             raise SpecError(f"expected vectors of length {self.size}, found {vector.shape[-1]}")
         lead = tuple(vector.shape[:-1])
@@ -215,9 +186,7 @@ class WeightSpec:
             for n, t in mine.items()
             if n in theirs and t != theirs[n]
         ]
-        if not lines and self != other:
-            lines = ["expected the same tensors in another order"]
-        return lines
+        return lines or ["expected the same tensors in another order"] * (self != other)
 
     def to_json(self) -> str:
         """Compact JSON: `[[name, shape, role], ...]`."""
@@ -225,11 +194,7 @@ class WeightSpec:
 
     @classmethod
     def from_json(cls, text: str) -> "WeightSpec":
-        """The inverse of `to_json`.
-
-        Raises:
-            SpecError: if the text has another form.
-        """
+        """The inverse of `to_json`; SpecError if the text has another form."""
         try:
             rows = json.loads(text)
             if not isinstance(rows, list):

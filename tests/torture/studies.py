@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import ROOT, script
-from test_studies import BENCHMARKS, COPYING_BENCHMARKS, check_p_values, population  # noqa: F401 - a fixture
+from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
@@ -56,7 +56,7 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     check_p_values(rows)
 
 
-@pytest.mark.parametrize("recipe", BENCHMARKS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("recipe", IMAGES, ids=lambda path: path.parent.name)
 def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a few digits, in the first cell, with the first number of each grid."""
     monkeypatch.chdir(tmp_path)
@@ -80,7 +80,7 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
     assert result.figures()
 
 
-@pytest.mark.parametrize("recipe", COPYING_BENCHMARKS, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("recipe", COPYING, ids=lambda path: path.parent.name)
 def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"data.length": 2, "data.train": 8, "data.test": 4, "training.epochs": 1, "network.width": 8}

@@ -40,7 +40,15 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            if not new or not _linked(temporary, path):
+            linked = False
+            if new:
+                try:
+                    os.link(temporary, path)  # fails if the path exists
+                    linked = True
+                except OSError as error:  # a file system without hard links
+                    if isinstance(error, FileExistsError) or path.exists():
+                        raise FileExistsError(path) from None
+            if not linked:
                 os.replace(temporary, path)
             sync_folder(path.parent)
         finally:
@@ -117,17 +125,6 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _linked(temporary: Path, path: Path) -> bool:
-    """Give the file its name unless that exists; False if the file system has no hard links."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if isinstance(error, FileExistsError) or path.exists():
-            raise FileExistsError(path) from None
-        return False
-    return True
 
 
 def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:

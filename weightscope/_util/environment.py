@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,17 @@ _PACKAGES = ("torch", "numpy", "scipy", "h5py", "joblib", "scikit-learn")
 
 def environment(device: str | None = None) -> dict[str, Any]:
     """Versions, machine and torch device as plain JSON types; torch is imported for a GPU only."""
+    packages = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     found: dict[str, Any] = {
         "weightscope": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": usable_cores(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": packages,
     }
     if device is not None:
         found["device"] = device
@@ -88,10 +92,3 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or os.uname().machine
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

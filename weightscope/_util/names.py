@@ -24,20 +24,21 @@ def unwrapped(name: str) -> str:
     return ".".join(parts)
 
 
-def split_patterns(pattern: str | Sequence[str], argument: str = "select") -> list[str]:
-    """Shell patterns (`*`, `?`, `[..]`) given as one comma-separated string or as a sequence."""
-    parts = pattern.split(",") if isinstance(pattern, str) else list(pattern)
-    if not parts or not all(isinstance(p, str) and p.strip() for p in parts):
-        raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {pattern!r}")
-    return [p.strip() for p in parts]
-
-
 def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str = "select") -> list[str]:
-    """The names that match any of the patterns, in their order; UsageError if a pattern matches none."""
-    names, patterns = list(names), split_patterns(pattern, argument)
+    """The names, in their order, that match any of the shell patterns (`*`, `?`, `[..]`).
+
+    Patterns are one comma-separated string or a sequence; UsageError if one of them matches no name.
+    """
+    names, patterns = list(names), pattern.split(",") if isinstance(pattern, str) else list(pattern)
+    if not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
+        raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {shortened(repr(pattern))}")
+    patterns = [p.strip() for p in patterns]
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            found = fitted([f"`{name}`" for name in _nearest_to_pattern(p, names)])
+            bare = re.sub(r"\[[^]]*\]|[*?]", "", p)  # compared with the end of each name that the pattern fixes
+            ends = {name: name[-len(bare) :] if p.startswith("*") else name for name in names}
+            ranks = {end: rank for rank, end in enumerate(nearest_first(bare, ends.values()))}
+            found = fitted([f"`{name}`" for name in sorted(names, key=lambda name: ranks[ends[name]])])
             raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 
@@ -48,17 +49,11 @@ def nearest_first(name: str, names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys([*difflib.get_close_matches(name, names, cutoff=0.3), *names]))
 
 
-def _nearest_to_pattern(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names, those first whose beginning or end is most similar to a pattern, whichever the pattern fixes."""
-    bare = re.sub(r"\[[^]]*\]|[*?]", "", pattern)
-    ends = [name[-len(bare) :] if pattern.startswith("*") else name for name in names]
-    ranks = {end: i for i, end in enumerate(nearest_first(bare, ends))}
-    return [name for _, name in sorted(zip(ends, names, strict=True), key=lambda pair: ranks[pair[0]])]
-
-
 def listing(names: Iterable[str], most: int = 8) -> str:
     """The first few names and the number of the others, for a message: `a`, `b` and 1 more."""
-    return _joined([f"`{name}`" for name in names], most)
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more
 
 
 def shortened(text: str, most: int = 60) -> str:
@@ -77,11 +72,8 @@ def unverified(source: str, files: Iterable[str]) -> str:
 
 def numbered(label: str, taken: Collection[str]) -> str:
     """The label, or with the first free number if it is taken: `vit (2)`."""
-    name, n = label, 1
-    while name in taken:
-        n += 1
-        name = f"{label} ({n})"
-    return name
+    names = itertools.chain([label], (f"{label} ({n})" for n in itertools.count(2)))
+    return next(name for name in names if name not in taken)
 
 
 def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[str]:
@@ -111,17 +103,13 @@ def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") 
     shown = repr(shortened(name)) if isinstance(name, str) else shortened(repr(name))
     near = nearest(name, known)
     if near is not None:
-        return f"no {kind} {shown}; did you mean {near!r}?" + (f" Otherwise give {otherwise}" if otherwise else "")
-    return f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}" + (
-        f"; or give {otherwise}" if otherwise else ""
-    )
+        return f"no {kind} {shown}; did you mean {near!r}?" + f" Otherwise give {otherwise}" * bool(otherwise)
+    there = f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}"
+    return there + f"; or give {otherwise}" * bool(otherwise)
 
 
 def fitted(names: Sequence[str], room: int = _ROOM) -> str:
     """As many names as fit into so many characters, at least one, and the number of the others."""
     lengths = itertools.accumulate(len(name) + 2 for name in names)
-    return _joined(names, max(1, sum(length <= room for length in lengths)))
-
-
-def _joined(names: Sequence[str], most: int) -> str:
+    most = max(1, sum(length <= room for length in lengths))
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

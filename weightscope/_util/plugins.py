@@ -1,16 +1,16 @@
 """Plug-ins: registered names, references `"package.module:name"` to users' code, and the parameters of callables."""
 
-import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from weightscope._util.names import unknown
@@ -82,12 +82,18 @@ def imported(reference: str) -> Any:
     if reference in _passed:
         return _passed[reference]
     module_name, _, path = reference.partition(":")
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
     try:
-        with _working_directory_importable():
-            found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         raise UsageError(f"{reference}: cannot import {module_name} ({why}); run where it can be imported") from error
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")]
@@ -97,24 +103,86 @@ def imported(reference: str) -> Any:
 
 
 def reference_to(item: Any) -> str:
-    """`"package.module:name"` for a function or class, such that `imported` gives it back in this process.
+    """`"package.module:name"` for any callable, such that `imported` gives it back in this process.
 
-    UsageError if it is anonymous (a lambda, a `functools.partial`), or depends on values that its source does not show:
-    variables of the function around it, or the object of a bound method.
+    The name ends in a hash of its source and values where these are not those of a name: of a lambda, a
+    `functools.partial`, a bound method, an instance, and of what depends on variables of the function around it.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-    if not module or not name or "<lambda>" in name:
-        raise UsageError(f"expected a function or class with a name of its own, found {item!r}; define it with `def`")
-    reference = f"{module}:{name.replace('<locals>.', '')}"
-    if _findable(module, name) is item:
-        return reference
-    if captured := _captured(item):
-        raise UsageError(
-            f"{reference} depends on {', '.join(captured)}, which cannot be recorded; expected a function or class "
-            "that depends on its parameters only (a recipe's section takes numbers for them)"
-        )
-    _passed[reference] = item
+    if module and name and "<lambda>" not in name:
+        reference = f"{module}:{name.replace('<locals>.', '')}"
+        found: Any = sys.modules.get(module) if module != "__main__" else None  # which differs between processes
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is item:
+            return reference
+        if not _captured(item):
+            _passed[reference] = item
+            return reference
+    digest = hashlib.sha256()
+    for part in _contents(item, {}):
+        digest.update(len(part).to_bytes(8) + part)
+    label = re.sub("[^0-9A-Za-z_]", "_", name_of(item))
+    reference = f"{module or type(item).__module__}:{label}_{digest.hexdigest()[:8]}"
+    _passed[reference], _hashes[reference] = item, digest.hexdigest()[:16]
     return reference
+
+
+def name_of(item: Any) -> str:
+    """A short name of any callable: that of the function, `lambda`, `Class.method`, or the class of an instance."""
+    if isinstance(item, functools.partial):
+        return name_of(item.func)
+    if inspect.ismethod(item) and not inspect.isclass(item.__self__):
+        return f"{type(item.__self__).__name__}.{item.__name__}"
+    return str(getattr(item, "__name__", type(item).__name__)).strip("<>")
+
+
+def _contents(item: Any, seen: dict[int, Any]) -> Iterator[bytes]:
+    """What makes a value what it is: sources of functions and classes, and the values that they hold."""
+    yield type(item).__qualname__.encode()
+    if item is None or isinstance(item, bool | int | float | complex | str | bytes | os.PathLike):
+        yield repr(item).encode()
+        return
+    if id(item) in seen:
+        yield str(list(seen).index(id(item))).encode()
+        return
+    seen[id(item)] = item  # also keeps the id from being used again
+    held: list[Any] = []
+    if isinstance(item, functools.partial):
+        held = [item.func, item.args, item.keywords]
+    elif inspect.ismethod(item):
+        held = [item.__self__, item.__func__]
+    elif inspect.isfunction(item) or inspect.isclass(item):
+        yield _source(item)
+        cells = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
+        members = [m for m in vars(item).values() if getattr(m, "__closure__", None)]
+        held = [getattr(item, "__defaults__", None), getattr(item, "__kwdefaults__", None), *cells, *members]
+    elif isinstance(item, Mapping):
+        held = [part for pair in item.items() for part in pair]
+    elif isinstance(item, list | tuple | set | frozenset):
+        held = sorted(item, key=repr) if isinstance(item, set | frozenset) else list(item)
+    elif hasattr(item, "detach"):  # a tensor
+        held = [item.detach().cpu().numpy()]
+    elif hasattr(item, "tobytes"):  # an array
+        yield repr((item.dtype, item.shape)).encode() + item.tobytes()
+    elif hasattr(item, "__dict__") and not inspect.ismodule(item):
+        held = [type(item), vars(item)]
+    elif " at 0x" in repr(item):
+        raise UsageError(f"{item!r:.80} cannot be recorded; expected a callable that holds numbers, texts and arrays")
+    else:
+        yield repr(item).encode()
+    for part in held:
+        yield from _contents(part, seen)
+
+
+def _source(item: Any) -> bytes:
+    """The source of a function or class, or its name; two lambdas of one line differ in their column."""
+    try:
+        code = getattr(item, "__code__", None)
+        columns = [place[2] for place in code.co_positions()] if code and code.co_name == "<lambda>" else ""
+        return f"{columns} {textwrap.dedent(inspect.getsource(item))}".encode()
+    except (OSError, TypeError, SyntaxError):
+        return f"{item.__module__}:{item.__qualname__}".encode() + getattr(code, "co_code", b"")
 
 
 def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
@@ -157,28 +225,6 @@ def _captured(item: Any) -> list[str]:
     # a decorator such as `torch.no_grad()` captures the function that it wraps
     codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
     return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
-
-
-def _findable(module: str, qualified_name: str) -> Any:
-    found: ModuleType | Any | None = sys.modules.get(module)
-    if module == "__main__":
-        return None  # different in every process
-    for part in qualified_name.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
 
 
 @dataclass(frozen=True)

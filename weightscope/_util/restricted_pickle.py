@@ -14,6 +14,7 @@ import struct
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -150,22 +151,10 @@ def uint8_array(value: Any, where: str) -> np.ndarray:
         case Call(name, _, (int(), tuple(shape), Call("numpy dtype", (str(kind), *_)), fortran, data)) if (
             name.endswith("_reconstruct") and kind in ("u1", "|u1") and not fortran
         ):
-            raw = _bytes(data)
-            if raw is not None and all(isinstance(n, int) and n >= 0 for n in shape):
-                array = np.frombuffer(raw, np.uint8)
-                if array.size == int(np.prod(shape, dtype=object)):
-                    return array.reshape(shape)
+            match data:  # of Python 2 and 3
+                case Call("_codecs encode", (str(text), "latin1" | "latin-1")) | str(text):
+                    data = text.encode("latin-1") if max(text, default="") < "\u0100" else None
+            valid = isinstance(data, bytes) and all(isinstance(n, int) and n >= 0 for n in shape)
+            if valid and len(data) == prod(shape):
+                return np.frombuffer(data, np.uint8).reshape(shape)
     raise DataError(f"{where}: expected an array of unsigned bytes in C order, found something else")
-
-
-def _bytes(value: Any) -> bytes | None:
-    """Raw bytes as pickles of Python 2 and 3 hold them, or None."""
-    match value:
-        case Call("_codecs encode", (str(text), "latin1" | "latin-1")) | str(text):
-            try:
-                return text.encode("latin-1")
-            except UnicodeEncodeError:
-                return None
-        case bytes():
-            return value
-    return None

@@ -18,14 +18,12 @@ def finite_or_none(value: float) -> float | None:
 class Result:
     """Base class of results. A subclass defines `rows`, and usually `summary`, `columns`, `notes` and `plot`.
 
-    Attributes:
-        columns: head of a column of the text table -> format of its cells from a row, such as
-            `"{low:+.3f} to {high:+.3f}"`; None and NaN are printed as "-". Without columns: all keys of the rows.
-        left: numbers of the left-aligned columns.
+    `columns` maps the head of a column of the text table to the format of its cells from a row, such as
+    `"{low:+.3f} to {high:+.3f}"`; None and NaN are printed as "-". Without, the columns are the keys of the rows.
     """
 
     columns: ClassVar[Mapping[str, str]] = {}
-    left: ClassVar[Collection[int]] = (0,)
+    left: ClassVar[Collection[int]] = (0,)  # numbers of the left-aligned columns
 
     @abstractmethod
     def rows(self) -> list[dict[str, Any]]:
@@ -50,11 +48,7 @@ class Result:
         return {"rows": self.rows()}
 
     def to_pandas(self) -> Any:
-        """`rows()` as a `pandas.DataFrame`.
-
-        Raises:
-            UsageError: if pandas is not installed.
-        """
+        """`rows()` as a `pandas.DataFrame`; UsageError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -103,15 +97,11 @@ def html_table(rows: Sequence[dict[str, Any]], most: int = 20) -> str:
     """Records as an HTML table of at most `most` rows, and the number of the others."""
     if not rows:
         return "<p>no rows</p>"
-    columns = list(rows[0])
-    head = "".join(f"<th>{html.escape(str(column))}</th>" for column in columns)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_cell(row.get(column)))}</td>" for column in columns) + "</tr>"
-        for row in rows[:most]
-    )
+    head = "".join(f"<th>{html.escape(str(column))}</th>" for column in rows[0])
+    body = ""
+    for row in rows[:most]:
+        cells = (row.get(column) for column in rows[0])
+        texts = (f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells)
+        body += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in texts) + "</tr>"
     more = f"<p>{len(rows) - most} more rows; <code>.to_pandas()</code> has all</p>" if len(rows) > most else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -34,9 +34,7 @@ class Purpose(IntEnum):
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
-    """The seed sequence of one network's stream: `SeedSequence(root, spawn_key=(network, purpose))`."""
-    if root < 0 or network < 0:
-        raise ValueError(f"seeds and network indices count from 0, found root={root}, network={network}")
+    """The seed sequence of one network's stream; ValueError for numbers below 0."""
     return np.random.SeedSequence(root, spawn_key=(network, int(purpose)))
 
 

@@ -6,7 +6,6 @@ import re
 import stat
 from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple
 
 from weightscope._util.names import unknown
 from weightscope.errors import RecipeError, UsageError
@@ -37,21 +36,9 @@ def population_member(source: object) -> tuple[Path, int] | None:
     return Path(path), int(index)
 
 
-class ShippedRecipe(NamedTuple):
-    """One recipe of the package."""
-
-    path: Path
-    about: str  # the first line of the comment at its top
-
-
-def recipes() -> dict[str, ShippedRecipe]:
-    """The recipes that are part of the package, by name."""
-    found = {}
-    for path in sorted(_RECIPES.glob("*.toml"), key=lambda path: path.stem):
-        with path.open(encoding="utf-8") as file:
-            first = file.readline()
-        found[path.stem] = ShippedRecipe(path, first.removeprefix("#").strip() if first.startswith("#") else "")
-    return found
+def recipes() -> dict[str, Path]:
+    """The files of the recipes that are part of the package, by name."""
+    return {path.stem: path for path in sorted(_RECIPES.glob("*.toml"), key=lambda path: path.stem)}
 
 
 def recipe_path(source: str | Path) -> Path:
@@ -64,7 +51,7 @@ def recipe_path(source: str | Path) -> Path:
     shipped = recipes()
     if str(source) not in shipped:
         raise RecipeError(unknown("recipe", str(source), shipped, "the path of a .toml file"))
-    return shipped[str(source)].path
+    return shipped[str(source)]
 
 
 def open_regular(path: str | Path) -> BufferedReader:

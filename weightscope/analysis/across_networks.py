@@ -1,4 +1,4 @@
-"""Covariances of weights over the networks of a population, in memory or on disk, and their leading eigenpairs."""
+"""`covariance`: over the networks of a population, in memory or on disk, or within networks; leading eigenpairs."""
 
 import math
 from collections.abc import Iterator, Sequence

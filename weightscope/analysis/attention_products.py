@@ -18,11 +18,15 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope._util.names import labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
-from weightscope.analysis.attention_reading import AttentionReader, gain_before, mean_rotation, name_of
-from weightscope.anatomy import AttentionPart, SSMPart
+from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors
+from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.anatomy.ssm import find as find_state_spaces
+from weightscope.anatomy.tensors import MappingTensors
+from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.population import open_network
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -280,6 +284,7 @@ _Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 
 class _Options(NamedTuple):
+    cross: bool
     fold_norms: bool
     fold_scales: bool
     biases: bool
@@ -288,18 +293,68 @@ class _Options(NamedTuple):
     clip: int | None
 
 
-class _Table:
-    """One model's numbers, in arrays that are allocated before anything is read.
+_PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
 
-    Small results allocated between large tensors would fragment the memory of those and prevent its reuse.
+
+def name_of(source: Any) -> str:
+    """A short label of a source: the last informative part of its path."""
+    if isinstance(source, Checkpoint):
+        source = source.source
+    if not isinstance(source, str | Path):
+        return "state dict" if isinstance(source, Mapping) else type(source).__name__
+    path = Path(str(source).removeprefix("hf://").partition("@")[0])
+    stem = path.stem if path.suffix in (".safetensors", ".pt", ".pth", ".bin") else path.name
+    return path.absolute().parent.name if stem in _PLAIN else stem or str(source)
+
+
+class _Fused(MappingTensors):
+    """A checkpoint's tensors; fused ones are kept until `kept.clear()`: each of their parts asks for the whole."""
+
+    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
+        super().__init__(checkpoint, {**checkpoint.config, **(config or {})})
+        self.kept: dict[str, Tensor] = {}
+        self.fused: set[str] = set()
+
+    def get(self, name: str) -> Tensor:
+        if name not in self.fused:
+            return super().get(name)
+        if name not in self.kept:
+            self.kept[name] = super().get(name)
+        return self.kept[name]
+
+
+class _Model:
+    """One model, its self-attention and its state-space layers, and their numbers.
+
+    The arrays are allocated before anything is read: small results allocated between large tensors would fragment the
+    memory of those and prevent its reuse.
     """
 
-    def __init__(self, reader: AttentionReader, label: str, options: _Options) -> None:
-        parts, state_spaces = reader.parts, reader.state_spaces
-        rows = sum(2 * part.heads + 1 for part in parts) + sum(part.groups for part in state_spaces)
+    def __init__(
+        self, source: Any, config: Mapping[str, Any] | None, layers: Any, label: str, options: _Options
+    ) -> None:
+        source = open_network(source)
+        self.checkpoint = source if isinstance(source, Checkpoint) else None
+        fused = None if self.checkpoint is None else _Fused(self.checkpoint, config)
+        self.tensors: NamedTensors = fused or named_tensors(source, config)
+        self.kept: dict[str, Tensor] = {} if fused is None else fused.kept
+        state_spaces = find_state_spaces(self.tensors)
+        found = find_attention(self.tensors) if state_spaces else attention(self.tensors)
+        self.skipped = {part.name: why for part in found if (why := _unusable(part, options.cross))}
+        if found and len(self.skipped) == len(found):
+            name, why = next(iter(self.skipped.items()))
+            raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
+        chosen: list[Any] = chosen_layers([*(p for p in found if p.name not in self.skipped), *state_spaces], layers)
+        for part in chosen if fused else ():
+            groups = [*part.parameters.values(), *getattr(part, "bias_parameters", {}).values()]
+            names = [name for group in groups for name in group]
+            fused.fused |= {name for name in names if names.count(name) > 1}  # type: ignore[union-attr]
+        self.parts = parts = [part for part in chosen if isinstance(part, AttentionPart)]
+        self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]
+        rows = sum(2 * part.heads + 1 for part in parts) + sum(part.groups for part in self.state_spaces)
         ranks = [part.width if options.spectra == "all" else max(part.head_width, part.value_width) for part in parts]
-        rank = 0 if options.spectra == "none" else max([*ranks, *(part.state for part in state_spaces)])
-        widths = [*(part.width for part in parts), *(part.channels for part in state_spaces)]
+        rank = 0 if options.spectra == "none" else max([*ranks, *(part.state for part in self.state_spaces)])
+        widths = [*(part.width for part in parts), *(part.channels for part in self.state_spaces)]
         side = min(options.clip or 0, max(widths))
         self.label, self.options = label, options
         self.places: list[tuple[Row, Row]] = []  # the columns before the statistics, and those after
@@ -392,19 +447,17 @@ def products(
         cross: include cross-attention if both streams have the same width; a diagonal then relates two streams.
         fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
             `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
-        fold_scales: multiply LayerScale's factors s (d,), if the model has them, into what the attention adds to the
-            residual stream: `W_V W_O diag(s)`. Without it such models cause a warning: half of s may be negative.
-        biases: add columns on the contribution of biases, which is not part of the product. Of queries and keys:
-            `bias_on_keys`, ||W_K b_Q|| / sqrt(d), a preference for some keys independent of the query;
-            `bias_on_queries`, ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores.
-            Of values and outputs: `bias_on_output`, ||b_V W_O|| / sqrt(d), for whole layers
-            ||b_V W_O + b_O|| / sqrt(d), added to every token since attention weights sum to one. With `fold_norms`
-            the normalisation's shift is part of the biases.
+        fold_scales: multiply LayerScale's factors s (d,), half of which may be negative, into what the attention adds
+            to the residual stream: `W_V W_O diag(s)`.
+        biases: add columns on the contribution of biases, which is not part of the product: `bias_on_keys`,
+            ||W_K b_Q|| / sqrt(d), a preference for some keys independent of the query; `bias_on_queries`,
+            ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores; `bias_on_output`,
+            ||b_V W_O|| / sqrt(d), for whole layers ||b_V W_O + b_O|| / sqrt(d), added to every token. With
+            `fold_norms` the normalisation's shift is part of the biases.
         rotary: for models that rotate queries and keys: the product at relative position `"zero"`, at another one (an
-            integer), or averaged over a range, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255. No effect on other
-            models.
-        spectra: compute singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of
-            d x d, which takes longer than everything else), or of `"none"`.
+            integer), or averaged over a range, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255.
+        spectra: singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of d x d,
+            which takes longer than everything else), or of `"none"`.
         clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
 
     DataError if a source cannot be read; AnatomyError if a model has neither state-space layers nor attention, or only
@@ -425,7 +478,7 @@ def products(
         raise UsageError(f"clip: expected at least 1 or None, found {clip}")
     positions = range(rotary, rotary + 1) if number else _AVERAGE if rotary == "average" else rotary
     positions = None if rotary in ("zero", 0) else positions
-    options = _Options(fold_norms, fold_scales, biases, positions, spectra, clip)
+    options = _Options(cross, fold_norms, fold_scales, biases, positions, spectra, clip)
     if not sources:
         raise UsageError("products: expected at least one model, found none")
     names = labels_of([name_of(source) for source in sources], labels)
@@ -433,47 +486,57 @@ def products(
     out = ProductsResult([], [], {}, [], stated)
     for source, label in zip(sources, names, strict=True):
         try:
-            _add_model(out, AttentionReader(source, config, layers, cross), label, options)
+            _add_model(out, _Model(source, config, layers, label, options))
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from error
     return out
 
 
-def _add_model(out: ProductsResult, reader: AttentionReader, label: str, options: _Options) -> None:
+def _add_model(out: ProductsResult, model: _Model) -> None:
     """Append one model's products, and what is known about the model."""
-    table = _Table(reader, label, options)
-    for part in reader.parts:
-        norm = gain_before(reader.tensors, part) if options.fold_norms else (None, None)
+    options = model.options
+    for part in model.parts:
+        norm = gain_before(model.tensors, part) if options.fold_norms else (None, None)
         turn = None
         if options.positions is not None and part.rotary:
-            turn = mean_rotation(reader.tensors, part, options.positions)
-        name = layer_scale(reader.tensors, part)
-        scale = reader.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
-        _queries_keys(table, part, norm, turn, scaled=name is not None)
-        _values_outputs(table, part, norm, scale, scaled=name is not None)
-        reader.forget()
-    for layer in reader.state_spaces:
+            turn = mean_rotation(model.tensors, part, options.positions)
+        name = layer_scale(model.tensors, part)
+        scale = model.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
+        _queries_keys(model, part, norm, turn, scaled=name is not None)
+        _values_outputs(model, part, norm, scale, scaled=name is not None)
+        model.kept.clear()
+    for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
-        c, b = (table.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
-        table.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
-        reader.forget()
-    table.append_to(out)
-    checkpoint = reader.checkpoint
+        c, b = (model.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
+        model.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
+        model.kept.clear()
+    model.append_to(out)
+    checkpoint, label = model.checkpoint, model.label
     out.sources.append(
         SourceInfo(
             label,
-            modules=len(reader.parts),
-            heads=tuple(part.heads for part in reader.parts),
+            modules=len(model.parts),
+            heads=tuple(part.heads for part in model.parts),
             widths=tuple(dict.fromkeys(row["width"] for row in out.records if row["source"] == label)),
             bytes_read=None if checkpoint is None else checkpoint.bytes_read,
             commit=None if checkpoint is None else checkpoint.commit,
-            nonfinite=table.nonfinite,
-            skipped=reader.skipped,
+            nonfinite=model.nonfinite,
+            skipped=model.skipped,
             unverified=() if checkpoint is None else checkpoint.unverified,
-            state_spaces=len(reader.state_spaces),
+            state_spaces=len(model.state_spaces),
         )
     )
+
+
+def _unusable(part: AttentionPart, cross: bool) -> str | None:
+    """Why the products of an attention module are left out; None if they are not."""
+    if part.width != part.kv_width:
+        widths = f"queries read {part.width} channels and keys {part.kv_width}"
+        return f"{widths}, so the products are not square and have no diagonal"
+    if part.kind == "cross" and not cross:
+        return "cross-attention: queries and keys read two different streams (cross=True includes it)"
+    return None
 
 
 def _batches(part: AttentionPart, width: int) -> list[list[int]]:
@@ -482,9 +545,9 @@ def _batches(part: AttentionPart, width: int) -> list[list[int]]:
     return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
 
 
-def _queries_keys(table: _Table, part: AttentionPart, norm: _Norm, turn: Tensor | None, scaled: bool) -> None:
-    q, k = table.read(part, "q"), table.read(part, "k")  # (H, d, k), (kv, d, k)
-    biased = table.options.biases
+def _queries_keys(model: _Model, part: AttentionPart, norm: _Norm, turn: Tensor | None, scaled: bool) -> None:
+    q, k = model.read(part, "q"), model.read(part, "k")  # (H, d, k), (kv, d, k)
+    biased = model.options.biases
     bias_q, bias_k = (_bias(part, n, x, norm[1]) if biased else None for n, x in (("q", q), ("k", k)))
     for heads in _batches(part, part.head_width):
         groups = [part.kv_head(head) for head in heads]
@@ -498,12 +561,12 @@ def _queries_keys(table: _Table, part: AttentionPart, norm: _Norm, turn: Tensor 
                 "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
                 "bias_constant": (b * c).sum(-1),
             }
-        table.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
+        model.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
 
 
-def _values_outputs(table: _Table, part: AttentionPart, norm: _Norm, scale: Tensor | None, scaled: bool) -> None:
-    v, o = table.read(part, "v"), table.read(part, "o")  # (kv, d, k), (H, k, d)
-    bias = _bias(part, "v", v, norm[1]) if table.options.biases else None
+def _values_outputs(model: _Model, part: AttentionPart, norm: _Norm, scale: Tensor | None, scaled: bool) -> None:
+    v, o = model.read(part, "v"), model.read(part, "o")  # (kv, d, k), (H, k, d)
+    bias = _bias(part, "v", v, norm[1]) if model.options.biases else None
     total = torch.zeros(part.width, dtype=torch.float64)
     for heads in _batches(part, part.value_width):
         groups = [part.kv_head(head) for head in heads]
@@ -514,7 +577,7 @@ def _values_outputs(table: _Table, part: AttentionPart, norm: _Norm, scale: Tens
             total += added.sum(0)
             more = {"bias_on_output": _per_channel(added)}
         product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
-        table.add(part, "vo", heads, product, more, scaled)
+        model.add(part, "vo", heads, product, more, scaled)
         del product
     more = {}
     if bias is not None:
@@ -527,7 +590,7 @@ def _values_outputs(table: _Table, part: AttentionPart, norm: _Norm, scale: Tens
     # Query heads of one group add up behind the value head that they share.
     outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
     product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
-    table.add(part, "vo", [None], product, more, scaled)
+    model.add(part, "vo", [None], product, more, scaled)
 
 
 def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
@@ -544,3 +607,86 @@ def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) 
 def _per_channel(vectors: Tensor) -> Tensor:
     """||x|| / sqrt(d) along the last axis."""
     return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])
+
+
+# --- the normalisation before an attention module ------------------------------------------------------------------
+
+_NORMS = (
+    *("norm1", "ln_1", "layernorm_before", "input_layernorm", "layer_norm1", "self_attn_layer_norm"),
+    *("attention_norm", "ln_attn", "attn_norm", "ln1", "norm_1"),
+)
+# Model types whose norms have the same names but follow the attention.
+_POST_NORM = {"bart", "bert", "distilbert", "marian", "fsmt", "blenderbot-small", "swinv2", "wav2vec2", "hubert"}
+
+
+def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tensor | None]:
+    """Gain (d,) and shift (d,) or None of the normalisation whose output an attention module reads; float64."""
+    block = part.name.rpartition(".")[0]
+    kind = source.hint(part.name, ("model_type",), str)
+    for parent in (block, block.rpartition(".")[0]):
+        prefix = f"{parent}." if parent else ""
+        candidates = (*_NORMS, "layer_norm") if part.name.endswith("SelfAttention") else _NORMS
+        for name in (f"{prefix}{candidate}" for candidate in candidates):
+            if f"{name}.weight" not in source or source.shape(f"{name}.weight") != (part.width,):
+                continue
+            if kind in _POST_NORM or f"{part.name}.logit_scale" in source or _after(source, part, parent):
+                break
+            gain = source.get(f"{name}.weight").double()
+            if kind is not None and kind.startswith("gemma"):
+                gain = gain + 1  # Gemma stores gain - 1
+            shift = source.get(f"{name}.bias").double() if f"{name}.bias" in source else None
+            return gain, shift
+    raise AnatomyError(
+        f"`{part.name}`: found no normalisation whose gain could be folded into it: the model normalises after the "
+        "attention, or under an unknown name; compute without fold_norms"
+    )
+
+
+def _after(source: NamedTensors, part: AttentionPart, parent: str) -> bool:
+    """Whether torch's own transformer layer normalises after the attention; a state dict cannot tell, and counts."""
+    if f"{part.name}.in_proj_weight" not in source or f"{parent}.linear1.weight" not in source:
+        return False
+    return source.own(parent, "norm_first") is not True
+
+
+# --- rotations of queries and keys by position ---------------------------------------------------------------------
+
+# Families whose rotation is of one dimension, over halves of a head, with the frequencies of their config.
+_HALVES = {
+    *("llama", "mistral", "mixtral", "gemma", "gemma2", "gpt_neox", "phi", "phi3", "qwen2", "qwen3", "qwen2_moe"),
+    *("stablelm", "olmo", "olmo2", "starcoder2", "granite", "persimmon", "falcon"),
+}
+_PAIRS = {"gptj", "codegen", "cohere", "cohere2"}  # the same over neighbouring channels
+
+
+def mean_rotation(source: NamedTensors, part: AttentionPart, positions: range) -> Tensor:
+    """The rotation of queries against keys, averaged over relative positions: (k, k), for `q @ R @ k^T`.
+
+    A query at position m and a key at n give `q R(m - n) k^T`; in the plane of channels (i, j) that turns with
+    frequency w, R(t) is [[cos wt, sin wt], [-sin wt, cos wt]]. The mean is over t in `positions`, and over -t as well
+    for a model that is not causal.
+    """
+    k, kind = part.head_width, source.hint(part.name, ("model_type",), str)
+    scaling = source.hint(part.name, ("rope_parameters", "rope_scaling"), dict) or {}
+    type_ = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in _HALVES | _PAIRS or type_ not in ("default", "linear"):
+        raise AnatomyError(
+            f"`{part.name}`: the rotation of positions of model type {kind!r} with scaling {type_!r} is not known; "
+            "use relative position 0 (rotary='zero'), which does not depend on it"
+        )
+    base = scaling.get("rope_theta")
+    base = base or source.hint(part.name, ("rope_theta", "rotary_emb_base"), (int, float)) or 10000.0
+    share = scaling.get("partial_rotary_factor")
+    share = share or source.hint(part.name, ("partial_rotary_factor", "rotary_pct"), (int, float)) or 1.0
+    turned = source.hint(part.name, ("rotary_dim",)) or int(k * share)
+    half = turned // 2
+    step = torch.arange(half, dtype=torch.float64)
+    angles = base ** (-step / half) / (scaling.get("factor", 1.0) if type_ == "linear" else 1.0)
+    turns = torch.tensor(list(positions), dtype=torch.float64)[:, None] * angles
+    cosine, sine = turns.cos().mean(0), turns.sin().mean(0) * (part.causal is not False)
+    first = 2 * step.long() if kind in _PAIRS else step.long()
+    second = first + (1 if kind in _PAIRS else half)
+    out = torch.eye(k, dtype=torch.float64)
+    out[first, first], out[second, second] = cosine, cosine
+    out[first, second], out[second, first] = sine, -sine
+    return out

@@ -1,4 +1,4 @@
-"""`inspect`: the contents of a population, an artifact or a checkpoint, as plain data and as text."""
+"""`inspect` and `verify`: the contents of a population, an artifact or a checkpoint, and whether they are intact."""
 
 import math
 import tomllib
@@ -14,9 +14,10 @@ from weightscope._util.names import unverified
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import is_population, population_member
 from weightscope.data.metrics import metric_named
+from weightscope.errors import DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
-from weightscope.fits.artifact import KEY
-from weightscope.population import Population, open_network
+from weightscope.fits.artifact import KEY, read_contents
+from weightscope.population import Population, open_network, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import WeightSpec
@@ -72,6 +73,16 @@ class TensorRow(NamedTuple):
     stop: int
 
 
+def _tensors(spec: WeightSpec) -> tuple[TensorRow, ...]:
+    places = zip(spec.tensors, spec.slices.values(), strict=True)
+    return tuple(TensorRow(t.name, t.shape, t.role, part.start, part.stop) for t, part in places)
+
+
+def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records with their shapes as text."""
+    return [row | {"shape": "x".join(map(str, row["shape"])) or "scalar"} for row in tensors]
+
+
 @dataclass(frozen=True, repr=False)
 class PopulationContents(Result):
     """The contents of a population."""
@@ -105,8 +116,14 @@ class PopulationContents(Result):
     def text(self) -> str:
         """Everything as text for a terminal, sections separated by blank lines."""
         columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
-        recipe = tomli_w.dumps(self.recipe).rstrip()
-        return "\n\n".join((self._counts(), row_table(columns, self.rows()), self._metrics(), self._origin(), recipe))
+        seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
+        origin = [f"root seed {self.root_seed}{seeds}"]
+        origin += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
+        for key, value in self.environment.items():
+            text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+            origin.append(f"{key}: {text}")
+        table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
+        return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe))
 
     def brief(self) -> str:
         """Counts and metrics on less than a screen, and where the rest is."""
@@ -114,14 +131,14 @@ class PopulationContents(Result):
         return "\n\n".join((self._counts(), self._metrics(most=_MOST_METRICS), rest))
 
     def _counts(self) -> str:
-        missing = len(self.missing_tiles)
-        lines = [
-            f"{self.summary()}, {_bytes(self.bytes_on_disk)}",
-            f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged",
-        ]
-        if missing:
-            lines.append("run `weightscope collect` again to train the missing ones")
-        return "\n".join(lines)
+        missing, size = len(self.missing_tiles), f"{self.bytes_on_disk} bytes"
+        for unit, power in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
+            size = f"{self.bytes_on_disk / power:.1f} {unit}" if self.bytes_on_disk >= power else size
+        counts = (
+            f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged"
+        )
+        again = ["run `weightscope collect` again to train the missing ones"] * bool(missing)
+        return "\n".join([f"{self.summary()}, {size}", counts, *again])
 
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
@@ -135,15 +152,6 @@ class PopulationContents(Result):
             unit, factor = (f" ({known.unit})" if known.unit else "", known.factor) if known else ("", 1.0)
             rows.append((name + unit, *(f"{factor * self.quantiles[name][str(q)]:.4g}" for q in _QUANTILES)))
         return text_table(head, rows)
-
-    def _origin(self) -> str:
-        seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
-        lines = [f"root seed {self.root_seed}{seeds}"]
-        lines += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
-        for key, value in self.environment.items():
-            text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-            lines.append(f"{key}: {text}")
-        return "\n".join(lines)
 
 
 def population_contents(path: Path) -> PopulationContents:
@@ -167,16 +175,6 @@ def population_contents(path: Path) -> PopulationContents:
         environment=population.environment,
         recipe=population.recipe.to_dict(),
     )
-
-
-def _tensors(spec: WeightSpec) -> tuple[TensorRow, ...]:
-    places = zip(spec.tensors, spec.slices.values(), strict=True)
-    return tuple(TensorRow(t.name, t.shape, t.role, part.start, part.stop) for t, part in places)
-
-
-def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records with their shapes as text."""
-    return [row | {"shape": "x".join(map(str, row["shape"])) or "scalar"} for row in tensors]
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,8 +247,98 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
     return found
 
 
-def _bytes(count: int) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
+# --- whether the bytes are those that were written -------------------------------------------------------------------
+
+_MOST = 1000  # missing files that are listed
+
+
+@dataclass(frozen=True, repr=False)
+class Verification(Result):
+    """What was compared with a checksum.
+
+    Each file has a `name`, a `status` ("verified", "unverified", "missing", "damaged"), what was `compared` ("sha256",
+    "sha1", "crc32" or empty), and `detail`: why it is not verified, and what to do.
+    """
+
+    source: str
+    files: tuple[dict[str, str], ...]
+
+    @property
+    def damaged(self) -> tuple[str, ...]:
+        """The details of the damaged files."""
+        return tuple(row["detail"] for row in self.files if row["status"] == "damaged")
+
+    def raise_if_damaged(self) -> None:
+        """Raise DataError if a file is damaged; names the first and their number."""
+        if self.damaged:
+            more = f" (and {len(self.damaged) - 1} more)" if len(self.damaged) > 1 else ""
+            raise DataError(f"{self.damaged[0]}{more}")
+
+    def rows(self) -> list[dict[str, Any]]:
+        return [dict(row) for row in self.files]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"source": self.source, "files": self.rows()}
+
+    def summary(self) -> str:
+        statuses = [row["status"] for row in self.files]
+        kinds = ("verified", "unverified", "missing", "damaged")
+        counts = [f"{n} {kind}" for kind in kinds if (n := statuses.count(kind))]
+        return f"{self.source}: {', '.join(counts) or 'no files'}"
+
+    def text(self) -> str:
+        """The counts, and a table of all files that are not verified, or of all if there are few."""
+        shown = [row for row in self.files if row["status"] != "verified"] or list(self.files[:20])
+        cells = [(row["name"], f"{row['status']} {row['compared']}".strip(), row["detail"]) for row in shown]
+        return "\n".join([self.summary(), "", text_table(("file", "", ""), cells, left=(0, 1, 2))])
+
+
+def verify(source: "str | Path | Population | Checkpoint", *, download: bool = False) -> Verification:
+    """Compare the files of a population, an artifact or a model with every checksum that is known of them.
+
+    - A population: the SHA-256 and the structure of every shard.
+    - An artifact: the digest beside its header.
+    - A model at the hub: the digest of each cached byte range, and each file of which all is cached with the hash that
+      the hub states. A file of which only ranges were read is unverified.
+    - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
+
+    `source` is a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`; `download` fetches what is missing
+    of a hub model's files. DataError if the source cannot be read at all; damaged files are listed in the result.
+
+    Example:
+        >>> print(verify("digits.pop").text())
+    """
+    if is_population(source):
+        return _population(Path(str(source)))
+    if hasattr(source, "recipe"):
+        return _population(source.path)  # type: ignore[union-attr]
+    from weightscope.checkpoint import Checkpoint
+
+    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    label = str(checkpoint.source)
+    if KEY in checkpoint.metadata and checkpoint.commit is None:
+        name = Path(label).name
+        try:
+            read_contents(label)
+        except DataError as error:
+            return Verification(label, (_row(name, "damaged", "sha256", str(error)),))
+        return Verification(label, (_row(name, "verified", "sha256"),))
+    checks = checkpoint.check(download=download)
+    return Verification(label, tuple(_row(c.name, c.status, c.compared, c.detail) for c in checks))
+
+
+def _population(path: Path) -> Verification:
+    population = Population(path, partial=True)
+    rows = []
+    for name, error in population.check_shards():
+        rows.append(_row(name, "damaged" if error else "verified", "sha256", error or ""))
+    for file in (shards.shard_file(path, tile) for tile in population.missing[:_MOST]):
+        if shards.hash_file(file).exists() and not file.exists():
+            rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
+        elif not file.exists():
+            rows.append(_row(file.name, "missing", detail="not trained yet, or removed"))
+    return Verification(str(path), tuple(rows))
+
+
+def _row(name: str, status: str, compared: str = "", detail: str = "") -> dict[str, str]:
+    return {"name": name, "status": status, "compared": compared, "detail": detail}

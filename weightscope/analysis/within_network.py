@@ -526,17 +526,12 @@ def covariance_within(
         labels: a name for each source; None for its own name.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
-        seed: of the random choice of filters that are kept for pictures, 64 in each layer, and of the test.
+        seed: of the random choice of 64 filters of each layer that are kept for pictures, and of the test.
         separability: simulations of a Monte Carlo test of S = A (x) B in each layer of filters or patches of one
             channel (`separability_test`; 199 are usual, and take seconds per layer); 0 for no test.
 
-    Raises:
-        AnatomyError: if a network has no such part; lists what it has.
-        DataError: if a source cannot be read, no layer of it has 2 finite samples, or a layer's filters do not admit
-            the test.
-        UsageError: if there is no source, or an argument is invalid.
-
-    Source: thesis 3.1.1; MLP paper 3 (rows and columns).
+    AnatomyError, with what there is, if a network has no such part; DataError if a source cannot be read, no layer of
+    it has 2 finite samples, or filters do not admit the test. Source: thesis 3.1.1; MLP paper 3 (rows and columns).
 
     Example:
         >>> found = covariance_within("efficientnet-lite0.pth")

@@ -39,86 +39,68 @@ class Rule:
         return found if found and min(found) > 0 and sum(found) == tensor.shape[0] else None
 
 
+# A bias has the first axis of its weight.
+_WB = r"\.(weight|bias)"
 _VIT_BLOCK = r"blocks\.(?P<b>\d+)\."
 _VIT = (
     Rule(r"(cls_token|pos_embed|reg_token|dist_token)", (None, None, _C)),
-    Rule(r"patch_embed\.proj\.weight", (_C, None, None, None)),
-    Rule(r"patch_embed\.proj\.bias|(fc_norm|norm|norm_pre)\.(weight|bias)", (_C,)),
-    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|attn\.proj\.bias|mlp\.fc2\.bias)", (_C,)),
-    Rule(_VIT_BLOCK + r"(ls[12]\.gamma|gamma_[12]|skip_scale)", (_C,)),
+    Rule(r"patch_embed\.proj" + _WB, (_C, None, None, None)),
+    Rule(r"(fc_norm|norm|norm_pre)" + _WB, (_C,)),
+    Rule(_VIT_BLOCK + r"(norm[12]\.(weight|bias)|ls[12]\.gamma|gamma_[12]|skip_scale)", (_C,)),
     Rule(
-        _VIT_BLOCK + r"attn\.qkv\.weight",
+        _VIT_BLOCK + r"attn\.qkv" + _WB,
         parts=(("q", ("~qk.{b}", _C)), ("k", ("~qk.{b}", _C)), ("v", ("~vo.{b}", _C))),
     ),
-    Rule(_VIT_BLOCK + r"attn\.qkv\.bias", parts=(("q", ("~qk.{b}",)), ("k", ("~qk.{b}",)), ("v", ("~vo.{b}",)))),
-    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.weight", ("~qk.{b}", _C)),
-    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?\.bias", ("~qk.{b}",)),
-    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.weight", ("~vo.{b}", _C)),
-    Rule(_VIT_BLOCK + r"attn\.v(_proj)?\.bias", ("~vo.{b}",)),
-    Rule(_VIT_BLOCK + r"attn\.proj\.weight", (_C, "~vo.{b}")),
+    Rule(_VIT_BLOCK + r"attn\.[qk](_proj)?" + _WB, ("~qk.{b}", _C)),
+    Rule(_VIT_BLOCK + r"attn\.v(_proj)?" + _WB, ("~vo.{b}", _C)),
+    Rule(_VIT_BLOCK + r"attn\.proj" + _WB, (_C, "~vo.{b}")),
     Rule(_VIT_BLOCK + r"attn\.gating_param", ("head.{b}",)),
     Rule(_VIT_BLOCK + r"attn\.position_vectors", ("head.{b}", None)),
     Rule(_VIT_BLOCK + r"attn\.filters", ("head.{b}", None, None)),
-    Rule(_VIT_BLOCK + r"attn\.filter_scale", (None,)),
-    Rule(_VIT_BLOCK + r"mlp\.fc1\.weight", ("hidden.{b}", _C)),
-    Rule(_VIT_BLOCK + r"mlp\.fc1\.bias", ("hidden.{b}",)),
-    Rule(_VIT_BLOCK + r"mlp\.fc1\.sum_weight", (None,)),
-    Rule(_VIT_BLOCK + r"mlp\.fc2\.weight", (_C, "hidden.{b}")),
-    Rule(r"(head|head_dist)\.weight", (None, _C)),
-    Rule(r"(head|head_dist)\.bias", (None,)),
+    Rule(_VIT_BLOCK + r"(attn\.filter_scale|mlp\.fc1\.sum_weight)", (None,)),
+    Rule(_VIT_BLOCK + r"mlp\.fc1" + _WB, ("hidden.{b}", _C)),
+    Rule(_VIT_BLOCK + r"mlp\.fc2" + _WB, (_C, "hidden.{b}")),
+    Rule(r"(head|head_dist)" + _WB, (None, _C)),
 )
 _HF = r"(vit\.|dinov2\.|deit\.)?"
 _HF_LAYER = _HF + r"(encoder\.layer|layers)\.(?P<b>\d+)\."
-_QUERY_KEY = r"attention\.(attention\.(query|key)|[qk]_proj)\."
-_VALUE = r"attention\.(attention\.value|v_proj)\."
-_OUTPUT = r"attention\.(output\.dense|o_proj)\."
 _HF_VIT = (
     Rule(_HF + r"embeddings\.(cls_token|position_embeddings|distillation_token|register_tokens)", (None, None, _C)),
     Rule(_HF + r"embeddings\.mask_token", (None, _C)),
-    Rule(_HF + r"embeddings\.patch_embeddings\.projection\.weight", (_C, None, None, None)),
-    Rule(_HF + r"(embeddings\.patch_embeddings\.projection\.bias|layernorm\.(weight|bias))", (_C,)),
-    Rule(_HF_LAYER + r"(norm[12]|layernorm_before|layernorm_after)\.(weight|bias)", (_C,)),
-    Rule(_HF_LAYER + "(" + _OUTPUT + r"bias|layer_scale[12]\.lambda1)", (_C,)),
-    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.bias", (_C,)),
-    Rule(_HF_LAYER + _QUERY_KEY + "weight", ("~qk.{b}", _C)),
-    Rule(_HF_LAYER + _QUERY_KEY + "bias", ("~qk.{b}",)),
-    Rule(_HF_LAYER + _VALUE + "weight", ("~vo.{b}", _C)),
-    Rule(_HF_LAYER + _VALUE + "bias", ("~vo.{b}",)),
-    Rule(_HF_LAYER + _OUTPUT + "weight", (_C, "~vo.{b}")),
-    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.weight", ("hidden.{b}", _C)),
-    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)\.bias", ("hidden.{b}",)),
-    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)\.weight", (_C, "hidden.{b}")),
-    Rule(_HF + r"(pooler\.dense|classifier)\.weight", (None, _C)),
-    Rule(_HF + r"(pooler\.dense|classifier)\.bias", (None,)),
+    Rule(_HF + r"embeddings\.patch_embeddings\.projection" + _WB, (_C, None, None, None)),
+    Rule(_HF + r"layernorm" + _WB, (_C,)),
+    Rule(_HF_LAYER + r"((norm[12]|layernorm_before|layernorm_after)\.(weight|bias)|layer_scale[12]\.lambda1)", (_C,)),
+    Rule(_HF_LAYER + r"attention\.(attention\.(query|key)|[qk]_proj)" + _WB, ("~qk.{b}", _C)),
+    Rule(_HF_LAYER + r"attention\.(attention\.value|v_proj)" + _WB, ("~vo.{b}", _C)),
+    Rule(_HF_LAYER + r"attention\.(output\.dense|o_proj)" + _WB, (_C, "~vo.{b}")),
+    Rule(_HF_LAYER + r"(mlp\.fc1|intermediate\.dense)" + _WB, ("hidden.{b}", _C)),
+    Rule(_HF_LAYER + r"(mlp\.fc2|output\.dense)" + _WB, (_C, "hidden.{b}")),
+    Rule(_HF + r"(pooler\.dense|classifier)" + _WB, (None, _C)),
 )
 _STAGE = r"stages\.(?P<s>\d+)\."
 _STAGE_BLOCK = _STAGE + r"blocks\.(?P<b>\d+)\."
 _CONVNEXT = (
-    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
-    Rule(r"stem\.(0\.bias|1\.(weight|bias))", ("channels.0",)),
-    Rule(_STAGE + r"downsample\.0\.(weight|bias)", ("channels.{before}",)),
-    Rule(_STAGE + r"downsample\.1\.weight", ("channels.{s}", "channels.{before}", None, None)),
-    Rule(_STAGE + r"downsample\.1\.bias", ("channels.{s}",)),
-    Rule(_STAGE_BLOCK + r"(gamma|conv_dw\.bias|norm\.(weight|bias)|mlp\.fc2\.bias)", ("channels.{s}",)),
-    Rule(_STAGE_BLOCK + r"conv_dw\.weight", ("channels.{s}", None, None, None)),
-    Rule(_STAGE_BLOCK + r"mlp\.fc1\.weight", ("hidden.{s}.{b}", "channels.{s}")),
-    Rule(_STAGE_BLOCK + r"mlp\.fc1\.bias", ("hidden.{s}.{b}",)),
+    Rule(r"stem\.0" + _WB, ("channels.0", None, None, None)),
+    Rule(r"stem\.1" + _WB, ("channels.0",)),
+    Rule(_STAGE + r"downsample\.0" + _WB, ("channels.{before}",)),
+    Rule(_STAGE + r"downsample\.1" + _WB, ("channels.{s}", "channels.{before}", None, None)),
+    Rule(_STAGE_BLOCK + r"(gamma|norm\.(weight|bias))", ("channels.{s}",)),
+    Rule(_STAGE_BLOCK + r"conv_dw" + _WB, ("channels.{s}", None, None, None)),
+    Rule(_STAGE_BLOCK + r"mlp\.fc1" + _WB, ("hidden.{s}.{b}", "channels.{s}")),
     Rule(_STAGE_BLOCK + r"mlp\.fc1\.sum_weight", (None,)),
-    Rule(_STAGE_BLOCK + r"mlp\.fc2\.weight", ("channels.{s}", "hidden.{s}.{b}")),
-    Rule(r"(norm_pre|head\.norm)\.(weight|bias)", ("channels.{last}",)),
-    Rule(r"head\.fc\.weight", (None, "channels.{last}")),
-    Rule(r"head\.fc\.bias", (None,)),
+    Rule(_STAGE_BLOCK + r"mlp\.fc2" + _WB, ("channels.{s}", "hidden.{s}.{b}")),
+    Rule(r"(norm_pre|head\.norm)" + _WB, ("channels.{last}",)),
+    Rule(r"head\.fc" + _WB, (None, "channels.{last}")),
 )
 _BATCH_NORM = r"(weight|bias|running_mean|running_var)"
 _CONVMIXER = (
-    Rule(r"stem\.0\.weight", ("channels.0", None, None, None)),
-    Rule(r"stem\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.0",)),
-    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.0\.weight", ("channels.{b}", None, None, None)),
-    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.(0\.bias|2\." + _BATCH_NORM + ")", ("channels.{b}",)),
-    Rule(r"blocks\.(?P<b>\d+)\.1\.weight", ("channels.{next}", "channels.{b}")),
-    Rule(r"blocks\.(?P<b>\d+)\.(1\.bias|3\." + _BATCH_NORM + ")", ("channels.{next}",)),
-    Rule(r"head\.weight", (None, "channels.{last}")),
-    Rule(r"head\.bias", (None,)),
+    Rule(r"stem\.0" + _WB, ("channels.0", None, None, None)),
+    Rule(r"stem\.2\." + _BATCH_NORM, ("channels.0",)),
+    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.0" + _WB, ("channels.{b}", None, None, None)),
+    Rule(r"blocks\.(?P<b>\d+)\.0\.fn\.2\." + _BATCH_NORM, ("channels.{b}",)),
+    Rule(r"blocks\.(?P<b>\d+)\.1" + _WB, ("channels.{next}", "channels.{b}")),
+    Rule(r"blocks\.(?P<b>\d+)\.3\." + _BATCH_NORM, ("channels.{next}",)),
+    Rule(r"head" + _WB, (None, "channels.{last}")),
 )
 _LLAMA_BLOCK = r"(model\.)?layers\.(?P<b>\d+)\."
 # Rotary positions tie the coordinates of queries and keys to each other, so these are fixed; values are free.
@@ -148,10 +130,10 @@ _MAMBA = (
     Rule(
         _MAMBA_MIXER + r"in_proj\.weight", parts=(("x", ("inner.{b}", "~channels")), ("z", ("inner.{b}", "~channels")))
     ),
-    Rule(_MAMBA_MIXER + r"(conv1d\.bias|dt_proj\.bias|D)", ("inner.{b}",)),
-    Rule(_MAMBA_MIXER + r"conv1d\.weight", ("inner.{b}", None, None)),
+    Rule(_MAMBA_MIXER + r"D", ("inner.{b}",)),
+    Rule(_MAMBA_MIXER + r"conv1d" + _WB, ("inner.{b}", None, None)),
     Rule(_MAMBA_MIXER + r"x_proj\.weight", (None, "inner.{b}")),
-    Rule(_MAMBA_MIXER + r"(dt_proj\.weight|A_log)", ("inner.{b}", None)),
+    Rule(_MAMBA_MIXER + r"(dt_proj\.(weight|bias)|A_log)", ("inner.{b}", None)),
     Rule(_MAMBA_MIXER + r"out_proj\.weight", ("~channels", "inner.{b}")),
     *_HYBRID,
 )
@@ -188,12 +170,9 @@ _MAMBA_2 = (
         sizes=_mamba2_rows,
     ),
     Rule(
-        _MAMBA_MIXER + r"conv1d\.weight",
+        _MAMBA_MIXER + r"conv1d" + _WB,
         parts=(("x", (_INNER, None, None)), ("B", (_STATE, None, None)), ("C", (_STATE, None, None))),
         sizes=_mamba2_rows,
-    ),
-    Rule(
-        _MAMBA_MIXER + r"conv1d\.bias", parts=(("x", (_INNER,)), ("B", (_STATE,)), ("C", (_STATE,))), sizes=_mamba2_rows
     ),
     Rule(_MAMBA_MIXER + r"(A_log|D|dt_bias)", (None,)),
     Rule(_MAMBA_MIXER + r"norm\.weight", (_INNER,)),
@@ -201,10 +180,8 @@ _MAMBA_2 = (
     *_HYBRID,
 )
 _MLP = (
-    Rule(r"(.*\.)?fc1\.weight", ("hidden", None)),
-    Rule(r"(.*\.)?fc1\.bias", ("hidden",)),
-    Rule(r"(.*\.)?fc2\.weight", (None, "hidden")),
-    Rule(r"(.*\.)?fc2\.bias", (None,)),
+    Rule(r"(.*\.)?fc1" + _WB, ("hidden", None)),
+    Rule(r"(.*\.)?fc2" + _WB, (None, "hidden")),
 )
 ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
     "ConvNeXt": _CONVNEXT,
@@ -220,15 +197,6 @@ ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
 
 def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     """The permutation specification of a network whose tensors have known names.
-
-    ConvNeXt: the channels of each stage and the hidden units of each MLP. ConvMixer: the channels of each block, which
-    a pointwise convolution maps to those of the next. ViT: the channels, each MLP's hidden units, and the signed
-    coordinates of each block's queries and keys, values and outputs; with GPSA or convolutions in attention also its
-    heads, whose position vectors, gates and filters move with their coordinates. RMSNorm networks with gated MLPs:
-    signed channels, up and down signed, the gate not. Mamba: signed channels, the inner channels of each block; its
-    states are exchangeable by function but not at the start, where they have different rates, and are left fixed.
-    Mamba-2: signed channels, the inner channels of each head and the states of each group; its heads have different
-    rates at the start and are left fixed.
 
     Renumbering keeps the function. Whether it also keeps the distribution of trained weights depends on their initial
     values: sinusoidal positions tell channels apart, GPSA's position vectors tell heads apart, and its W_V = 1 ties
@@ -325,6 +293,7 @@ def _views(tensor: TensorSpec, rules: Sequence[Rule], spec: WeightSpec) -> tuple
 
 def _filled(axes: Axes, values: Mapping[str, object], tensor: TensorSpec) -> Axes | None:
     """The axes with names filled in, and None for trailing axes of length one; None if the number does not fit."""
+    axes = axes[:1] if tensor.name.endswith("bias") else axes
     missing = len(tensor.shape) - len(axes)
     if missing < 0 or any(n != 1 for n in tensor.shape[len(axes) :]):
         return None

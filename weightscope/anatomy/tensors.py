@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weightscope.anatomy.effective import plain
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -89,17 +90,22 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 
 
 class ModuleTensors(NamedTensors):
-    """The parameters and buffers of an `nn.Module`, in registration order; `config` holds hints that it lacks."""
+    """The effective parameters and buffers of an `nn.Module`, in order; `config` holds hints that it lacks."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
-        self.module = module
-        self.config = dict(config or {})
-        self._modules = dict(module.named_modules(remove_duplicate=False))
+        self.module, computed = plain(module)
+        self.config, self._computed = dict(config or {}), {one.name for one in computed}
+        self._modules = dict(self.module.named_modules(remove_duplicate=False))
         self._tensors = {}
         for path, inner in self._modules.items():
             own = [*inner._parameters.items(), *inner._buffers.items()]
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
         self._know(self._tensors, not_weights(self._tensors))
+
+    def writable(self, name: str) -> None:
+        if name in self._computed:
+            raise DataError(f"`{name}` is computed from other tensors; set it by an initialiser or through the module")
+        super().writable(name)
 
     def identity(self, name: str) -> Any:
         return id(self._tensors[name])

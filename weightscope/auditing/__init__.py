@@ -12,13 +12,14 @@ from operator import itemgetter
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
-from weightscope.anatomy import FINDERS, NamedTensors, named_tensors, require_read
+from weightscope.anatomy import FINDERS, ModuleTensors, NamedTensors, named_tensors, require_read
+from weightscope.anatomy.effective import unsettable
 
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import parameters as init_parameters
 from weightscope.population import open_network
 
@@ -65,6 +66,8 @@ def audit(
         True
     """
     tensors = named_tensors(open_network(model), config)
+    if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
+        raise DataError(f"audit: {why}")
     if init is None:
         if parameters:
             raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")

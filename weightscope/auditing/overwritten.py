@@ -208,9 +208,9 @@ def _initialiser(frame: FrameType) -> str | None:
     found = None
     for outer, _ in traceback.walk_stack(frame):
         module = outer.f_globals.get("__name__", "")
-        if module == f"{_OURS}.base":  # `compose` and the calls of users' functions
+        if module == f"{_OURS}.base":  # `compose`, registered initialisers and users' functions
             own = outer.f_locals.get("self")
-            found = own.name if isinstance(own, UserInitialiser) else found
+            found = own.name if isinstance(own, UserInitialiser) else outer.f_locals.get("registered", found)
         elif module.startswith(f"{_OURS}."):
             found = outer.f_code.co_name
     return found

@@ -5,6 +5,7 @@ of initialisers, and the values that each takes.
 """
 
 import ast
+import functools
 import hashlib
 import json
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util.checks import choice, count
-from weightscope._util.plugins import reference_to
+from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.recipe.base import validated
@@ -183,8 +184,9 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
             return path.stem, InitConfig.load(path)
         return labelled(parse_init(str(init)))
     if not callable(init):
-        raise UsageError(f"inits: expected a name, a file, a function or an InitConfig, found {init!r}")
-    return labelled(reference_to(init))
+        raise UsageError(f"inits: expected a name, a file, a callable or an InitConfig, found {init!r}")
+    numbers = numbers_text(init.keywords) if isinstance(init, functools.partial) else ""
+    return name_of(init) + numbers, labelled(reference_to(init))[1]
 
 
 def parse_init(text: str) -> InitConfig:
@@ -281,7 +283,7 @@ class Arm:
 
 def plan_arms(
     recipe: Recipe,
-    inits: Sequence[Init],
+    inits: Sequence[Init] | Mapping[str, Init],
     *,
     epochs: Sequence[int] = (),
     seeds: int | None = None,
@@ -294,10 +296,10 @@ def plan_arms(
 
     Args:
         recipe: network, data and training; its own [init] is not used.
-        inits: registered names (several joined by `+` are applied in turn; numbers in parentheses), functions
+        inits: registered names (several joined by `+` are applied in turn; numbers in parentheses), callables
             `f(module, *, generator) -> module`, references `"package.module:function"`, artifacts
             (.safetensors; an initialiser on top of one is joined by `+`: `"fitted.safetensors+mimetic_attention"`),
-            and [init] tables, as `InitConfig`, mappings or .toml files.
+            and [init] tables, as `InitConfig`, mappings or .toml files. Or any of these by the labels they are to have.
         epochs: training lengths; the recipe's if empty.
         seeds: networks in each arm, at least 2; the recipe's if None.
         frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
@@ -339,8 +341,13 @@ _Candidate = tuple[str, InitConfig, Mapping[str, Any]]
 """An initialiser's label and table, and the numbers of its grid."""
 
 
-def _candidates(inits: Sequence[Init], grid: Sequence[Axis], control: str | None) -> list[_Candidate]:
-    given = [labelled(init) for init in inits]
+def _candidates(
+    inits: Sequence[Init] | Mapping[str, Init], grid: Sequence[Axis], control: str | None
+) -> list[_Candidate]:
+    if isinstance(inits, Mapping):
+        given = [(label, labelled(init)[1]) for label, init in inits.items()]
+    else:
+        given = [labelled(init) for init in inits]
     found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
     for axis in grid:
         if not any(set(axis.names) <= set(numbers) for _, _, numbers in found):
@@ -351,7 +358,9 @@ def _candidates(inits: Sequence[Init], grid: Sequence[Axis], control: str | None
     repeated = [label for label, times in Counter(label for label, _, _ in found).items() if times > 1]
     if not found or repeated:
         what = f"{', '.join(repeated)} more than once" if repeated else "none"
-        raise UsageError(f"inits: expected initialisers with different names, found {what}")
+        raise UsageError(
+            f"inits: expected initialisers with different names, found {what}; in Python, a mapping names them"
+        )
     if control is not None:
         choice("control", control, CONTROLS)
         default = [config.control or (config.artifact is None and config.name == "default") for _, config, _ in found]

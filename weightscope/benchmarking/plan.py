@@ -1,6 +1,6 @@
 """`plan_bench`: what a benchmark will cost, from short measurements of its own tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class BenchPlan(Result):
 
 def plan_bench(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     workers: int | None = None,

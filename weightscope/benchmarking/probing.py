@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +50,7 @@ _METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged")
 
 def linear_probe(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (EPOCHS,),
@@ -127,16 +126,17 @@ def _without_training(recipe: Recipe) -> Recipe:
 def _probed(recipe: Recipe, path: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
     """The metrics of the networks of one arm; those that are not on disk are probed."""
     images = recipe.images.load(data).to(device)
-    results = ProbeResults.open(path.with_suffix(""), recipe, images.fingerprint, _METRICS)
-    count = recipe.population.networks
-    found = {k: metrics for k in range(count) if (metrics := results.read(k)) is not None}
+    folder, count = path.with_suffix(""), recipe.population.networks
+    _check_folder(folder, recipe, images.fingerprint)
+    found = {k: metrics for k in range(count) if (metrics := _stored(folder / f"{k}.json")) is not None}
     with one_thread(), current(device):
         for start in range(0, count, _GROUP):
             ids = [k for k in range(start, min(start + _GROUP, count)) if k not in found]
             metrics = _heads(recipe, ids, images, device) if ids else {}
             for slot, k in enumerate(ids):
                 found[k] = {name: values[slot] for name, values in metrics.items()}
-                results.write(k, found[k])
+                text = json.dumps({name: value.tolist() for name, value in found[k].items()})
+                atomic.write(folder / f"{k}.json", text.encode() + b"\n")
     return {name: np.stack([found[k][name] for k in range(count)]) for name in _METRICS}
 
 
@@ -241,45 +241,28 @@ class Probe:
 # --- results on disk, so that a probe that was stopped resumes: one small file for each network -----------------------
 
 
-@dataclass(frozen=True)
-class ProbeResults:
-    """Metrics of the networks of one arm in `folder/0.json`, `folder/1.json`, ...; `arm.json` says of what."""
+def _check_folder(folder: Path, recipe: Recipe, fingerprint: str) -> None:
+    """Make the folder of an arm's results; DataError if it holds those of another probe."""
+    text = json.dumps({**_identity(recipe), f"data {recipe.data.name}": fingerprint}, indent=1)
+    atomic.make_folder(folder)
+    atomic.sweep(folder)
+    if not atomic.create(folder / _ABOUT, text.encode() + b"\n"):
+        there, wanted = _read_object(folder / _ABOUT), json.loads(text)
+        if differing := sorted(k for k in {*wanted, *there} if there.get(k) != wanted.get(k)):
+            raise DataError(
+                f"{folder} holds a probe with another {', '.join(differing)}; give another folder (-o), or the "
+                "same arguments and sources"
+            )
 
-    folder: Path
-    names: tuple[str, ...]
 
-    @classmethod
-    def open(cls, folder: Path, recipe: Recipe, fingerprint: str, names: tuple[str, ...]) -> "ProbeResults":
-        """The results of an arm, none if it is new."""
-        text = json.dumps({**_identity(recipe), f"data {recipe.data.name}": fingerprint}, indent=1)
-        wanted = json.loads(text)
-        atomic.make_folder(folder)
-        atomic.sweep(folder)
-        if not atomic.create(folder / _ABOUT, text.encode() + b"\n"):
-            there = _read_object(folder / _ABOUT)
-            if differing := sorted(k for k in {*wanted, *there} if there.get(k) != wanted.get(k)):
-                raise DataError(
-                    f"{folder} holds a probe with another {', '.join(differing)}; give another folder (-o), or the "
-                    "same arguments and sources"
-                )
-        return cls(folder, names)
-
-    def read(self, network: int) -> dict[str, np.ndarray] | None:
-        """The metrics of one network; None if there are none, or they are damaged."""
-        path = self.folder / f"{network}.json"
-        if not path.exists():
-            return None
-        try:
-            values = _read_object(path)
-            return {name: np.asarray(_from_plain(values[name])) for name in self.names}
-        except (DataError, KeyError, TypeError, ValueError):
-            _log.warning("%s: damaged; the network is probed again", path)
-            return None
-
-    def write(self, network: int, metrics: Mapping[str, np.ndarray]) -> None:
-        """Store the metrics of one network."""
-        values = {name: _plain(metrics[name]) for name in self.names}
-        atomic.write(self.folder / f"{network}.json", json.dumps(values, allow_nan=False).encode() + b"\n")
+def _stored(path: Path) -> dict[str, np.ndarray] | None:
+    """The metrics of one network; None if there are none, or they are damaged."""
+    try:
+        values = _read_object(path) if path.exists() else None
+        return values and {name: np.array(values[name], bool if name == "diverged" else float) for name in _METRICS}
+    except (DataError, KeyError, TypeError, ValueError):
+        _log.warning("%s: damaged; the network is probed again", path)
+        return None
 
 
 def _identity(recipe: Recipe) -> dict[str, Any]:
@@ -301,18 +284,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise DataError(f"{path}: expected an object, found {type(found).__name__}; give another folder (-o)")
     return found
-
-
-def _plain(values: np.ndarray) -> Any:
-    """Numbers for JSON, which has no NaN or infinity: these are text."""
-    if isinstance(values, np.ndarray) and values.ndim:
-        return [_plain(value) for value in values]
-    value = values.item()
-    return value if np.isfinite(value) else str(value)
-
-
-def _from_plain(value: Any) -> Any:
-    """The inverse of `_plain`."""
-    if isinstance(value, list):
-        return [_from_plain(v) for v in value]
-    return value if isinstance(value, bool) else float(value)

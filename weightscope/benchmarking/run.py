@@ -45,7 +45,7 @@ Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | Non
 
 def bench(
     recipe: Recipe | str | Path,
-    inits: Sequence[Init] = (),
+    inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
     epochs: Sequence[int] = (),
@@ -112,7 +112,7 @@ class Design:
     def of(
         cls,
         recipe: Recipe | str | Path,
-        inits: Sequence[Init] = (),
+        inits: Sequence[Init] | Mapping[str, Init] = (),
         out: str | Path | None = None,
         *,
         data: str | Path | None = None,

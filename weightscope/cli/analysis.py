@@ -56,7 +56,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
       weightscope verify digits.pop
       weightscope verify hf://openai-community/gpt2 --download
     """
-    from weightscope.analysis.verification import verify as run
+    from weightscope.analysis.inspection import verify as run
 
     found = run(source, download=download)
     click.echo(found.text())

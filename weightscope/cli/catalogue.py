@@ -168,8 +168,8 @@ def _sequences() -> Iterator[Entry]:
 def _recipes() -> Iterator[Entry]:
     from weightscope._util.sources import recipes
 
-    for name, shipped in recipes().items():
-        text = shipped.path.read_text(encoding="utf-8")
+    for name, path in recipes().items():
+        text = path.read_text(encoding="utf-8")
         lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
         comment = " ".join(line.lstrip("# ") for line in lines)
         values = tomllib.loads(text)

@@ -11,36 +11,19 @@ artifact           the file of a fit, and fits to one network; `population_fit`:
 standalone         `write_standalone`, a Python file that needs torch and safetensors only
 """
 
-from weightscope.fits.artifact import NetworkFit
+from weightscope.fits.artifact import NetworkFit as NetworkFit
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.gaussian import Dense, Diagonal, Isotropic, LowRank
 from weightscope.fits.group_means import GroupMeans
-from weightscope.fits.population_fit import PopulationFit, load_artifact
-from weightscope.fits.resizing import resized_fit
+from weightscope.fits.population_fit import PopulationFit as PopulationFit
+from weightscope.fits.population_fit import load_artifact as load_artifact
+from weightscope.fits.resizing import resized_fit as resized_fit
 from weightscope.fits.separable import Kronecker, TensorNormal
-from weightscope.fits.standalone import write_standalone
-from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class, structure_reference
-
-__all__ = [
-    "STRUCTURES",
-    "Accumulator",
-    "Dense",
-    "Diagonal",
-    "Exchangeable",
-    "GroupMeans",
-    "Isotropic",
-    "Kronecker",
-    "LowRank",
-    "NetworkFit",
-    "PopulationFit",
-    "Structure",
-    "TensorNormal",
-    "load_artifact",
-    "resized_fit",
-    "structure_class",
-    "structure_reference",
-    "write_standalone",
-]
+from weightscope.fits.standalone import write_standalone as write_standalone
+from weightscope.fits.structure import STRUCTURES
+from weightscope.fits.structure import Accumulator as Accumulator
+from weightscope.fits.structure import Structure as Structure
+from weightscope.fits.structure import structure_class as structure_class
 
 # From few parameters to many: `fit` tries them in this order, and of equally good ones takes the first.
 STRUCTURES.register("isotropic", source="maximum likelihood")(Isotropic)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Self
@@ -19,7 +19,6 @@ from weightscope.fits.structure import (
     Accumulator,
     Facts,
     Standalone,
-    Streamed,
     Structure,
     checked_names,
     checked_root,
@@ -40,7 +39,6 @@ Gain = float | Mapping[str, float]
 _FLOOR = 1e-3  # smallest eigenvalue of a shrunk correlation matrix
 
 
-@dataclass(frozen=True)
 class Amplification:
     """The options of `Exchangeable`, checked.
 
@@ -53,33 +51,24 @@ class Amplification:
     replaces the eigenvalues inside the Marchenko-Pastur edge by their mean (`eigenvalues_clipped`).
     """
 
-    gain: Gain | None = None
-    denoise: str = "threshold"
-
-    def __post_init__(self) -> None:
-        if isinstance(self.gain, str):
+    def __init__(self, gain: Gain | None = None, denoise: str = "threshold") -> None:
+        if isinstance(gain, str):
             raise UsageError(
-                f"gain: expected a number >= 0, found {self.gain!r}; `fit-init --gain auto` and "
+                f"gain: expected a number >= 0, found {gain!r}; `fit-init --gain auto` and "
                 "`weightscope.benchmarking.choose_gain` choose it by training networks"
             )
-        gains = self.gain if isinstance(self.gain, Mapping) else {} if self.gain is None else {"gain": self.gain}
-        for name, factor in gains.items():
-            number(name, factor, least=0)
-        choice("denoise", self.denoise, ("threshold", "eigenvalues"))
-        if self.denoise != "threshold" and self.gain is None:
-            raise UsageError(f"denoise: {self.denoise!r} needs a gain, found none")
+        self.gains = gain if isinstance(gain, Mapping) else {} if gain is None else {"*": gain}  # pattern -> factor
+        for pattern, factor in self.gains.items():
+            number("gain" if pattern == "*" else pattern, factor, least=0)
+        self.denoise = choice("denoise", denoise, ("threshold", "eigenvalues"))
+        if denoise != "threshold" and not self.gains:
+            raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
 
     def check(self, labels: Sequence[str]) -> None:
         """Raise UsageError if a pattern of the gain matches no type."""
-        for pattern in self.gain if isinstance(self.gain, Mapping) else ():
+        for pattern in self.gains:
             if not any(fnmatchcase(label, pattern) for label in labels):
                 raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
-
-    def of(self, label: str) -> float | None:
-        """The gain of a type, or None if it is left as it is."""
-        if isinstance(self.gain, Mapping):
-            return next((float(g) for pattern, g in self.gain.items() if fnmatchcase(label, pattern)), None)
-        return self.gain
 
     def correlation(self, found: TypeCovariance) -> tuple[np.ndarray, dict[str, Any]]:
         """The correlation matrix (C, C) to sample from, and what was done to it."""
@@ -87,7 +76,8 @@ class Amplification:
         independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
         errors = np.where(np.isfinite(found.errors), found.errors, independent)
         notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
-        gain = self.of(label_of(found.kind.groups))
+        label = label_of(found.kind.groups)
+        gain = next((factor for pattern, factor in self.gains.items() if fnmatchcase(label, pattern)), None)
         if gain is None:
             shrunk, intensities = _shrunk(found, correlation, errors)
             return shrunk, notes | intensities
@@ -261,24 +251,21 @@ class Exchangeable(Structure):
         denoise: str = "threshold",
         permutations: PermutationSpec | None = None,
         network: WeightSpec | None = None,
-    ) -> Accumulator[Self]:
+    ) -> Accumulator:
         """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
         amplification = Amplification(gain, denoise)
         moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
-        return Streamed(moments.update, lambda: cls.of_moments(moments, amplification, network))
+        return Accumulator(moments.update, lambda: cls.of_moments(moments, amplification, network))
 
     @classmethod
     def of_moments(
-        cls,
-        moments: ExchangeableMoments,
-        amplification: Amplification = Amplification(),
-        network: WeightSpec | None = None,
+        cls, moments: ExchangeableMoments, options: Amplification | None = None, network: WeightSpec | None = None
     ) -> Self:
         """Fit to what `ExchangeableMoments` has taken up."""
+        amplification = options or Amplification()
         permutations, found = moments.permutations, moments.covariances()
         amplification.check([label_of(covariance.kind.groups) for covariance in found])
-        factors, parameters, notes = [], 0, {}
-        means: dict[tuple[str, ...], np.ndarray] = {}
+        factors, parameters, notes, means = [], 0, {}, None
         for covariance in found:
             label = label_of(covariance.kind.groups)
             variances = covariance.covariance.diagonal()
@@ -288,8 +275,8 @@ class Exchangeable(Structure):
             factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
             if not covariance.kind.groups:
-                means[()] = covariance.mean[None]
-                parameters += len(covariance.mean)
+                means = covariance.mean
+                parameters += len(means)
         mean = mean_vector(means, moments.spec, permutations)
         return cls(moments.spec, mean, permutations, factors, parameters, notes, network)
 
@@ -361,14 +348,11 @@ class Exchangeable(Structure):
         return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
 
 
-def mean_vector(
-    means: Mapping[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec
-) -> np.ndarray:
-    """The invariant mean (D,) whose part of the empty type is given, (1, C); zero if there is no such type."""
-    parts = dict(means)
-    for kind in permutations.types:
-        parts.setdefault(kind.groups, np.zeros((1, *_places(permutations, kind.groups), kind.copies)))
-    return assembled(parts, spec, permutations)[0]
+def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
+    """The invariant mean (D,) whose part of the empty type is given, (C,); zero if there is no such type."""
+    shapes = {kind.groups: (1, *_places(permutations, kind.groups), kind.copies) for kind in permutations.types}
+    own = {} if part is None else {(): part[None]}
+    return assembled({key: np.zeros(shape) for key, shape in shapes.items()} | own, spec, permutations)[0]
 
 
 def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:

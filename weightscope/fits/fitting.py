@@ -18,7 +18,7 @@ from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
-from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
+from weightscope.fits.structure import STRUCTURES, Structure, structure_class
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
@@ -62,15 +62,12 @@ def fit(
     Args:
         source: a `Population` or a `WeightArray`.
         select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set.
-        structure: `"auto"` for all structures, or one or several of: a registered name, `"package.module:Class"`, a
-            `Structure` subclass.
+        structure: `"auto"` for all structures, or one or several: registered names, `"package.module:Class"`, classes.
         joint: which tensors have a joint distribution: each `"tensor"` alone, each `"block"` (tensors whose names
             agree up to the last two parts: `stages.0.blocks.0.mlp`), or `"all"`.
-        holdout: share of networks to score on, between 0 and 1; or an integer number of folds >= 2, in which every
-            network is scored once.
+        holdout: share of networks to score on, between 0 and 1; or a number of folds >= 2, which score every network.
         seed: selects the held-out networks.
-        options: the structure's, if there is one: `{"rank": 8}` for `"low_rank"`. Without options a structure's
-            default candidates are compared.
+        options: of the structure, if there is one: `{"rank": 8}`. By default its candidates are compared.
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
             each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
             source is a population. By default that of the tensors' names.
@@ -82,7 +79,6 @@ def fit(
 
     Example:
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
-        >>> print(result.text())
         >>> result.save("digits-mlp.safetensors")
     """
     classes = _classes(structure, options)
@@ -122,7 +118,7 @@ def fit(
             raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
         best, fitted = compared
         groups.append(Group(name, part, fitted, best.options, *frozen))
-        table += _rows(name, candidates, best)
+        table += [c.row(name, best) for c in candidates]
         scores.append({c.label: c.scores for c in candidates if c.failed is None} | {_CHOSEN: best.scores})
     settings = {
         "select": select if isinstance(select, str) else ",".join(select),
@@ -158,13 +154,12 @@ def _classes(
         raise UsageError(f"structure: expected at least one of {', '.join(STRUCTURES)}, found none")
     if len(set(names)) < len(names):
         raise UsageError(f"structure: expected different names, found {', '.join(names)}")
-    if options is None:
-        return classes
-    if len(classes) != 1:
-        raise UsageError(f"options {dict(options)} need one structure by name, found {', '.join(names)}")
-    if unknown := set(options) - set(classes[0].options):
-        known = ", ".join(classes[0].options) or "none"
-        raise UsageError(f"{names[0]} has no option {', '.join(sorted(unknown))}; its options are {known}")
+    if options is not None:
+        if len(classes) != 1:
+            raise UsageError(f"options {dict(options)} need one structure by name, found {', '.join(names)}")
+        if unknown := set(options) - set(classes[0].options):
+            known = ", ".join(classes[0].options) or "none"
+            raise UsageError(f"{names[0]} has no option {', '.join(sorted(unknown))}; its options are {known}")
     return classes
 
 
@@ -188,43 +183,32 @@ class _UsableNetworks:
     def __init__(self, source: WeightSamples, spec: WeightSpec) -> None:
         self._source, self._spec = source, spec
         self._held: list[np.ndarray] | None = []
-        finite, diverged, size = [np.empty(0, dtype=bool)], 0, 0
-        first, self.varying = None, np.zeros(spec.size, dtype=bool)
-        for rows, out in usable_chunks(source, spec.names):
-            keep = finite_rows(rows)
-            finite.append(keep)
-            diverged += out
-            rows = rows if keep.all() else rows[keep]
+        self.first, self.varying = np.zeros(spec.size), np.zeros(spec.size, dtype=bool)
+        self.n = self.excluded = size = 0
+        finite = [np.empty(0, dtype=bool)]
+        for rows, diverged in usable_chunks(source, spec.names):
+            finite.append(finite_rows(rows))
+            rows = rows if finite[-1].all() else rows[finite[-1]]
+            self.excluded += diverged + len(finite[-1]) - len(rows)
             size += rows.nbytes
-            if size > HELD:
-                self._held = None
-            if self._held is not None:
-                self._held.append(rows.copy())
+            self._held = None if self._held is None or size > HELD else [*self._held, rows.copy()]
             if len(rows):
-                first = rows[0].copy() if first is None else first
-                self.varying |= (rows != first).any(axis=0)
+                self.first = self.first if self.n else rows[0].astype(np.float64)
+                self.varying |= (rows != self.first).any(axis=0)
+            self.n += len(rows)
         self._finite = np.concatenate(finite)
-        self.n = int(self._finite.sum())
-        self.excluded = diverged + len(self._finite) - self.n
-        self.first = np.zeros(spec.size) if first is None else first.astype(np.float64)
 
     def blocks(self, part: WeightSpec) -> Iterator[tuple[int, np.ndarray]]:
-        """The varying entries of some tensors in blocks of 256: first network, rows (n, D') until the next block."""
-        varying = self.varying[self._spec.columns(part)]
-        block = np.empty((_BLOCK, int(varying.sum())))
-        start = filled = 0
+        """The varying entries of some tensors in blocks of 256: number of the first network, rows (n, D') float64."""
+        varying, start = self.varying[self._spec.columns(part)], 0
+        left = np.empty((0, int(varying.sum())), dtype=np.float32)
         for rows in self._rows(part):
-            for k in range(0, len(rows), _BLOCK):
-                piece = rows[k : k + _BLOCK][:, varying]
-                while len(piece):
-                    taken = piece[: _BLOCK - filled]
-                    block[filled : filled + len(taken)] = taken
-                    piece, filled = piece[len(taken) :], filled + len(taken)
-                    if filled == _BLOCK:
-                        yield start, block
-                        start, filled = start + _BLOCK, 0
-        if filled:
-            yield start, block[:filled]
+            left = np.concatenate([left, rows[:, varying]])
+            while len(left) >= _BLOCK:
+                yield start, left[:_BLOCK].astype(np.float64)
+                start, left = start + _BLOCK, left[_BLOCK:]
+        if len(left):
+            yield start, left.astype(np.float64)
 
     def _rows(self, part: WeightSpec) -> Iterator[np.ndarray]:
         """Rows (n, D) of the usable networks, from memory or read again."""
@@ -253,13 +237,14 @@ class _UsableNetworks:
         return out
 
 
-@dataclass
+@dataclass(eq=False)
 class _Candidate:
     """A structure with options, and its score in one group."""
 
     structure: type[Structure]
     options: dict[str, Any]
     context: dict[str, Any] = field(default_factory=dict)  # further arguments that follow from the network
+    fits: list[Any] = field(default_factory=list)  # for each split its accumulator, then the fitted structure
     scores: np.ndarray = field(default_factory=lambda: np.empty(0))  # (held-out networks,), nats
     parameters: int = 0  # the number of fitted numbers
     failed: str | None = None  # why it could not be fitted or scored
@@ -268,7 +253,7 @@ class _Candidate:
     def label(self) -> str:
         return structure_label(self.structure.name, self.options)
 
-    def accumulator(self, spec: WeightSpec) -> Accumulator[Structure]:
+    def accumulator(self, spec: WeightSpec) -> Any:
         return self.structure.accumulator(spec, **self.options, **self.context)
 
     @contextlib.contextmanager
@@ -278,6 +263,14 @@ class _Candidate:
             yield
         except (UsageError, DataError) as error:
             self.failed = self.failed or str(error)
+
+    def row(self, group: str, best: "_Candidate") -> dict[str, Any]:
+        """The row of the table for one group."""
+        differences: dict[str, Any] = dict.fromkeys(("log_prob", "log_prob_se", "difference", "difference_se"))
+        if self.failed is None:
+            differences = _differences(self.scores, best.scores)
+        row = {"group": group, "structure": self.label, "parameters": 0 if self.failed else self.parameters}
+        return row | differences | {"chosen": self is best, "failed": self.failed}
 
 
 def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray]:
@@ -304,26 +297,22 @@ def _compared(
     tests: Sequence[np.ndarray],
 ) -> tuple[_Candidate, Structure] | None:
     """The first candidate with the highest mean score, and its fit to all networks; None if all fail."""
-    data = networks.matrix(part) if any(c.structure.needs_samples for c in candidates) else None
+    sampled = [c for c in candidates if c.structure.needs_samples]
+    data = networks.matrix(part) if sampled else None
 
-    def streamed() -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(size: int) -> Iterator[tuple[int, np.ndarray]]:
         if data is None:
             return networks.blocks(part)
-        return ((start, data[start : start + _BLOCK]) for start in range(0, len(data), _BLOCK))
+        return ((start, data[start : start + size]) for start in range(0, len(data), size))
 
-    def whole() -> Iterator[tuple[int, np.ndarray]]:
-        assert data is not None
-        yield 0, data
-
-    _score([c for c in candidates if not c.structure.needs_samples], spec, streamed, tests)
-    for candidate in candidates:
-        if candidate.structure.needs_samples:  # one by one, since each keeps its samples
-            _score([candidate], spec, whole, tests)
+    _score([c for c in candidates if c not in sampled], spec, lambda: blocks(_BLOCK), tests)
+    for candidate in sampled:  # one by one, since each keeps its samples
+        _score([candidate], spec, lambda: blocks(networks.n), tests)
     best = max((c for c in candidates if c.failed is None), key=lambda c: c.scores.mean(), default=None)
     if best is None:
         return None
     accumulator = best.accumulator(spec)
-    for _, rows in whole() if best.structure.needs_samples else streamed():
+    for _, rows in blocks(networks.n if best in sampled else _BLOCK):
         accumulator.update(rows)
     return best, accumulator.finish()
 
@@ -331,51 +320,34 @@ def _compared(
 def _score(candidates: Sequence[_Candidate], spec: WeightSpec, blocks: Blocks, tests: Sequence[np.ndarray]) -> None:
     """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
 
-    def alive() -> Iterator[_Candidate]:
-        return (c for c in candidates if c.failed is None)
+    def alive() -> list[_Candidate]:
+        return [c for c in candidates if c.failed is None]
 
-    if not any(alive()):
-        return
-    accumulators: dict[int, list[Accumulator[Structure]]] = {}
     for c in alive():
         with c.attempt():
-            accumulators[id(c)] = [c.accumulator(spec) for _ in tests]
-    for start, rows in blocks():
+            c.fits = [c.accumulator(spec) for _ in tests]
+    for start, rows in blocks() if alive() else ():
         for split, test in enumerate(tests):
             train = rows[~test[start : start + len(rows)]]
             for c in alive() if len(train) else ():
                 with c.attempt():
-                    accumulators[id(c)][split].update(train)
-    fitted: dict[int, list[Structure]] = {}
+                    c.fits[split].update(train)
     for c in alive():
         with c.attempt():
-            fitted[id(c)] = [accumulator.finish() for accumulator in accumulators.pop(id(c))]
-            c.parameters = fitted[id(c)][-1].parameters
-            c.scores = np.zeros(len(tests[0]))
-    for start, rows in blocks():
+            c.fits = [accumulator.finish() for accumulator in c.fits]
+            c.parameters, c.scores = c.fits[-1].parameters, np.zeros(len(tests[0]))
+    for start, rows in blocks() if alive() else ():
         for split, test in enumerate(tests):
             here = np.flatnonzero(test[start : start + len(rows)])
             for c in alive() if len(here) else ():
                 with c.attempt():
-                    c.scores[start + here] = fitted[id(c)][split].log_prob(rows[here])
-    held_out = np.any(tests, axis=0)
-    for c in alive():
-        c.scores = c.scores[held_out]
-        if not np.isfinite(c.scores).all():
-            c.failed = "a held-out network has no finite log-likelihood"
-
-
-def _rows(group: str, candidates: Sequence[_Candidate], best: _Candidate) -> list[dict[str, Any]]:
-    """The rows of the table for one group."""
-    out = []
+                    c.scores[start + here] = c.fits[split].log_prob(rows[here])
     for c in candidates:
-        row = {"group": group, "structure": c.label, "parameters": 0 if c.failed else c.parameters}
+        c.fits = []
         if c.failed is None:
-            out.append(row | _differences(c.scores, best.scores) | {"chosen": c is best, "failed": None})
-        else:
-            empty = dict.fromkeys(("log_prob", "log_prob_se", "difference", "difference_se"))
-            out.append(row | empty | {"chosen": False, "failed": c.failed})
-    return out
+            c.scores = c.scores[np.any(tests, axis=0)]
+            if not np.isfinite(c.scores).all():
+                c.failed = "a held-out network has no finite log-likelihood"
 
 
 def _totals(table: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, np.ndarray]]) -> list[dict[str, Any]]:
@@ -394,13 +366,10 @@ def _totals(table: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, np.nd
 
 
 def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
-    difference, root = scores - best, np.sqrt(len(scores))
-    return {
-        "log_prob": float(scores.mean()),
-        "log_prob_se": float(scores.std(ddof=1) / root),
-        "difference": float(difference.mean()),
-        "difference_se": float(difference.std(ddof=1) / root),
-    }
+    """Means over networks, and their standard errors."""
+    means = {"log_prob": scores, "difference": scores - best}
+    out = {key: float(values.mean()) for key, values in means.items()}
+    return out | {f"{key}_se": float(values.std(ddof=1) / np.sqrt(len(values))) for key, values in means.items()}
 
 
 def fit_init(
@@ -414,9 +383,7 @@ def fit_init(
 
     Args:
         source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
-        structure: of a population: "auto", a name in `weightscope.fits.STRUCTURES`, or a `Structure` subclass;
-            of one network: "filters", "conv_schedule", "identity_product", or a function. Also
-            `"package.module:name"` of either.
+        structure: as in `fit` or `fit_network`.
         options: the structure's.
         settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
 
@@ -445,15 +412,7 @@ def fit_init(
 
 
 def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Parse `name=value` texts into a dictionary; values in JSON (a number, true) are decoded.
-
-    Raises:
-        UsageError: if a text has no "=", or a name is repeated.
-
-    Example:
-        >>> parsed_options(["rank=8", "schedule=stage"])
-        {'rank': 8, 'schedule': 'stage'}
-    """
+    """Texts `name=value`, each name once, as a dictionary; values in JSON (a number, true) are decoded."""
     out: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")

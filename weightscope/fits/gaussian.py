@@ -12,7 +12,6 @@ from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
     Facts,
-    Streamed,
     Structure,
     checked,
     checked_data,
@@ -121,10 +120,10 @@ class Diagonal(AffineGaussian):
     needs_samples = False
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates mean and variance of each entry."""
         moments = EntryMoments(spec.size)
-        return Streamed(moments.update, lambda: cls.from_moments(moments, spec))
+        return Accumulator(moments.update, lambda: cls.from_moments(moments, spec))
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
@@ -258,9 +257,26 @@ class Dense(AffineGaussian):
     needs_samples = False
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates samples while N < D, moments from then on."""
-        return _DenseAccumulator(cls, spec)
+        held: list[np.ndarray] = []
+        sums: list[Any] = []  # second and fourth moments
+
+        def update(rows: np.ndarray) -> None:
+            if not sums:
+                held.append(rows.copy())
+                if sum(map(len, held)) < spec.size:
+                    return
+                rows = np.concatenate(held)
+                held.clear()
+                sums.extend((Moments(spec.size), _FourthMoments(spec, rows.mean(axis=0))))
+            for moments in sums:
+                moments.update(rows)
+
+        def finish() -> Dense:
+            return cls.from_moments(sums[0], sums[1], spec) if sums else cls.from_rows(np.concatenate(held), spec)
+
+        return Accumulator(update, finish)
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, spec: WeightSpec) -> Self:
@@ -314,28 +330,6 @@ def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:
     scale = np.sqrt(_tensor_means(squares, spec))
     require_variation(scale)
     return scale
-
-
-class _DenseAccumulator:
-    def __init__(self, cls: type[Dense], spec: WeightSpec) -> None:
-        self._cls, self._spec = cls, spec
-        self._held: list[np.ndarray] = []
-        self._sums: tuple[Moments, _FourthMoments] | None = None
-
-    def update(self, rows: np.ndarray) -> None:
-        if self._sums is None:
-            self._held.append(rows.copy())
-            if sum(map(len, self._held)) < self._spec.size:
-                return
-            rows, self._held = np.concatenate(self._held), []
-            self._sums = Moments(self._spec.size), _FourthMoments(self._spec, rows.mean(axis=0))
-        for sums in self._sums:
-            sums.update(rows)
-
-    def finish(self) -> Any:
-        if self._sums is None:
-            return self._cls.from_rows(np.concatenate(self._held), self._spec)
-        return self._cls.from_moments(*self._sums, self._spec)
 
 
 class _FourthMoments:

@@ -11,7 +11,6 @@ from weightscope.fits.structure import (
     LOG_2PI,
     Accumulator,
     Facts,
-    Streamed,
     Structure,
     checked,
     choose_mean,
@@ -59,7 +58,7 @@ class GroupMeans(Structure):
             raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates the entries' moments and the squared length of the deviations in each space."""
         moments, squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
         tensors = list(zip(spec.slices.values(), matrix_shapes(spec), strict=True))
@@ -69,7 +68,7 @@ class GroupMeans(Structure):
             for i, (part, shape) in enumerate(tensors):
                 squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
 
-        return Streamed(update, lambda: cls.from_sums(moments, squares, spec))
+        return Accumulator(update, lambda: cls.from_sums(moments, squares, spec))
 
     @classmethod
     def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:

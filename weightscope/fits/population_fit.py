@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -57,10 +57,6 @@ class Group:
         out[:, self.varying] = inner
         return out
 
-    def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
-        """Independent samples (size, D)."""
-        return self.transform([rng.standard_normal((size, *shape)) for shape in self.noise_shapes], size)
-
     def to_tensors(self) -> dict[str, np.ndarray]:
         """The arrays of the artifact."""
         out = {} if self.structure is None else self.structure.to_tensors()
@@ -70,62 +66,48 @@ class Group:
 
     def describe(self) -> dict[str, Any]:
         """The group's part of the header; `form` and `matrices` are what a standalone file needs."""
-        structure = self.structure
+        kind = self.structure
+        reference = None if kind is None else structure_reference(type(kind))
         out: dict[str, Any] = {
             "name": self.name,
             "spec": json.loads(self.spec.to_json()),
-            "structure": None,
+            "structure": reference,
             "options": dict(self.options),
-            "form": "fixed",
-            "matrices": [],
-            "parameters": 0,
-            "diagnostics": {},
+            "form": "fixed" if kind is None else kind.form,
+            "matrices": [] if kind is None else [list(shape) for shape in matrix_shapes(kind.spec)],
+            "parameters": 0 if kind is None else kind.parameters,
+            "diagnostics": {} if kind is None else kind.diagnostics,
             "fixed": self.fixed,
         }
-        if structure is not None:
-            reference = structure_reference(type(structure))
-            out["structure"], out["form"] = reference, structure.form
-            out["matrices"] = [list(shape) for shape in matrix_shapes(structure.spec)]
-            out["parameters"], out["diagnostics"] = structure.parameters, structure.diagnostics
-            if is_reference(reference):
-                out["source_hash"] = source_hash(type(structure))
-        return out
+        return out | ({"source_hash": source_hash(type(kind))} if is_reference(reference) else {})
 
 
 @dataclass(frozen=True, repr=False)
 class PopulationFit(Artifact):
     """Fitted structures for the tensors of a selection, with the comparison that chose them.
 
-    Attributes:
-        spec: of the tensors that the initialiser sets, in the network's order.
-        groups: what is sampled jointly; they cover the spec.
-        table: one row for each group and candidate: `group`, `structure`, `parameters`, `log_prob` (held-out
-            log-likelihood in nats per network, mean over networks) and `log_prob_se`, `difference` to the
-            group's best and its paired standard error `difference_se`, `chosen`, and `failed`: why a
-            candidate could not be fitted, or None. With several groups, the group `"(all)"` adds them up.
-        networks: how many networks were used.
-        excluded: how many were excluded because they diverged or are not finite.
-        settings: `select`, `joint`, `holdout`, `seed`, `held_out` (networks scored).
-        provenance: where the weights came from.
-        problems: tensor -> why `resized_fit` could not resize it; not saved.
-        resized: what `resized_fit` rescaled, took from another depth, and dropped; not saved.
+    `table` has one row for each group and candidate: `group`, `structure`, `parameters`, `log_prob` (held-out
+    log-likelihood in nats per network, mean over networks) and `log_prob_se`, `difference` to the group's best and its
+    paired standard error `difference_se`, `chosen`, and `failed`: why a candidate could not be fitted, or None. With
+    several groups, the group `"(all)"` adds them up.
     """
 
-    spec: WeightSpec
-    groups: tuple[Group, ...]
+    spec: WeightSpec  # of the tensors that the initialiser sets, in the network's order
+    groups: tuple[Group, ...]  # what is sampled jointly; they cover the spec
     table: tuple[dict[str, Any], ...]
-    networks: int
-    excluded: int
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
-    problems: Mapping[str, str] = field(default_factory=dict)
-    resized: tuple[str, ...] = ()
+    networks: int  # how many were used
+    excluded: int  # how many were not, because they diverged or are not finite
+    settings: dict[str, Any]  # `select`, `joint`, `holdout`, `seed`, `held_out` (networks scored)
+    provenance: dict[str, Any]  # where the weights came from
+    problems: Mapping[str, str] = field(default_factory=dict)  # tensor -> why `resized_fit` could not resize it
+    resized: tuple[str, ...] = ()  # what `resized_fit` rescaled, took from another depth, and dropped; not saved
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """Independent weight vectors (size, D) in the order of `spec`."""
         parts: dict[str, np.ndarray] = {}
         for group in self.groups:
-            parts |= group.spec.unpack(group.sample(rng, size))
+            noise = [rng.standard_normal((size, *shape)) for shape in group.noise_shapes]
+            parts |= group.spec.unpack(group.transform(noise, size))
         return np.concatenate([parts[name].reshape(size, -1) for name in self.spec.names], axis=1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -196,17 +178,14 @@ def varying_spec(spec: WeightSpec, varying: np.ndarray) -> WeightSpec:
 
 
 class _GroupHeader(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True)  # what else is there must be as `Group.describe` says
 
     name: str
     spec: list[Any]
     structure: str | None
     options: dict[str, Any]
-    form: str
-    matrices: list[Any]
     parameters: int = Field(ge=0)
     diagnostics: dict[str, Any]
-    fixed: int = Field(ge=0)
     source_hash: str = ""  # only of structures that are not part of weightscope
 
 
@@ -223,7 +202,7 @@ class _Row(BaseModel):
     failed: str | None
 
     @model_validator(mode="after")
-    def _scores(self) -> "_Row":
+    def _scores(self) -> Self:
         if self.failed is None and None in (self.log_prob, self.difference, self.difference_se):
             raise ValueError("expected log_prob, difference and difference_se of a candidate that was fitted")
         return self
@@ -249,9 +228,9 @@ def population_fit_of(
     """The fit that a header and arrays describe; errors as `load_artifact`."""
     header = checked_header(values, _Header)
     spec = _spec(header.spec)
-    groups = []
+    groups, left = [], dict(arrays)
     for i, described in enumerate(header.groups):
-        own = {name.removeprefix(f"{i}."): array for name, array in arrays.items() if name.startswith(f"{i}.")}
+        own = {name.removeprefix(f"{i}."): left.pop(name) for name in arrays if name.startswith(f"{i}.")}
         try:
             groups.append(_group(described, own, structures))
         except DataError as error:
@@ -259,8 +238,8 @@ def population_fit_of(
     claimed = sorted(name for group in groups for name in group.spec.names)
     if claimed != sorted(spec.names) or any(spec[t.name] != t for group in groups for t in group.spec.tensors):
         raise DataError("its groups do not cover the tensors of its spec exactly")
-    if stray := [name for name in arrays if not any(name.startswith(f"{i}.") for i in range(len(groups)))]:
-        raise DataError(f"found arrays that belong to no group: {stray[:3]}")
+    if left:
+        raise DataError(f"found arrays that belong to no group: {list(left)[:3]}")
     facts = header.networks, header.excluded, header.settings, header.provenance
     return PopulationFit(spec, tuple(groups), tuple(row.model_dump() for row in header.table), *facts)
 
@@ -268,9 +247,8 @@ def population_fit_of(
 def _group(
     described: _GroupHeader, arrays: dict[str, np.ndarray], structures: Sequence[str | type[Structure]]
 ) -> Group:
-    spec = _spec(described.spec)
+    spec = inner = _spec(described.spec)
     values = varying = structure = None
-    inner = spec
     if "varying" in arrays or described.structure is None:
         # Arrays of the stated length must be in the file before anything of that length is allocated.
         values, flags = (_of_length(arrays, name, spec.size) for name in ("values", "varying"))
@@ -279,13 +257,12 @@ def _group(
             raise DataError("`varying`: expected zeros and ones that agree with the structure")
         inner = varying_spec(spec, varying)
         arrays = {name: array for name, array in arrays.items() if name not in ("values", "varying")}
-    if described.structure is None:
-        if arrays:
-            raise DataError(f"fixed tensors with the arrays {list(arrays)[:3]}")
-    else:
+    if described.structure is not None:
         cls = _class(described, structures)
         _of_length(arrays, "mean", inner.size)
         structure = cls.from_tensors(arrays, inner, described.parameters, described.diagnostics)
+    elif arrays:
+        raise DataError(f"fixed tensors with the arrays {list(arrays)[:3]}")
     group = Group(described.name, spec, structure, described.options, values, varying)
     if group.describe() != described.model_dump(exclude_unset=True):
         raise DataError("its header does not match its arrays")
@@ -339,15 +316,11 @@ def _row_text(row: Mapping[str, Any]) -> str:
 
 
 def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationFit | NetworkFit:
-    """Read an artifact; everything that it states is checked.
+    """Read an artifact that `PopulationFit.save` or `NetworkFit.save` wrote; everything that it states is checked.
 
     An artifact whose structure is not part of weightscope names it as `"package.module:Class"`, with the hash of its
     source. A file cannot make weightscope import anything: such an artifact is read only if the caller lists the
-    structure, and only if its source is unchanged.
-
-    Args:
-        path: a file written by `PopulationFit.save` or `NetworkFit.save`.
-        structures: trusted structures of other packages, as classes or as `"package.module:Class"`.
+    structure in `structures` (as the class or that text), and only if its source is unchanged.
 
     Raises:
         DataError: if the file is missing, not an artifact or of another version, its arrays do not match the header

@@ -86,8 +86,8 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
     blocks that took one block's law are zero, and the sum of the branches is as strongly correlated with the rest of
     the network as it was.
 
-    Returns the structure of the tensors that could be resized, None if there are none, whose diagnostics say under
-    "resized" what was rescaled, taken from another depth and dropped; and tensor -> why it could not be resized.
+    Returns the structure of the tensors that could be resized (None if there are none), with what was rescaled, taken
+    from another depth and dropped under "resized" of its diagnostics; and tensor -> why it could not be resized.
     """
     tensors = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
     permutations = _permutations(structure, network, tensors)
@@ -107,7 +107,7 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
         ratios[view.name] = now / before if now and before else 1.0
     plan = _Plan(structure, permutations, origins, ratios)
     factors, apart = _factors(plan)
-    notes = [*_scale_notes(plan), *_depth_notes(plan)]
+    notes = _notes(plan)
     if apart:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
@@ -226,20 +226,20 @@ def _block(name: str) -> str:
 def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     """The mean (D,): each fixed entry's, times the ratio of deviations."""
     structure, new = plan.structure, plan.permutations.types[0]
-    old = structure.permutations.types[0]
     if new.groups:  # signed tensors only
         return np.zeros(spec.size)
+    slices = structure.permutations.types[0].slices
     part = next(invariant_parts(structure.mean[None], structure.spec, structure.permutations))[0]  # (C,)
     columns = []
     for view in new.views:
         origin = plan.origins[view.name]
         away, before = (prod(v.shape) / v.copies for v in (view, origin))
-        columns.append(part[old.slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
-    return mean_vector({(): np.concatenate(columns)[None]}, spec, plan.permutations)
+        columns.append(part[slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
+    return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
-def _scale_notes(plan: _Plan) -> list[str]:
-    """Which axes and deviations changed, as lines of a report."""
+def _notes(plan: _Plan) -> list[str]:
+    """Which axes and deviations changed, and which block took the law of which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
         ratios.setdefault(f"{plan.ratios[view.name]:.3g}", []).append(view.name)
@@ -247,19 +247,13 @@ def _scale_notes(plan: _Plan) -> list[str]:
             if axis is not None and n != before:
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
-    if set(ratios) != {"1"}:
-        notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items() if ratio != "1"]
-        notes += [f"deviations kept: {listing(ratios['1'])}"] if "1" in ratios else []
-    return notes
-
-
-def _depth_notes(plan: _Plan) -> list[str]:
-    """Which block took the law of which, as lines of a report."""
+    kept = ratios.pop("1", [])
+    notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
+    notes += [f"deviations kept: {listing(kept)}"] if kept and ratios else []
     moved = {_block(v.tensor): _block(plan.origins[v.name].tensor) for v in plan.permutations.views}
     moved.pop("", None)
     times = Counter(moved.values())
     left = [name for name in dict.fromkeys(map(_block, plan.structure.spec.names)) if name and name not in times]
-    notes = []
     if any(new != old for new, old in moved.items()):
         notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in moved.items()))
     if many := [f"{old} {n} times" for old, n in times.items() if n > 1]:
@@ -271,26 +265,18 @@ def _depth_notes(plan: _Plan) -> list[str]:
 
 
 def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
-    """A fit for a network of another width or depth; see `resized`.
+    """A fit for a network of another width or depth, all of whose tensors are given; see `resized`.
 
     Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
     The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
-    and what was rescaled, taken from another depth, and dropped.
-
-    Args:
-        result: fitted to a population.
-        network: all tensors of the other network.
-
-    Raises:
-        SpecError: if the depth differs and the permutation specification is not that of a known architecture.
+    and what was rescaled, taken from another depth, and dropped. A SpecError if the depth differs and the permutation
+    specification is not that of a known architecture.
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
         >>> print(wide.resized)
     """
-    groups: list[Group] = []
-    problems: dict[str, str] = {}
-    notes: list[str] = []
+    groups, problems, notes = list[Group](), dict[str, str](), list[str]()
     for group in result.groups:
         structure, made = group.structure, None
         if isinstance(structure, Exchangeable) and group.varying is None and _differs(structure, network):
@@ -299,8 +285,10 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
                 problems |= why
             except AnatomyError as error:
                 problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
-        groups.append(group if made is None else replace(group, spec=made.spec, structure=made))
-        notes += [] if made is None else made.diagnostics["resized"]
+        if made is not None:
+            group = replace(group, spec=made.spec, structure=made)
+            notes += made.diagnostics["resized"]
+        groups.append(group)
     tensors = {tensor.name: tensor for group in groups for tensor in group.spec.tensors}
     order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
     spec = WeightSpec(tensors[name] for name in order)

@@ -75,21 +75,12 @@ def write_standalone(
 
     The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an artifact in
     another folder is copied, a fit is saved as `file` with the suffix `.safetensors`. For the same generator the
-    weights equal those of `load_init` up to float64 rounding.
-
-    Args:
-        artifact: a `PopulationFit`, or the path of one.
-        file: to write, ending in `.py`.
-        structures: trusted structures of other packages, as in `load_artifact`.
-
-    Returns:
-        the path of the Python file.
+    weights equal those of `load_init` up to float64 rounding. `structures` as in `load_artifact`.
 
     Raises:
-        UsageError: if the name is not one that Python can import, the artifact was fitted to one network, or it has
-            a structure of another package that is sampled in its own way.
+        UsageError: if the name is not one that Python can import (`name.py`), the artifact was fitted to one network,
+            or it has a structure of another package that is sampled in its own way.
         DataError: if the artifact is invalid.
-        WeightscopeError: if a file cannot be written.
 
     Example:
         >>> write_standalone("digits-mlp.safetensors", "digits_mlp.py")

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -12,27 +12,16 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments
 
-S_co = TypeVar("S_co", bound="Structure", covariant=True)
-
 LOG_2PI = float(np.log(2.0 * np.pi))
 Facts = Mapping[str, Any] | None
 
 
-class Accumulator(Protocol[S_co]):
+class Accumulator(NamedTuple):
     """Takes weight vectors in blocks and fits a structure to all of them."""
 
-    def update(self, rows: np.ndarray) -> Any:
-        """Take rows (n, D), n >= 1, float64 and finite, and leave them as they are; they may change afterwards."""
-
-    def finish(self) -> S_co:
-        """The structure fitted to all rows; errors as `Structure.fit`."""
-
-
-class Streamed(NamedTuple):
-    """An `Accumulator` of two functions."""
-
+    # takes rows (n, D), n >= 1, float64 and finite, and leaves them as they are; they may change afterwards
     update: Callable[[np.ndarray], Any]
-    finish: Callable[[], Any]
+    finish: Callable[[], Any]  # the structure fitted to all rows; errors as `Structure.fit`
 
 
 class Standalone(NamedTuple):
@@ -86,9 +75,8 @@ class Structure(ABC):
     def fit(cls, data: np.ndarray, spec: WeightSpec, *args: Any, **options: Any) -> Self:
         """Fit to vectors (N, D), finite, N >= 2, each entry of which varies; `options` are the structure's own.
 
-        Raises:
-            UsageError: if the structure is not for tensors of these shapes, or an option is invalid.
-            DataError: if there are too few networks.
+        A UsageError if the structure is not for tensors of these shapes or an option is invalid, a DataError if there
+        are too few networks.
         """
         if cls.needs_samples:
             raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
@@ -97,10 +85,10 @@ class Structure(ABC):
         return accumulator.finish()
 
     @classmethod
-    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator[Self]:
+    def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator:
         """Fits the structure to streamed vectors; arguments and errors as `fit`. By default it keeps all samples."""
         parts: list[np.ndarray] = []
-        return Streamed(
+        return Accumulator(
             lambda rows: parts.append(rows.copy()), lambda: cls.fit(np.concatenate(parts), spec, *args, **options)
         )
 

@@ -23,6 +23,7 @@ from weightscope.anatomy import (
     patch_embeddings,
     positions,
 )
+from weightscope.anatomy.effective import plain
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
@@ -46,7 +47,7 @@ def tensors(source: Any) -> Mapping[str, Any]:
     """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population."""
     model = open_network(source)
     if isinstance(model, nn.Module):
-        return model.state_dict()
+        return plain(model)[0].state_dict()
     if isinstance(model, Mapping):
         return model
     raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")

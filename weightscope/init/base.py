@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from weightscope._util.names import matching
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
+from weightscope.anatomy.effective import writable
 from weightscope.anatomy.matrices import fans, matrices
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 Generator: TypeAlias = torch.Generator | None
 
 
@@ -57,8 +59,6 @@ def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32)
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
-    if tensor.is_meta:
-        raise DataError("the module is on the meta device and has no values; materialise it first")
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
@@ -79,7 +79,29 @@ def each_matrix(
     return module
 
 
-INITIALISERS: Registry[Callable[..., Any]] = Registry("initialiser")
+class _Initialisers(Registry[F]):
+    """Initialisers by name; each is given the module with its effective weights, and refused if they cannot be set."""
+
+    def register(self, name: str, **details: Any) -> Callable[[F], F]:
+        """As `Registry.register`; details are the "source", what it "needs", and if so that it "may_set_nothing"."""
+
+        def decorate(function: F) -> F:
+            @functools.wraps(function)
+            def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
+                registered = function.__name__
+                if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
+                    return function(module, *args, **parameters)
+                with writable(module, registered, idle=details.get("may_set_nothing", False)) as inner:
+                    function(inner, *args, **parameters)
+                return module
+
+            return register(initialise)  # type: ignore[arg-type]
+
+        register = super().register(name, **details)
+        return decorate
+
+
+INITIALISERS: _Initialisers[Callable[..., Any]] = _Initialisers("initialiser")
 """The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""
 
 

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import listing, unwrapped
+from weightscope._util.names import listing
 from weightscope.anatomy import depthwise, self_attention
+from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
@@ -20,7 +21,7 @@ from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import Generator, M, cpu_generator
 from weightscope.init.convolution import TransferOptions, conv_covariance_, transfer_distributions
-from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.spec import WeightSpec
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
 
@@ -64,7 +65,12 @@ class PopulationInit:
         error (SpecError), as are drawn numbers that are not finite in a tensor's own dtype (DataError). Nothing is
         changed then.
         """
-        there = _tensors(module)
+        with writable(module, "load_init") as inner:
+            self.report = self._set(inner, generator, strict)
+        return module
+
+    def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
+        there = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
         found = self._resized(module)
         problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
         problems |= found.problems
@@ -87,16 +93,11 @@ class PopulationInit:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
-        self.report = InitReport(tuple(fits), tuple(map(unwrapped, others)), tuple(problems), found.resized)
-        return module
+        return InitReport(tuple(fits), tuple(others), tuple(problems), found.resized)
 
     def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
         spec = WeightSpec.of(module)
-        names = tuple(map(unwrapped, spec.names))
-        if names != spec.names:
-            named = dict(zip(names, spec.tensors, strict=True))
-            spec = WeightSpec(TensorSpec(name, t.shape, t.role) for name, t in named.items())
         if self._last is None or self._last[0] != spec:
             self._last = spec, resized_fit(self.result, spec)
         return self._last[1]
@@ -124,6 +125,11 @@ class NetworkInit:
     def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
         """Set the weights of the part in a module, in place; parameters and errors as for other initialisers."""
         cpu_generator(generator)
+        with writable(module, "load_init") as inner:
+            self.report = self._set(inner, generator, strict)
+        return module
+
+    def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         numbers, notes = self.result.numbers, tuple[str, ...]()
         if isinstance(numbers, ProductFit):
             touched = _products(module, numbers, generator=generator, strict=strict)
@@ -137,8 +143,7 @@ class NetworkInit:
             touched = [name for part in depthwise(module) if part.square for name in part.parameters]
         done = set(touched)
         others = (name for name, _ in module.named_parameters() if name not in done)
-        self.report = InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
-        return module
+        return InitReport(tuple(touched), tuple(others), notes=notes)
 
     def __repr__(self) -> str:
         numbers = self.result.numbers
@@ -170,19 +175,11 @@ def draw(group: Group, generator: Generator) -> np.ndarray:
     return group.transform(noise, 1)[0]
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters (tied ones under each of their names) and buffers, by their name and by that without wrappers."""
-    named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
-    return dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
-
-
 def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     if tensor is None:
         return "is missing"
     if tuple(tensor.shape) != shape:
         return f"expected {shape}, found {tuple(tensor.shape)}"
-    if tensor.is_meta:
-        return "is on the meta device and has no memory yet"
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
 
 

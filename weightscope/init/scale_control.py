@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import count
 from weightscope.anatomy import SSMPart, ssms
+from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put
@@ -89,14 +90,16 @@ class ScaleControl:
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
-        for key, block in _blocks(module).items():
-            if key in self.entries:
-                chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))
-                put(block, self.entries[key][chosen])
-            elif key in self.moments:
-                mean, std = self.moments[key]
-                z = normal(*block.shape, generator=generator) if key not in self.bounds else self._scores(key, block)
-                put(block, z.mul_(std).add_(mean))
+        with writable(module, "scale control", idle=True) as inner:
+            for key, block in _blocks(inner).items():
+                if key in self.entries:
+                    chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))
+                    put(block, self.entries[key][chosen])
+                elif key in self.moments:
+                    mean, std = self.moments[key]
+                    fresh = key not in self.bounds
+                    z = normal(*block.shape, generator=generator) if fresh else self._scores(key, block)
+                    put(block, z.mul_(std).add_(mean))
         return module
 
     def _scores(self, key: tuple[str, int], default: Tensor) -> Tensor:
@@ -113,7 +116,7 @@ class ScaleControl:
 def _layer_bounds(module: nn.Module, blocks: Mapping[tuple[str, int], Tensor]) -> dict[tuple[str, int], float]:
     """The bound 1 / sqrt(fan in) of the default entries of torch's linear and convolutional layers."""
     out: dict[tuple[str, int], float] = {}
-    for path, layer in module.named_modules():
+    for path, layer in plain(module)[0].named_modules():
         if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             names = {f"{path}.{name}".removeprefix(".") for name in ("weight", "bias")}
             bound = max(1, layer.weight[0].numel()) ** -0.5
@@ -159,6 +162,7 @@ def _state_space(module: nn.Module) -> list[SSMPart]:
 
 def _blocks(module: nn.Module) -> dict[tuple[str, int], Tensor]:
     """Views of the parameters, fused projections split."""
+    module = plain(module)[0]
     try:
         packed = {matrix.name: matrix for matrix in matrices(module)}
     except AnatomyError:  # no linear layer, so nothing is fused

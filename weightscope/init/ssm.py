@@ -17,7 +17,7 @@ from weightscope.init.base import INITIALISERS, Generator, M
 UNIT_STEP = math.log(math.e - 1)
 
 
-@INITIALISERS.register("mimetic_ssm", source="thesis 3.3.2", needs="state-space layers")
+@INITIALISERS.register("mimetic_ssm", source="thesis 3.3.2", needs="state-space layers", may_set_nothing=True)
 def mimetic_ssm_(
     module: M,
     *,

@@ -47,17 +47,8 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
 
     It holds `/weights` (n, D') float32 (contiguous, so that it can be memory-mapped), `/network` (n,) the networks'
     indices, `/seed` (n,), `/metrics/*`, and the texts `/spec` (JSON), `/recipe` (TOML), `/environment` (JSON). The
-    weights are copied block by block.
-
-    Args:
-        population: what to write; open it with `partial=True` to export an incomplete one.
-        path: the file; replaced if it exists.
-        select: patterns as in `WeightSpec.select`; D' is the size of the selected tensors.
-
-    Raises:
-        UsageError: if a pattern matches nothing, the path is a folder, or does not end in .h5 or .hdf5.
-        DataError: if a shard is damaged.
-        WeightscopeError: if the file cannot be written; no partial file is left.
+    weights are copied block by block. `select` has patterns as in `WeightSpec.select`; D' is the size of the selected
+    tensors. WeightscopeError if the file cannot be written; the old one is kept, and no partial one is left.
 
     Example:
         >>> export(Population("digits.pop"), "digits.h5")

@@ -56,10 +56,10 @@ class Population(Result):
                 with self._open(tile) as h5:
                     rows = min(rows, h5["weights"].shape[0])
             self._rows[tile] = rows
-        if self._incomplete and not partial:
+        if self.missing and not partial:
             raise DataError(
                 f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
-                f"{self._manifest.described(self._incomplete)}; run `weightscope collect` again to train them, "
+                f"{self._manifest.described(self.missing)}; run `weightscope collect` again to train them, "
                 "or use the others with --partial (in Python, partial=True)"
             )
 
@@ -71,7 +71,6 @@ class Population(Result):
     @overload
     def __getitem__(self, k: slice) -> np.ndarray: ...
     def __getitem__(self, k: SupportsIndex | slice) -> "torch.nn.Module | np.ndarray":
-        """Network k as a module in evaluation mode, or the weights (n, D) of a slice of networks."""
         if isinstance(k, slice):
             return self._rows_at(np.arange(len(self))[k])
         if not hasattr(k, "__index__"):
@@ -104,7 +103,7 @@ class Population(Result):
 
     def summary(self) -> str:
         """One line: the folder and its size."""
-        networks = f"{len(self)} of {self._manifest.networks} networks" if self._incomplete else f"{len(self)} networks"
+        networks = f"{len(self)} of {self._manifest.networks} networks" if self.missing else f"{len(self)} networks"
         recipe = self.recipe
         return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
 
@@ -132,13 +131,9 @@ class Population(Result):
         """Versions and machine with which the population was created."""
         return self._manifest.environment
 
-    @property
+    @cached_property
     def missing(self) -> tuple[int, ...]:
         """The tiles that are absent or lack networks."""
-        return self._incomplete
-
-    @cached_property
-    def _incomplete(self) -> tuple[int, ...]:
         # A population may be planned to have millions of tiles, of which few exist.
         expected = self._manifest
         whole = {tile for tile, rows in self._rows.items() if rows >= expected.rows(tile)}
@@ -167,14 +162,9 @@ class Population(Result):
         return self.metrics["diverged"]
 
     def weights(self, select: str | Sequence[str] = "*") -> np.ndarray:
-        """The selected tensors of every network, shape (n, D') float32.
+        """The selected tensors of every network, shape (n, D') float32; patterns as in `WeightSpec.select`.
 
-        Args:
-            select: patterns as in `WeightSpec.select`; D' is the size of the selected tensors.
-
-        Raises:
-            UsageError: if a pattern matches nothing.
-            DataError: if a shard is damaged.
+        UsageError if a pattern matches nothing, DataError if a shard is damaged; likewise in the other methods.
         """
         sub = self.spec.select(select)
         out = np.empty((len(self), sub.size), dtype=np.float32)
@@ -188,10 +178,6 @@ class Population(Result):
         """Blocks of rows (size, D') float32 in network order; the last one may be shorter.
 
         Only one block is in memory. `size` changes speed and memory only; by default a block takes about 32 MiB.
-
-        Raises:
-            UsageError: if a pattern matches nothing or the size is not positive.
-            DataError: if a shard is damaged.
         """
         return (block for block, _ in self.marked_chunks(select, size))
 
@@ -221,11 +207,7 @@ class Population(Result):
                     block, marks = np.empty((rows_left, sub.size), dtype=np.float32), np.empty(rows_left, dtype=bool)
 
     def vector(self, k: int) -> np.ndarray:
-        """The weight vector of the network with index k, shape (D,) float32.
-
-        Raises:
-            UsageError: if there is no network k.
-        """
+        """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
         tile, slot = divmod(k, self._manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
             raise UsageError(
@@ -238,9 +220,7 @@ class Population(Result):
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
 
-        Raises:
-            UsageError: if there is no network k.
-            SpecError: if this version of weightscope builds another network from the recipe.
+        SpecError if this version of weightscope builds another network from the recipe.
         """
         import torch
 
@@ -264,11 +244,7 @@ class Population(Result):
         return counts
 
     def verify(self) -> None:
-        """Verify the SHA-256 and the structure of every shard again.
-
-        Raises:
-            DataError: names every damaged or foreign shard.
-        """
+        """Verify the SHA-256 and the structure of every shard again; DataError names every damaged or foreign one."""
         bad = [error for _, error in self.check_shards() if error]
         if bad:
             raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
@@ -276,16 +252,14 @@ class Population(Result):
     def check_shards(self) -> list[tuple[str, str]]:
         """Name of each shard, and what is wrong with its SHA-256 or structure; empty if nothing is."""
         self._verified.clear()
-        out = []
-        for tile in self._rows:
-            found = ""
+        out = dict.fromkeys((shards.shard_file(self.path, tile).name for tile in self._rows), "")
+        for name, tile in zip(out, self._rows, strict=True):
             try:
                 with self._open(tile):
                     pass
             except DataError as error:
-                found = str(error)
-            out.append((shards.shard_file(self.path, tile).name, found))
-        return out
+                out[name] = str(error)
+        return [*out.items()]
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -299,8 +273,8 @@ class Population(Result):
                         f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(metrics[0])}, "
                         f"found {', '.join(metrics[-1])}; move it out of the population and {shards.AGAIN}"
                     )
-        joined = {name: np.concatenate([m[name] for m in metrics]) for name in (metrics[0] if metrics else ())}
-        joined = joined or {"diverged": np.empty(0, dtype=bool)}
+        joined = {"diverged": np.empty(0, dtype=bool)}
+        joined |= {name: np.concatenate([m[name] for m in metrics]) for name in (metrics[0] if metrics else ())}
         for array in joined.values():
             array.flags.writeable = False
         return np.concatenate(seeds), joined
@@ -344,12 +318,7 @@ class Population(Result):
 
 
 def population_in(folder: str | Path, *, partial: bool = False) -> Population:
-    """The population in a folder, which must be complete unless `partial`.
-
-    Raises:
-        UsageError: if there is no such folder.
-        DataError: as `Population`.
-    """
+    """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""
     if not Path(folder).is_dir():
         found = "a file" if Path(folder).exists() else "no such folder"
         raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")
@@ -383,18 +352,7 @@ a `Population`, a `Checkpoint`, a module, or a state dict."""
 
 
 def open_source(source: Any, *, partial: bool = False) -> Any:
-    """Open weights; whatever is open already is returned as it is.
-
-    Args:
-        source: a `WeightSource`.
-        partial: open a population although it is incomplete.
-
-    Returns:
-        A `Population` for the folder of one; else as `open_network`.
-
-    Raises:
-        UsageError: if there is no such population, or no network k in it.
-        DataError: if the source cannot be read.
+    """Open weights: a `Population` for the folder of one, else as `open_network`; what is open is returned as it is.
 
     Example:
         >>> open_source("digits.pop")
@@ -406,21 +364,10 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
 
 
 def open_network(source: Any) -> Any:
-    """Open one network; whatever is open already is returned as it is.
+    """Open one network: a module for `"PATH.pop::k"`, a `Checkpoint` for another path, else the given source as it is.
 
-    Args:
-        source: a `WeightSource`; of a population, one of its networks: `"PATH.pop::k"`. The population may be
-            incomplete.
-
-    Returns:
-        A module for a network of a population, a `Checkpoint` for another path, or the given module or mapping.
-
-    Raises:
-        UsageError: if the population has no network k.
-        DataError: if it cannot be read, or is a whole population or the artifact of an initialiser.
-
-    Example:
-        >>> open_network("digits.pop::3")
+    UsageError if the population, which may be incomplete, has no network k; DataError for a whole population or the
+    artifact of an initialiser.
     """
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")

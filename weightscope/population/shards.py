@@ -94,9 +94,7 @@ def complete(path: Path, manifest: Manifest) -> bool:
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
     """Write the shard of a trained tile, unless a valid one with as many networks exists; its file and its sha256.
 
-    Raises:
-        WeightscopeError: if it cannot be written; no partial file is left.
-        DataError: if the existing file is a valid shard of another recipe.
+    DataError if the existing file is a valid shard of another recipe.
     """
     file = shard_file(path, trained.index)
     rows = manifest.rows(trained.index)
@@ -225,21 +223,10 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     import torch
 
     shape, seeds = (manifest.tile, manifest.spec.size), seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
-    if (
-        trained.weights.shape != shape
-        or trained.weights.dtype != np.float32
-        or not np.array_equal(trained.seeds, seeds)
-    ):
+    fits = trained.weights.shape == shape and trained.weights.dtype == np.float32
+    if not fits or not np.array_equal(trained.seeds, seeds):
         raise ValueError(f"tile {trained.index}: expected weights {shape} float32 from the trainer, with their seeds")
-    header = {
-        "format": _FORMAT,
-        "schema": _SCHEMA,
-        "spec": manifest.spec.fingerprint,
-        "recipe": manifest.fingerprint,
-        "tile": trained.index,
-        "torch": torch.__version__,
-        "device": device,
-    }
+    header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
     if kernels:
         header["kernels"] = kernels
     columns = manifest.spec.size
@@ -313,19 +300,21 @@ def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
 
+def _header(manifest: Manifest, tile: int) -> dict[str, Any]:
+    """What the header of a shard says of the population that it belongs to."""
+    fingerprints = {"spec": manifest.spec.fingerprint, "recipe": manifest.fingerprint}
+    return {"format": _FORMAT, "schema": _SCHEMA} | fingerprints | {"tile": tile}
+
+
 def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, least: int) -> None:
     """Compare the header with recipe and spec, and refuse what HDF5 would read from elsewhere or fill in.
 
     It may have more networks than the population, up to a whole tile, or fewer, down to `least`: another process may
     be growing the population, or its growth was interrupted.
     """
-    for what, name, expected in (
-        ("the format", "format", _FORMAT),
-        ("schema version", "schema", _SCHEMA),
-        ("tile", "tile", tile),
-        ("a network with spec", "spec", manifest.spec.fingerprint),
-        ("a recipe with fingerprint", "recipe", manifest.fingerprint),
-    ):
+    for name, expected in _header(manifest, tile).items():
+        what = {"format": "the format", "schema": "schema version", "spec": "a network with spec"}.get(name, name)
+        what = "a recipe with fingerprint" if name == "recipe" else what
         value = h5.attrs.get(name)
         found = int(value) if isinstance(value, np.integer) else "nothing" if value is None else header_text(h5, name)
         if name == "schema" and isinstance(found, int) and found > _SCHEMA:

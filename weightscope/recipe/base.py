@@ -15,6 +15,7 @@ from weightscope.errors import RecipeError
 _MOST_ERRORS = 3
 _LARGEST = 2**20  # bytes; recipes have about 1000
 _DEEPEST = 16  # tables and lists inside one another
+_TOO_DEEP = f"nested too deeply, expected at most {_DEEPEST} levels"
 
 _Model = TypeVar("_Model", bound=BaseModel)
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -33,11 +34,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-FromList = BeforeValidator(_as_tuple)
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """Marks a tuple, which TOML writes as a list."""
 
 
@@ -45,13 +42,11 @@ def check_numbers(values: Mapping[str, Any], *, tables: bool = False, depth: int
     """Raise ValueError unless the values are what TOML can hold, and finite."""
     for key, value in values.items():
         if depth > _DEEPEST:
-            raise ValueError(f"{shortened(key)}: nested too deeply, expected at most {_DEEPEST} levels")
+            raise ValueError(f"{shortened(key)}: {_TOO_DEEP}")
         if isinstance(value, list | tuple):
-            items = {f"{key}[{i}]": item for i, item in enumerate(value)}
-            check_numbers(items, tables=tables, depth=depth + 1)
+            check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)}, tables=tables, depth=depth + 1)
         elif isinstance(value, dict) and tables:
-            items = {f"{key}.{name}": item for name, item in value.items()}
-            check_numbers(items, tables=True, depth=depth + 1)
+            check_numbers({f"{key}.{name}": item for name, item in value.items()}, tables=True, depth=depth + 1)
         elif isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"{key} must be finite, found {value}")
         elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON, HDF5 and torch hold
@@ -67,7 +62,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise RecipeError(f"{where}: nested too deeply, expected at most {_DEEPEST} levels") from None
+        raise RecipeError(f"{where}: {_TOO_DEEP}") from None
     except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
         raise RecipeError(f"{where}: not TOML: {error}") from error
 
@@ -84,27 +79,20 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def validated(model: type[_Model], values: Any, where: str) -> _Model:
-    """The values as a model; raises RecipeError."""
+    """The values as a model; RecipeError with the first few errors as `path: what is allowed, found what`."""
     try:
         try:
             return model.model_validate(values)
         except ValidationError as error:
-            message = _explained(error.errors(), model, values)
+            errors: Sequence[Any] = error.errors()
+            # which keys a section has may depend on its name, so they are not judged where that is wrong
+            misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+            told = [e for e in errors if e["type"] != "extra_forbidden" or e["loc"][:-1] not in misnamed]
+            lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
+            more = [f"and {len(told) - len(lines)} more"] * (len(told) > len(lines))
     except RecursionError:
-        message = f"nested too deeply, expected at most {_DEEPEST} levels"
-    raise RecipeError(f"{where}: {message}")
-
-
-def _explained(errors: Sequence[Any], model: type[BaseModel], values: Any) -> str:
-    """Pydantic's errors about a model of some values as `path: what is allowed, found what`; the first few of them.
-
-    Which keys a section has may depend on its name, so they are not judged where that is wrong.
-    """
-    misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
-    told = [error for error in errors if error["type"] != "extra_forbidden" or error["loc"][:-1] not in misnamed]
-    lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
-    more = len(told) - len(lines)
-    return "; ".join(lines) + (f"; and {more} more" if more else "")
+        lines, more = [_TOO_DEEP], []
+    raise RecipeError(f"{where}: {'; '.join(lines + more)}")
 
 
 def _explain(error: Any, model: type[BaseModel], values: Any) -> str:

@@ -18,13 +18,9 @@ _MOST_STAGES = 16  # each halves the image
 
 
 _PER_STAGE = Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "number")
-_Stages = Field(max_length=_MOST_STAGES)
-Widths = Annotated[
-    Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], _Stages, Tag("list")], _PER_STAGE, FromList
-]
-Depths = Annotated[
-    Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], _Stages, Tag("list")], _PER_STAGE, FromList
-]
+_List = (Field(max_length=_MOST_STAGES), Tag("list"))
+Widths = Annotated[Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], *_List], _PER_STAGE, FromList]
+Depths = Annotated[Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], *_List], _PER_STAGE, FromList]
 
 
 class NetworkConfig(Section):

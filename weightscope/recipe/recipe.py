@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from weightscope._util.names import shortened
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
@@ -60,22 +61,13 @@ class Recipe(Section):
 
     @property
     def images(self) -> DataConfig:
-        """The section [data], for what is of images only.
-
-        Raises:
-            UsageError: if it has sequences.
-        """
+        """The section [data] of images; UsageError if it has sequences."""
         if not isinstance(self.data, DataConfig):
             raise UsageError(f"data.name: expected images, found {self.data.name}, which has {self.data.what}")
         return self.data
 
     def completed(self, root: str | Path | None = None) -> "Recipe":
-        """The recipe with the classes of its folder or the vocabulary of its text, so that networks are built without.
-
-        Raises:
-            DataError: if the folder is missing or has no classes, or the text is damaged.
-            UsageError: if the text is shorter than a sequence.
-        """
+        """The recipe with the sizes of its folder or the vocabulary of its text, so that networks are built without."""
         return self.model_copy(update={"data": self.data.completed(root)})
 
     @property
@@ -92,24 +84,17 @@ class Recipe(Section):
         """Parse TOML text or nested dictionaries.
 
         Callables are accepted as `network`, `data` and `init` (or as the `type` or `name` in them) and stored as
-        references.
-
-        Raises:
-            RecipeError: naming the field's path, what is allowed and what was found.
-            UsageError: for a callable without a name, such as a lambda.
+        references. RecipeError with the field's path, what is allowed and what was found; UsageError for a callable
+        without a name, such as a lambda.
         """
-        if isinstance(source, str):
-            values: Any = parse_toml(source, where)
-        else:
-            values = _with_references(source)
+        values = parse_toml(source, where) if isinstance(source, str) else _with_references(source)
         return validated(cls, values, where)
 
     @classmethod
     def load(cls, path: str | Path) -> "Recipe":
         """Read a recipe from a TOML file, or one of the package by its name (`weightscope list recipes`).
 
-        Raises:
-            RecipeError: if the file is missing, is not TOML, or is not a valid recipe; or no recipe has this name.
+        RecipeError if the file is missing or no valid recipe, or no recipe has this name.
 
         Example:
             >>> Recipe.load("digits-convnext").population.networks
@@ -122,11 +107,7 @@ class Recipe(Section):
         return self.model_dump(mode="json", exclude_none=True)
 
     def replace(self, changes: dict[str, Any]) -> "Recipe":
-        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`.
-
-        Raises:
-            RecipeError: if a path leads through something that is no table, or the result is no valid recipe.
-        """
+        """A copy with some fields changed, each given by its path: `{"training.epochs": 3, "init": my_initialiser}`."""
         values = self.to_dict()
         for path, value in changes.items():
             *parents, last = path.split(".")
@@ -134,21 +115,16 @@ class Recipe(Section):
             for depth, key in enumerate(parents, 1):
                 section = section.setdefault(key, {})
                 if not isinstance(section, dict):
-                    whole = ".".join(parents[:depth])
-                    raise RecipeError(
-                        f"{path}: expected a table at `{whole}`, found {section!r}; replace it as a whole"
-                    )
+                    whole, found = ".".join(parents[:depth]), shortened(repr(section))
+                    raise RecipeError(f"{path}: expected a table at `{whole}`, found {found}; replace it as a whole")
             section[last] = value
         return Recipe.parse(values)
 
     def differences(self, other: "Recipe") -> list[str]:
         """One line `path: mine -> theirs` for each field in which two recipes differ."""
         mine, theirs = _flatten(self.to_dict()), _flatten(other.to_dict())
-        return [
-            f"{path}: {mine.get(path, 'absent')} -> {theirs.get(path, 'absent')}"
-            for path in sorted(mine.keys() | theirs.keys())
-            if mine.get(path, "absent") != theirs.get(path, "absent")
-        ]
+        pairs = ((path, mine.get(path, "absent"), theirs.get(path, "absent")) for path in sorted({*mine, *theirs}))
+        return [f"{path}: {here} -> {there}" for path, here, there in pairs if here != there]
 
 
 def _with_references(values: Any) -> Any:
@@ -173,13 +149,9 @@ def _with_references(values: Any) -> Any:
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
-        items = [(str(i), v) for i, v in enumerate(value)]
-    else:
+    if isinstance(value, (list, tuple)) and any(isinstance(v, dict) for v in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, dict):
         return {path: value}
-    out: dict[str, Any] = {}
-    for key, inner in items:
-        out |= _flatten(inner, f"{path}.{key}" if path else key)
-    return out
+    parts = (_flatten(inner, f"{path}.{key}" if path else key) for key, inner in value.items())
+    return {key: inner for part in parts for key, inner in part.items()}

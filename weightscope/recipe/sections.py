@@ -122,16 +122,12 @@ class TrainingConfig(Section):
     engine: Literal["batched", "loop"] = "batched"
 
     @model_validator(mode="after")
-    def _plain_loop(self) -> "TrainingConfig":
+    def _consistent(self) -> "TrainingConfig":
         if self.engine == "loop" and (self.kernels == "compiled" or self.precision != "float32"):
             raise ValueError(
                 "engine 'loop' runs plain PyTorch: expected kernels 'torch' or 'auto' and precision 'float32', found "
                 f"{self.kernels!r} and {self.precision!r}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _plateau(self) -> "TrainingConfig":
         if self.schedule != "plateau":
             if (self.factor, self.patience) != (FACTOR, PATIENCE):
                 raise ValueError(f"factor and patience are of schedule 'plateau', found schedule {self.schedule!r}")
@@ -186,11 +182,7 @@ class InitConfig(BaseModel):
 
     @classmethod
     def load(cls, path: str | Path) -> "InitConfig":
-        """Read an initialiser and its parameters from a TOML file with the keys of an [init] table.
-
-        Raises:
-            RecipeError: if the file cannot be read or is invalid.
-        """
+        """Read an initialiser and its parameters from a TOML file with the keys of an [init] table."""
         values = read_toml(path)
         if not values.keys() & {"name", "artifact"}:
             found = ", ".join(values) or "no keys"

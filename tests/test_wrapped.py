@@ -1,0 +1,112 @@
+"""Initialisers and audits work on effective weights, or refuse a wrapped network by one line before the first write."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import wrappings
+from families import seeded
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import weightscope.init as wi
+from weightscope import anatomy
+from weightscope.auditing import audit
+from weightscope.errors import DataError, UsageError
+
+
+@pytest.mark.slow
+def test_the_table_of_the_documentation_is_true():
+    assert wrappings.table() in wrappings.PAGE.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_layers_in_random_wrappings(seed):
+    assert wrappings.random_case(seed) in (wrappings.RIGHT, wrappings.REFUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", wrappings.LAYERS)
+def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
+    model = wrappings.wrapped(wi.xavier_(wrappings.vit(), generator=seeded()), kind)
+    if kind == "int8 weights":
+        with pytest.raises(DataError, match="cannot be read as weights"):
+            audit(model, "xavier")
+        return
+    found, expected = audit(model, "xavier"), audit(wrappings.bare(model)[0], "xavier")
+    assert [check.found for check in found.checks] == pytest.approx(
+        [check.found for check in expected.checks], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: wrappings.wrapped(wrappings.vit(), "quantize_dynamic"), "is quantised; initialise the network before"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "DTensor (FSDP2)"), "is a DTensor, sharded or quantised"),
+        (lambda: wrappings.vit().to("meta"), "on the meta device and holds no numbers"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "inference mode"), "made in inference mode and cannot be written"),
+        (lambda: nn.Sequential(wrappings.vit(), nn.LazyLinear(3)), r"has no shape yet \(a lazy layer\)"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "own, without an inverse"), "is computed and cannot be set"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "spectral_norm"), "would not have the weights drawn"),
+    ],
+)
+@pytest.mark.parametrize("name", ["impulse_attention", "mimetic_mlp"])
+def test_refusals_say_why(make, message, name):
+    with pytest.raises(DataError, match=f"{name}_: .*{message}"):
+        wi.get(name)(make())
+
+
+def test_other_layers_of_a_wrapped_network_can_be_set():
+    model = wrappings.vit()
+    parametrizations.spectral_norm(model.head)
+    wi.xavier_(model, select="blocks*", generator=seeded())
+    assert audit(model, "xavier", select="blocks*").passed
+
+
+def test_a_parametrised_layer_has_its_place_in_a_fit():
+    """Parts are found by the layer's own names, and written by initialisers only."""
+    model = wrappings.wrapped(wrappings.vit(), "own parametrisation")
+    bare = wrappings.bare(model)[0]
+    for part, same in zip(anatomy.attention(model), anatomy.attention(bare), strict=True):
+        assert (part.name, part.parameters) == (same.name, same.parameters)
+        assert torch.equal(part.read("q"), same.read("q"))
+        with pytest.raises(DataError, match=r"`blocks.0.attn.qkv.weight` is computed from other tensors"):
+            part.write("q", part.read("q"))
+        break
+    source = copy.deepcopy(bare)
+    assert torch.equal(wi.transfer_(wrappings.vit(), model).head.weight, source.head.weight)
+
+
+def test_what_sets_nothing_says_so():
+    @wi.INITIALISERS.register("idle_for_a_test", source="none", needs="anything")
+    def idle_(module, *, generator=None):
+        return module
+
+    try:
+        with pytest.raises(UsageError, match="idle_: no tensor of ViT was set"):
+            wi.get("idle_for_a_test")(wrappings.vit())
+    finally:
+        wi.INITIALISERS._entries.pop("idle_for_a_test")
+    assert wi.default_(wrappings.vit().to("meta")) is not None
+
+
+def test_overwriting_is_seen_in_parametrised_layers():
+    from weightscope.auditing import track
+
+    model = wrappings.wrapped(wrappings.vit(), "weight_norm, hook")
+    with track(model) as changes, warnings.catch_warnings():
+        wi.xavier_(model, generator=seeded())
+        with torch.no_grad():
+            model.head.weight_v.zero_()
+    assert {one.name: one.initialiser for one in changes.overwritten} == {"head.weight_v": "xavier_"}
+
+
+def test_a_mask_is_never_a_weight():
+    layer = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
+    mask = layer.weight_mask.clone()
+    wi.kaiming_uniform_(nn.Sequential(layer), generator=seeded())
+    assert torch.equal(layer.weight_mask, mask)
+    assert torch.equal(layer.weight == 0, mask == 0)

@@ -1,0 +1,240 @@
+"""Modules with their effective weights: those that the layers compute with, whatever wraps or parametrises them.
+
+Wrappers (DataParallel, DDP, `torch.compile`, checkpointing, averaging) and adapters (LoRA) are looked through: a layer
+has its own name and its base weight. A weight that is computed from other tensors (`torch.nn.utils.parametrize`,
+`prune`, the older hooks of weight and spectral norm) is one tensor with its present value. It is set by the inverse of
+the computation, and only if the layer then has the weight that was wanted.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, norm_except_dim
+from torch import _weight_norm as weight_of
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from weightscope.checkpoint.tensors import not_weights
+from weightscope.errors import DataError, UsageError
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")  # with the attribute `module`
+_INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")  # of torch.compile, checkpointing, adapters
+_MARKS = {*_INSIDE, "parametrizations"}
+_QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
+
+
+class Computed(NamedTuple):
+    """A weight that a layer computes from other tensors."""
+
+    name: str  # from the root of the plain module
+    value: Tensor  # at present
+    trial: Callable[[Tensor], tuple[Tensor, Tensor]]  # new value -> what is expected, and what the layer would have
+    write: Callable[[Tensor], None]
+    hides: tuple[str, ...]  # tensors and modules of the layer that take part in the computation
+
+
+def plain(module: nn.Module) -> tuple[nn.Module, list[Computed]]:
+    """The module without wrappers, and its computed weights; it shares the memory of all other tensors."""
+    computed: list[Computed] = []
+    if not any(map(_is_wrapped, module.modules())):
+        return module, computed
+    return _plain(module, "", {}, computed), computed
+
+
+@contextmanager
+def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[nn.Module]:
+    """The plain module, whose tensors are to be set in place; what is computed is set when the block ends, or nothing.
+
+    DataError if weights cannot be set (quantised, sharded, without memory), or a computed one would not have the value
+    that was given to it; UsageError if no tensor was set, unless it may be `idle`.
+    """
+    inner, computed = plain(module)
+    if why := unsettable(inner, writing=True):
+        raise DataError(f"{caller}: {why}")
+    work = copy.deepcopy(inner) if computed else inner
+    versions = {name: value._version for name, value in _tensors(work).items()}
+    yield work
+    new = {name: value.detach() for name, value in _tensors(work).items() if value._version != versions.get(name)}
+    if not (new or idle):
+        raise UsageError(f"{caller}: no tensor of {type(module).__name__} was set")
+    if not computed:
+        return
+    todo = [(one, new.pop(one.name)) for one in computed if one.name in new]
+    todo = [(one, value) for one, value in todo if not torch.equal(value, one.value)]
+    for one, value in todo:
+        try:
+            expected, found = one.trial(value)
+        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
+            raise DataError(f"{caller}: `{one.name}` is computed and cannot be set: {error}".split("\n")[0]) from error
+        size = torch.finfo(value.dtype).eps * float(expected.abs().max())
+        if not torch.allclose(found, expected, rtol=0, atol=64 * size):
+            raise DataError(
+                f"{caller}: `{one.name}` is computed from other tensors and would not have the weights drawn; "
+                "initialise the module before it is parametrised, or leave this layer out"
+            )
+    there = _tensors(inner)
+    with torch.no_grad():
+        for name, value in new.items():
+            there[name].copy_(value)
+        for one, value in todo:
+            one.write(value.clone())
+
+
+def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
+    """Why the weights of a plain module cannot be read (or written), if so."""
+    for path, inner in module.named_modules():
+        kind, own = type(inner), {**inner._parameters, **inner._buffers}
+        if kind.__module__.startswith(_QUANTISED) or hasattr(inner, "_packed_params"):
+            return f"`{path}` ({kind.__name__}) is quantised; initialise the network before that"
+        if kind.__name__ == "FullyShardedDataParallel":
+            return f"`{path}` is sharded (FSDP); initialise the network before that"
+        if getattr(inner, "merged", False) is True and any(map(_adapts, inner._modules)):
+            return f"`{path}`: its adapter is merged into the weight; unmerge it first"
+        weights = {key: value for key, value in own.items() if value is not None}
+        bad = not_weights({key: value for key, value in weights.items() if "weight" in key})
+        for key, value in weights.items():
+            name = f"{path}.{key}".removeprefix(".")
+            if is_lazy(value):
+                return f"`{name}` has no shape yet (a lazy layer); run the module once first"
+            if is_traceable_wrapper_subclass(value):
+                return f"`{name}` is a {type(value).__name__}, sharded or quantised; initialise the network before that"
+            if value.is_meta:
+                return f"`{name}` is on the meta device and holds no numbers; materialise the module first"
+            if key in bad:
+                return f"`{name}` ({bad[key]}) cannot be read as weights; convert it first"
+            if writing and value.is_inference():
+                return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
+    return None
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: list[Computed]) -> nn.Module:
+    inner = _inside(module, root=not path)
+    if id(inner) in seen:
+        return seen[id(inner)]
+    seen[id(inner)] = inner  # a module may contain itself
+    own = [*_parametrised(inner, path), *_hooked(inner, path)]
+    hidden = {key for key in (*inner._parameters, *inner._buffers, *inner._modules) if _adapts(key)}
+    hidden |= {key for one in own for key in one.hides}
+    children = {
+        key: None if child is None else _plain(child, f"{path}{key}.", seen, computed)
+        for key, child in inner._modules.items()
+        if key not in hidden
+    }
+    if own or hidden or any(child is not inner._modules[key] for key, child in children.items()):
+        made = {one.name.removeprefix(path): nn.Parameter(one.value.clone()) for one in own}
+        new: nn.Module = nn.Module.__new__(parametrize.type_before_parametrizations(inner))
+        new.__dict__ = {key: value for key, value in inner.__dict__.items() if key not in made}
+        for what in ("_parameters", "_buffers"):
+            new.__dict__[what] = {k: v for k, v in inner.__dict__[what].items() if k not in hidden}
+        new._parameters, new._modules = {**made, **new._parameters}, children
+        new._forward_pre_hooks = type(inner._forward_pre_hooks)(
+            (key, hook) for key, hook in inner._forward_pre_hooks.items() if _key(hook) not in made
+        )
+        seen[id(inner)] = new
+    computed += own
+    return seen[id(inner)]
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether the rest of this file has anything to do with a layer, by the names in it."""
+    keys = (*module._parameters, *module._modules)
+    marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
+    return marks or "module" in module._modules
+
+
+def _inside(module: nn.Module, *, root: bool) -> nn.Module:
+    """The module in wrappers and adapters; whatever only has a `module` is a wrapper of the whole network."""
+    while True:
+        key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
+        alone = root and [*module._modules, *module._parameters, *module._buffers] == ["module"]
+        key = "module" if key is None and (alone or type(module).__name__ in _WRAPPERS) else key
+        if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
+            held = {
+                k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)
+            }
+            others = [k for k, count in held.items() if count]
+            key = others[0] if len(others) == 1 and "weight" not in module._parameters else None
+        if key is None or getattr(module, "merged", False) is True:
+            return module
+        module = module._modules[key]  # type: ignore[assignment]
+
+
+def _adapts(key: str) -> bool:
+    """Whether a tensor or module of this name is of an adapter, beside the weight that it adapts."""
+    return key.lower().startswith("lora_")
+
+
+def _parametrised(inner: nn.Module, path: str) -> Iterator[Computed]:
+    for key in getattr(inner, "parametrizations", {}) if parametrize.is_parametrized(inner) else {}:
+        real: Any = inner.parametrizations[key]  # type: ignore[index]
+
+        def trial(value: Tensor, real: Any = real) -> tuple[Tensor, Tensor]:
+            changed = copy.deepcopy(real).eval()  # the power iterations of spectral norm run in training mode
+            changed.right_inverse(value.clone())
+            return value, changed().detach()
+
+        present = copy.deepcopy(real).eval()().detach()
+        yield Computed(f"{path}{key}", present, trial, real.right_inverse, ("parametrizations",))
+
+
+def _hooked(inner: nn.Module, path: str) -> Iterator[Computed]:
+    """The weights that `prune` or a hook of the older weight and spectral norm sets before each forward pass."""
+    hooks = {_key(hook): hook for hook in inner._forward_pre_hooks.values()}
+    own = {**inner._parameters, **inner._buffers}
+    for key in [key for key, value in inner.__dict__.items() if isinstance(value, Tensor)]:
+        hides = tuple(name for end in _ENDS if own.get(name := f"{key}_{end}") is not None)
+        kind = _KINDS.get(tuple(name.removeprefix(f"{key}_") for name in hides))
+        if kind is not None:
+            present, trial, store = kind(hooks.get(key), *(own[name].detach() for name in hides))  # type: ignore[union-attr]
+
+            def write(value: Tensor, key: str = key, store: Any = store, trial: Any = trial) -> None:
+                store(value)
+                setattr(inner, key, trial(value)[1])
+
+            yield Computed(f"{path}{key}", present, trial, write, hides)
+
+
+def _key(hook: Any) -> Any:
+    """The weight that a hook computes."""
+    return getattr(hook, "_tensor_name", None) or getattr(hook, "name", None)
+
+
+def _pruned(hook: Any, weight: Tensor, mask: Tensor) -> tuple[Tensor, Any, Any]:
+    def trial(value: Tensor) -> tuple[Tensor, Tensor]:
+        return value * mask.to(value), value * mask.to(value)
+
+    return trial(weight)[1], trial, weight.copy_
+
+
+def _weight_norm(hook: Any, size: Tensor, direction: Tensor) -> tuple[Tensor, Any, Any]:
+    def store(value: Tensor) -> None:
+        direction.copy_(value)
+        size.copy_(norm_except_dim(value, 2, hook.dim))
+
+    def trial(value: Tensor) -> tuple[Tensor, Tensor]:
+        return value, weight_of(value, norm_except_dim(value, 2, hook.dim), hook.dim)
+
+    return weight_of(direction, size, hook.dim), trial, store
+
+
+def _spectral_norm(hook: Any, weight: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Any, Any]:
+    def trial(value: Tensor) -> tuple[Tensor, Tensor]:
+        return value, value / torch.dot(left, torch.mv(hook.reshape_weight_to_matrix(value), right))
+
+    return trial(weight)[1], trial, weight.copy_
+
+
+_ENDS = ("orig", "mask", "g", "u", "v")  # of the names of the tensors from which such a weight is computed
+_KINDS: dict[tuple[str, ...], Callable[..., tuple[Tensor, Any, Any]]] = {
+    ("orig", "mask"): _pruned,
+    ("g", "v"): _weight_norm,
+    ("orig", "u", "v"): _spectral_norm,
+}
