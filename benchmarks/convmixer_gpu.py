@@ -22,7 +22,9 @@ from weightscope._util.environment import environment
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.recipe import Recipe
-from weightscope.training.engine import TileRun, resolve_device
+from weightscope.training.devices import resolve_device
+from weightscope.training.engine import TileRun
+from weightscope.training.kernel_choice import choose_kernels
 
 
 def recipe_of(data: str, width: int, depth: int, epochs: int, precision: str) -> Recipe:
@@ -39,7 +41,7 @@ def recipe_of(data: str, width: int, depth: int, epochs: int, precision: str) ->
 
 def ours(recipe: Recipe, k: int, data: Any, device: torch.device) -> tuple[list[float], float]:
     """Seconds of each epoch, and the test accuracy, of network k."""
-    run, seconds = TileRun(recipe, k, data, device), []
+    run, seconds = TileRun(recipe, k, data, device, choose_kernels(recipe, device).kernels), []
     for epoch in range(recipe.training.epochs):
         start = time.perf_counter()
         run.epoch(epoch)

@@ -34,6 +34,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.training.devices import keep_freed_memory
 from weightscope.training.engine import TileRun
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
 
 BATCH = 64
@@ -83,7 +84,8 @@ def random_images(count: int) -> Dataset:
 
 def batched(recipe: Recipe, data: Dataset, device: torch.device, **training: str) -> Callable[[], int]:
     """weightscope; `training` are fields of the recipe's section."""
-    run = TileRun(recipe.replace({f"training.{name}": value for name, value in training.items()}), 0, data, device)
+    recipe = recipe.replace({f"training.{name}": value for name, value in training.items()})
+    run = TileRun(recipe, 0, data, device, choose_kernels(recipe, device).kernels)
 
     def work() -> int:
         run.epoch(0)

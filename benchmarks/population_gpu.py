@@ -23,7 +23,7 @@ from reporting import write
 
 from weightscope._util.environment import environment
 from weightscope.recipe import Recipe
-from weightscope.training.engine import resolve_device
+from weightscope.training.devices import resolve_device
 
 EPOCH = 50_000  # images
 NETWORKS = {

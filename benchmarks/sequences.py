@@ -105,7 +105,7 @@ def compared(version: int, size: tuple[int, int, int, int], rounds: int) -> list
 
 def stacked(recipe: Recipe) -> Callable[[], int]:
     """One epoch of a tile; returns network-steps."""
-    run = TileRun(recipe, 0, load(recipe.data), torch.device("cpu"))
+    run = TileRun(recipe, 0, load(recipe.data), torch.device("cpu"), "torch")
 
     def work() -> int:
         run.epoch(0)

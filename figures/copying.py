@@ -28,7 +28,8 @@ def lengths(study: Path, out: Path) -> None:
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
-            rows = {length: summarise(runs, accuracy_at(length)) for length in (1, 2, 4)}
+            chance = {"chance": result.arms[0]["chance"]}  # of a token, at every length
+            rows = {k: [row | chance for row in summarise(runs, accuracy_at(k))] for k in (1, 2, 4)}
             title = ", ".join(filter(None, [point_text(cell), f"{schedule * steps} steps"]))
             plots.accuracy_by_length(rows, ax, title=title)
     plots.save(figure, out)
@@ -42,14 +43,15 @@ def components(study: Path, out: Path) -> None:
     for y, row in enumerate(order):
         _interval(left, y, row["mean"], row["ci95"], 0)
     left.set(yticks=range(len(order)), yticklabels=[_on(row["init"]) for row in order], xlabel="test accuracy (%)")
-    left.set_title("Components that are on")
+    left.set_title("Components that are on, best first, with 95 % intervals of the mean")
     shown = [row for row in rows if row["metric"] == "accuracy"]
     for y, row in enumerate(shown):
-        _interval(right, y, row["difference"], row["difference_ci95"], 0 if row["p_holm"] < 0.05 else 1)
+        _interval(right, y, row["difference"], row["difference_ci_holm"], 0 if row["p_holm"] < 0.05 else 1)
     right.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
     names = [" x ".join(SWITCHES[name] for name in row["switches"]) for row in shown]
     right.set(yticks=range(len(shown)), yticklabels=names, ylim=(len(shown) - 0.4, -0.6))
-    right.set(xlabel="effect on test accuracy (points)", title="Effect of each, and interactions of pairs")
+    title = "Effect of each, and interactions of pairs, with 95 % intervals (Holm)"
+    right.set(xlabel="effect on test accuracy (points); squares: not significant", title=title)
     plots.save(figure, out)
 
 
@@ -59,11 +61,11 @@ def _interval(ax: Axes, y: int, value: float, ends: tuple[float, float], kind: i
 
 
 def _on(init: str) -> str:
-    """The switches that a label names as true: `mimetic_ssm (a=True, cb=False)` gives `a`."""
-    if "(" not in init:
-        return {"default": "none (default)", "mimetic_ssm": "a, delta, cb (mimetic_ssm)"}.get(init, init)
-    pairs = [pair.split("=") for pair in init.partition("(")[2].rstrip(")").split(", ")]
-    return ", ".join(name for name, value in pairs if value == "True")
+    """The switches that a label names as true, in words; `mimetic_ssm` alone has the first three."""
+    if init == "default":
+        return "none (default)"
+    given = "a=True, delta=True, cb=True" if "(" not in init else init.partition("(")[2].rstrip(")")
+    return ", ".join(SWITCHES[pair.partition("=")[0]] for pair in given.split(", ") if pair.endswith("=True"))
 
 
 def main(studies: Path = ANALYSES, out: Path = HERE) -> list[Any]:

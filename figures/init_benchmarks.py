@@ -29,9 +29,9 @@ def main(results: Path, out: Path) -> None:
 
 
 def _with_one_field(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with fields that vary together as one, whose values are texts."""
+    """The row with fields that vary together as one, whose values are texts, and CIFAR-10's level of chance."""
     cell = row.get("cell", {})
-    return {**row, "cell": {"network": point_text(cell)}} if len(cell) > 1 else row
+    return {**row, "chance": 0.1, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from weightscope import plots
 from weightscope.plots import theme
@@ -12,7 +13,13 @@ from weightscope.plots import theme
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "one_structure"
 NAMES = {"convnext": "ConvNeXt", "vit": "ViT", "convmixer": "ConvMixer"}
-DERIVED = ("gain", "shrunk", "within-blocks")
+CONDITIONS = {
+    "short": "short training",
+    "long": "long training",
+    "other data": "on Fashion-MNIST",
+    "other width": "at twice the width",
+}
+KINDS = ("derived", "scale only", "hand-made")
 TITLES = {"correlation": "correlations within and across layers", "variance ratio": "stripes"}
 
 
@@ -32,17 +39,34 @@ def entries(axes: Axes, rows: list[dict[str, Any]], what: str, title: str) -> No
     axes.set_xlabel("correlation" if what == "correlation" else "variance relative to independent entries")
 
 
+def in_words(init: str, gain: str) -> tuple[str, int]:
+    """The label of an arm in words, and its kind; `gain` is that of the derived initialiser."""
+    name, kind = init.replace(" (preset=cifar-patch2)", ""), 2
+    words = {
+        "gain-1": "derived, not amplified",
+        gain: "derived",
+        "shrunk": "derived, shrunk covariance",
+        "within-blocks": "derived, no correlations across blocks",
+        "scale": "variances only",
+    }
+    first, _, second = name.removesuffix(" (scale only)").partition("+")
+    if first in words:
+        name, kind = words[first] + (f", {second} on top" if second else ""), 2 if first == "scale" else 0
+    return (f"{name.removesuffix(' (scale only)')}, scale only", 1) if init.endswith("(scale only)") else (name, kind)
+
+
 def differences(axes: Axes, arms: list[dict[str, Any]], title: str) -> None:
-    """Difference from the default of each arm, in points of accuracy, with its 95 % interval."""
+    """Difference from the default of each arm, in points of accuracy, with its adjusted interval."""
     shown = [row for row in arms if row["difference"] is not None]
-    for y, row in enumerate(shown):
-        low, high = (100 * value for value in row["difference_ci95"])
-        kind = 1 if row["init"].endswith("(scale only)") else 0 if row["init"].startswith(DERIVED) else 2
+    gain = next(row["init"] for row in shown if row["init"].startswith("gain-"))
+    labels = [in_words(row["init"], gain) for row in shown]
+    for y, (row, (_, kind)) in enumerate(zip(shown, labels, strict=True)):
+        low, high = (100 * value for value in row["difference_ci_holm"])
         axes.plot([low, high], [y, y], color=theme.PALETTE[kind], lw=1.4)
         axes.plot(100 * row["difference"], y, theme.MARKERS[kind], ms=4.5, color=theme.PALETTE[kind])
     axes.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
-    axes.set(yticks=range(len(shown)), ylim=(len(shown) - 0.4, -0.6), title=title, xlabel="points over default")
-    axes.set_yticklabels([row["init"].replace(" (preset=cifar-patch2)", "") for row in shown])
+    axes.set(yticks=range(len(shown)), ylim=(len(shown) - 0.4, -0.6), title=title)
+    axes.set(yticklabels=[label for label, _ in labels], xlabel="accuracy minus that of the default (points)")
 
 
 def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
@@ -56,14 +80,28 @@ def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
     plots.save(figure, out)
 
     results = json.loads((study / "results.json").read_text())
+    derived = [
+        [row for row in found["arms"] if row["init"].startswith("gain-")][:1]
+        for name in NAMES
+        if name in results
+        for found in results[name]["conditions"].values()
+    ]
     panels = [(name, condition) for name in NAMES if name in results for condition in results[name]["conditions"]]
-    figure, axes = plots.subplots(-(-len(panels) // 2), 2, width=13, height=3.1 * -(-len(panels) // 2))
+    better = sum(row["difference_ci_holm"][0] > 0 for arms in derived for row in arms)
+    title = f"The derived initialiser is better than the default in {better} of {len(derived)} comparisons"
+    title += "; bars are 95 % intervals, adjusted in each panel (Holm)"
+    size = {"width": 14.0, "height": 3.1 * -(-len(panels) // 2)}
+    figure, axes = plots.subplots(-(-len(panels) // 2), 2, **size, title=title)
     flat = [ax for line in axes for ax in line]
     for ax, (name, condition) in zip(flat, panels, strict=False):
         arms = results[name]["conditions"][condition]["arms"]
-        differences(ax, arms, f"{NAMES[name]}, {condition} ({arms[0]['n']} seeds)")
+        differences(ax, arms, f"{NAMES[name]}, {CONDITIONS[condition]} ({arms[0]['n']} seeds)")
     for ax in flat[len(panels) :]:
         ax.set_visible(False)
+    handles = [
+        Line2D([], [], label=kind, **theme.look(i, ls="-", marker=theme.MARKERS[i])) for i, kind in enumerate(KINDS)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     plots.save(figure, out.with_name(f"{out.stem}_benchmarks{out.suffix}"))
 
 

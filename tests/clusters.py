@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -26,12 +25,12 @@ TORTURE = bool(os.environ.get("TORTURE"))
 torture = pytest.mark.skipif(not TORTURE, reason="takes minutes; set TORTURE=1")
 
 
-def _python_path() -> str:
+def _python_path():
     return os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
 
 
 @contextlib.contextmanager
-def two_workers(backend: str) -> Iterator[Workers]:
+def two_workers(backend):
     """Two processes of a backend, which can import the modules of the tests; skips where its package is missing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", _python_path())
@@ -55,7 +54,7 @@ def two_workers(backend: str) -> Iterator[Workers]:
                     gc.collect()  # ray does not wait for the processes that it started
 
 
-def worker_processes(backend: str) -> list[psutil.Process]:
+def worker_processes(backend):
     """The processes that run tiles, of this process or of its cluster."""
     # "ray::_": tasks and actors; not ray's own agents, whose death ends the node and with it this process
     marks = {"loky": "loky", "dask": "spawn_main", "ray": "ray::_"}
@@ -69,11 +68,11 @@ def worker_processes(backend: str) -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def killing(backend: str, kills: int, pause: tuple[float, float], seed: int) -> Iterator[list[int]]:
+def killing(backend, kills, pause, seed):
     """Kill random workers while the block runs, at most `kills` of them; yields the killed processes' ids."""
     moments, over, killed = random.Random(seed), threading.Event(), []
 
-    def kill() -> None:
+    def kill():
         while len(killed) < kills and not over.wait(moments.uniform(*pause)):
             there = worker_processes(backend)
             if there:
@@ -91,7 +90,7 @@ def killing(backend: str, kills: int, pause: tuple[float, float], seed: int) -> 
         killer.join()
 
 
-def kill_stopped(attempts: Path) -> None:
+def kill_stopped(attempts):
     """End the processes that a task has stopped, whose ids are in a file."""
     for line in attempts.read_text().split() if attempts.exists() else []:
         with contextlib.suppress(ProcessLookupError, psutil.Error):
@@ -99,7 +98,7 @@ def kill_stopped(attempts: Path) -> None:
                 os.kill(int(line), signal.SIGKILL)
 
 
-def runs(process: int) -> bool:
+def runs(process):
     """Whether a process exists and is not a zombie."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
@@ -107,7 +106,7 @@ def runs(process: int) -> bool:
         return False
 
 
-def wait_until(happened: Callable[[], object], seconds: float = 120.0) -> None:
+def wait_until(happened, seconds=120.0):
     """Wait for something to happen, or fail."""
     until = time.monotonic() + seconds
     while not happened():
@@ -116,12 +115,12 @@ def wait_until(happened: Callable[[], object], seconds: float = 120.0) -> None:
 
 
 @contextlib.contextmanager
-def dask_processes(folder: Path, workers: int) -> Iterator[tuple[str, subprocess.Popen, list[subprocess.Popen]]]:
+def dask_processes(folder, workers):
     """A scheduler and workers without nannies as processes of their own, which tests may kill or stop."""
     file, quiet = folder / f"scheduler-{time.monotonic_ns()}.json", subprocess.DEVNULL
     started = []
 
-    def start(*arguments: str) -> subprocess.Popen:
+    def start(*arguments):
         command = [sys.executable, "-m", "distributed.cli." + arguments[0], *arguments[1:]]
         process = subprocess.Popen(command, stderr=quiet, env=os.environ | {"PYTHONPATH": _python_path()})
         started.append(process)

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ SPEC = WeightSpec(
 )
 
 
-def recipe(networks: int = 20, tile: int = 8, **changes: object) -> Recipe:
+def recipe(networks=20, tile=8, **changes):
     """The smallest sensible recipe; `training__epochs=3` changes a field."""
     plain = {
         "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3},
@@ -40,24 +39,16 @@ def recipe(networks: int = 20, tile: int = 8, **changes: object) -> Recipe:
     return Recipe.parse(plain).replace({key.replace("__", "."): value for key, value in changes.items()})
 
 
-def spec_of(_recipe: Recipe) -> WeightSpec:
+def spec_of(_recipe):
     return SPEC
 
 
-def vector(recipe: Recipe, k: int, size: int = SPEC.size) -> np.ndarray:
+def vector(recipe, k, size=SPEC.size):
     """What network k's weights are, whatever was trained with it."""
     return numpy_generator(recipe.population.seed, k, Purpose.INIT).standard_normal(size).astype(np.float32)
 
 
-def train_tile(
-    recipe: Recipe,
-    tile: int,
-    *,
-    data_root: str | Path | None = None,
-    device: str = "auto",
-    progress: Callable[[float], None] | None = None,
-    kernels: str = "torch",
-) -> SimpleNamespace:
+def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, kernels="torch"):
     size, seed, epochs = recipe.population.tile, recipe.population.seed, recipe.training.epochs
     numbers = range(tile * size, tile * size + size)
     for fraction in (0.5, 1.0):
@@ -81,14 +72,14 @@ def train_tile(
     )
 
 
-def train_tile_and_die(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+def train_tile_and_die(recipe, tile, **options):
     """As the kernel kills a process when memory runs out, in tile 1."""
     if tile == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return train_tile(recipe, tile)
 
 
-def write_population(path: Path, recipe: Recipe, tiles: "list[int] | None" = None) -> manifests.Manifest:
+def write_population(path, recipe, tiles=None):
     """A population on disk without `collect`; only some of its tiles when they are given."""
     wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, (recipe.population.networks,))
     manifest, _ = manifests.create_or_match(path, wanted, resize=True)
@@ -105,18 +96,18 @@ def files(path: Path) -> dict[str, bytes]:
 LARGE = WeightSpec([TensorSpec("w", (100_000,))])
 
 
-def large_spec_of(_recipe: Recipe) -> WeightSpec:
+def large_spec_of(_recipe):
     return LARGE
 
 
-def train_large_tile(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+def train_large_tile(recipe, tile, **options):
     """A tile of a few megabytes, made faster than it is written."""
     trained = train_tile(recipe, tile)
     trained.weights = np.resize(trained.weights, (recipe.population.tile, LARGE.size))
     return trained
 
 
-def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", workers: int = 1) -> None:
+def collect_in_process(path, recipe, trainer="small", workers=1):
     """`collect` in a process group of its own, for tests that kill it. Exits as the command line does.
 
     What it and its workers print goes to a file beside the population.
@@ -144,18 +135,18 @@ def collect_in_process(path: Path, recipe: Recipe, trainer: str = "small", worke
         raise SystemExit(error.exit_code) from None
 
 
-def train_slowly(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+def train_slowly(recipe, tile, **options):
     time.sleep(0.3)
     return train_tile(recipe, tile)
 
 
-def train_tile_or_refuse(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+def train_tile_or_refuse(recipe, tile, **options):
     if tile == 1:
         raise DataError("tile 1 is broken")
     return train_tile(recipe, tile)
 
 
-def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], None]) -> int:
+def work(folder, trouble, tile, *, progress):
     """A task that is in trouble at its first attempt at tile 1, or at every one if the trouble is "poison"."""
     progress(0.5)
     with open(folder / str(tile), "a") as attempts:
@@ -172,26 +163,15 @@ def work(folder: Path, trouble: str, tile: int, *, progress: Callable[[float], N
     return 10 * tile
 
 
-def work_in_much_memory(folder: Path, tile: int, **options: object) -> None:
-    """A task after which its process keeps 200 MB more than before, and takes longer than a second."""
-    _kept.append(np.ones(25_000_000))
-    time.sleep(1.2)
-    (folder / str(tile)).touch()
-
-
-_kept: list[np.ndarray] = []
-
-
-def train_tile_or_raise(recipe: Recipe, tile: int, **options: object) -> SimpleNamespace:
+def train_tile_or_raise(recipe, tile, **options):
     if tile % 2:
         raise RuntimeError("odd")
     return train_tile(recipe, tile)
 
 
-def hang(folder: str) -> None:
+def hang(folder):
     """Give two workers something to do without end."""
-    from weightscope.training.spreading import spread
-    from weightscope.training.workers import Workers
+    from weightscope.training.workers import Workers, spread
 
     list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))
 
@@ -201,8 +181,8 @@ class FakePopulation:
 
     environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
 
-    def __init__(self, metrics: dict[str, np.ndarray]) -> None:
+    def __init__(self, metrics):
         self.metrics = metrics
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.metrics["diverged"])

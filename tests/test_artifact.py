@@ -1,5 +1,7 @@
+import ast
 import contextlib
 import inspect
+import os
 import resource
 import struct
 import subprocess
@@ -9,14 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from programs import rewritten
 from safetensors.numpy import save_file
 from torch import nn
 
 from weightscope._util.plugins import source_hash
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
-from weightscope.fits import STRUCTURES, load_artifact, write_standalone
+from weightscope.fits import STRUCTURES, PopulationFit, load_artifact, write_standalone
 from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import Group
+from weightscope.fits.standalone import standalone_source
 from weightscope.init.from_artifact import PopulationInit, draw, load_init
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
@@ -245,12 +251,55 @@ def test_the_standalone_file_is_short_and_may_save_a_result(tmp_path):
     file = write_standalone(fitted(), tmp_path / "mlp_init.py")
     assert load_artifact(tmp_path / "mlp_init.safetensors").groups[0].label == "dense"
     text = file.read_text()
-    assert text.startswith('"""Initialise fc1.weight, fc2.weight from mlp_init.safetensors')
+    assert "ARTIFACT = 'mlp_init.safetensors'\nABOUT = '`fc1.weight`, `fc2.weight`, fitted to 60 networks" in text
     assert len(text.splitlines()) < 70
-    compile(text, "mlp_init.py", "exec")
-    for name in ("mlp.txt", "1mlp.py", "mlp-init.py"):
+    for name in ("mlp.txt", "1mlp.py", "mlp-init.py", "class.py"):
         with pytest.raises(UsageError, match="Python can import"):
             write_standalone(fitted(), tmp_path / name)
+
+
+NASTY = [
+    """a\"\"\"b""",
+    "'''",
+    "\\",
+    "a\\",
+    "\n",
+    "\r\nimport os\n",
+    "\0",
+    "{0}",
+    "{",
+    "\u2028",
+    "\ud800",
+    '"',
+    "é",
+    "#",
+    "\\N{DASH}",
+]
+
+
+@settings(max_examples=int(os.environ.get("CASES", "40")), deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(NASTY) | st.text(max_size=8), min_size=3, max_size=12))
+def test_no_name_becomes_code_in_a_standalone_file(texts):
+    """Names of artifacts, tensors and structures are literals: but for these, the program is always the same."""
+
+    def program(tensor, label, artifact):
+        spec = WeightSpec([TensorSpec(tensor, (3,))])
+        data = np.random.default_rng(0).standard_normal((9, 3))
+        structure = STRUCTURES["diagonal"].fit(data, spec)
+        group = Group(tensor, spec, structure, {"option": label})
+        tree = ast.parse(standalone_source(PopulationFit(spec, (group,), (), 9, 0, {}, {}), artifact))
+        texts = {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+        about = texts["ABOUT"].value
+        for node in (texts["ABOUT"], texts["ARTIFACT"]):
+            assert isinstance(node, ast.Constant)
+        assert tensor in about
+        assert label in about
+        assert texts["ARTIFACT"].value == artifact
+        texts["ABOUT"].value = texts["ARTIFACT"].value = ""
+        return ast.dump(tree)
+
+    tensor, label, artifact = ("".join(["x", *texts[k::3]]) for k in range(3))
+    assert program(tensor, label, artifact) == program("a", "b", "c")
 
 
 def changed(**values):
@@ -403,11 +452,9 @@ def test_a_file_cannot_have_anything_imported(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"source changed since the fit \(hash 0{16}, now [0-9a-f]{16}\)"):
         load_artifact(path, structures=[reference])
     assert (tmp_path / "imported").exists()
-    from foreign_structure import Mine
-
-    rewritten(path, in_group(structure=reference, source_hash=source_hash(Mine)))
+    rewritten(path, in_group(structure=reference, source_hash=source_hash(reference)))
     init = load_init(path, structures=[reference])
-    assert type(init.result.groups[0].structure) is Mine
+    assert type(init.result.groups[0].structure).__module__ == "foreign_structure"
     rewritten(path, in_group(structure="pathlib:Path"))
     with pytest.raises(DataError, match="expected a subclass of weightscope"):
         load_artifact(path, structures=["pathlib:Path"])

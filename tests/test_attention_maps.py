@@ -70,9 +70,6 @@ def plain_maps(vit, batch):
     return np.array(maps), np.array(ranks)
 
 
-# --- the numbers ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pool", ["average", "token"])
 def test_maps_and_ranks_equal_plain_numpy(pool):
     vit, batch = small(pool=pool), images(5)
@@ -159,9 +156,6 @@ def test_sequence_first_modules():
     assert "  -  " in one.text()
 
 
-# --- Eq. 3.19 and the statistics -----------------------------------------------------------------------------------
-
-
 def test_the_expected_map_is_eq_3_19():
     """Term by term, and by simulation: the mean logits of inputs X + P with X ~ N(0, I) are beta (d I + P P^T)."""
     vit = mimetic_attention_(ViT(16, 4, 48, 1, 3, 5), generator=torch.Generator().manual_seed(0))
@@ -180,18 +174,6 @@ def test_the_expected_map_is_eq_3_19():
     mean = np.mean([a @ (0.7 * w + 0.7 * np.eye(48)) @ a.T for a, w in zip(x, z, strict=True)], axis=0)
     # A logit deviates by about 15, its mean over 4,000 by 0.24; five times that for the largest of 256 entries.
     np.testing.assert_allclose(mean, 0.7 * (48 * np.eye(16) + p @ p.T), atol=1.3)
-
-
-def test_mimetic_attention_looks_at_itself_and_default_attention_at_everything():
-    torch.manual_seed(0)
-    vit = ViT(32, 4, 96, 2, 3, 10)
-    before = attention_maps(vit, images())
-    after = attention_maps(mimetic_attention_(copy.deepcopy(vit)), images())
-    own = [[row["self"] for row in found.rows() if row["layer"] == 0] for found in (before, after)]
-    assert max(own[0]) < 0.05
-    assert min(own[1]) > 0.3
-    assert min(row["entropy"] for row in before.rows()) > 0.95
-    assert min(row["expected_r"] for row in after.rows() if row["layer"] == 0) > 0.9
 
 
 def test_offsets_and_neighbours_equal_loops():
@@ -217,9 +199,6 @@ def test_positions_of_another_grid_are_resampled():
     assert found.layers[0].expected.shape == (3, 37, 37)
 
 
-# --- the rank condition --------------------------------------------------------------------------------------------
-
-
 def test_stable_ranks_of_known_matrices():
     """Between 1 and the rank: k for k equal singular values, 1 for a rank-one matrix."""
     rng = torch.Generator().manual_seed(0)
@@ -230,15 +209,6 @@ def test_stable_ranks_of_known_matrices():
     assert maps_module.stable_ranks(torch.outer(torch.ones(6), torch.arange(1.0, 5))[None]).item() == pytest.approx(1)
     assert 1 <= maps_module.stable_ranks(equal).item() <= 5
     assert maps_module.stable_ranks(torch.zeros(1, 3, 4)).item() == 0
-
-
-def test_a_condition_that_does_not_hold_is_said():
-    found = attention_maps(small(), images(8), filter_size=3)
-    assert {row["holds"] for row in found.condition()} == {True, False}
-    assert "D < k f^2" in found.text()
-
-
-# --- nothing is left behind ----------------------------------------------------------------------------------------
 
 
 def hooks(model):
@@ -274,9 +244,6 @@ def test_hooks_are_removed_when_the_forward_pass_fails(error):
         attention_maps(vit, images(), forward=forward)
     assert hooks(vit) == 0
     assert all(m.training for m in vit.modules())
-
-
-# --- bad input -----------------------------------------------------------------------------------------------------
 
 
 def test_bad_images():
@@ -357,9 +324,6 @@ def test_maps_that_are_not_those_of_queries_and_keys_are_refused(build, error, m
         attention_maps(build(), images())
 
 
-# --- the result ----------------------------------------------------------------------------------------------------
-
-
 def test_the_result_prints_serialises_and_draws(tmp_path):
     found = attention_maps(small(pool="token"), images())
     assert weightscope.attention_maps is attention_maps
@@ -374,9 +338,6 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
         assert (tmp_path / f"{kind}.png").stat().st_size > 5_000
     with pytest.raises(UsageError, match="kind: expected one of"):
         found.plot(tmp_path / "x.png", "all")
-
-
-# --- pictures ------------------------------------------------------------------------------------------------------
 
 
 def test_attention_grid_colours_are_units_of_uniform_attention():
@@ -398,23 +359,6 @@ def test_rank_condition_draws_means_and_bounds():
     lines = [line.get_ydata() for line in ax.lines]
     np.testing.assert_allclose(lines[0], [2, 4])
     assert sorted(float(y[0]) for y in lines[1:]) == pytest.approx([36 / 25, 4])
-
-
-@pytest.mark.parametrize(
-    ("maps", "options", "error", "match"),
-    [
-        (-1.0, {}, DataError, "negative or non-finite"),
-        (np.nan, {}, DataError, "negative or non-finite"),
-        (0.25, {"uniform": 0}, UsageError, "a probability > 0"),
-        (0.25, {"row_labels": ["a", "b"]}, UsageError, "row_labels: expected 1 or none, found 2"),
-    ],
-)
-def test_bad_pictures(maps, options, error, match):
-    with pytest.raises(error, match=match):
-        plots.attention_grid(np.full((1, 1, 4, 4), maps), **{"uniform": 0.25} | options)
-
-
-# --- the command -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -460,7 +404,9 @@ def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
             raise ModuleNotFoundError("Could not import module 'ViTModel'.") from error
 
     monkeypatch.setattr(transformers.AutoModel, "from_pretrained", fails)
-    with pytest.raises(UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision"):
+    with pytest.raises(
+        UsageError, match=r"hf: transformers cannot import the model's class: operator torchvision.*pip"
+    ):
         runnable(folder / "hf")
 
 
@@ -521,9 +467,6 @@ def test_images_of_a_population_are_those_that_its_networks_were_evaluated_on(tm
     data = load("digits", train=100, validation=40)
     expected = normalise(data.test_images[:8], data.mean, data.std)
     assert torch.equal(images_for(population.path, count=8), expected)
-
-
-# --- causal Transformers -------------------------------------------------------------------------------------------
 
 
 def causal(positions):

@@ -394,11 +394,6 @@ def test_mlps_and_filters_that_cannot_be_read():
         audit(state, "mimetic_mlp")
     with pytest.raises(AnatomyError, match="none can be used"):
         wi.mimetic_mlp_(nn.ModuleDict({"mlp": nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(4, 3)})}))
-    normed = nn.Sequential(
-        nn.Conv2d(8, 8, 3, groups=8), nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 8, 3, groups=8), dim=0)
-    )
-    with pytest.raises(AnatomyError, match=r"`1.parametrizations.weight.original1` \(8, 1, 3, 3\)"):
-        wi.random_filters_(normed)
 
 
 def test_strict_is_checked_and_joins_a_list_of_initialisers():

@@ -6,7 +6,7 @@ from torch import nn
 
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-from weightscope.spec import WeightSpec
+from weightscope.networks.layers import DropPath
 from weightscope.training.many_networks import BatchedNetworks
 
 NETWORKS = {
@@ -31,7 +31,11 @@ NETWORKS = {
     "vit-layer-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="attention"),
     "vit-skip-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="skip"),
     "vit-sum": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, learned_sum=0.2),
-    "cnn": lambda: _cnn(),
+    "cnn": lambda: nn.Sequential(  # what a tutorial trains
+        *(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+        *(nn.Conv2d(6, 8, 3, stride=2), nn.LeakyReLU(0.1), nn.AvgPool2d(2, padding=1), nn.Flatten()),
+        *(nn.Linear(32, 12), nn.Sigmoid(), nn.Linear(12, 5)),
+    ),
     "conv-variants": lambda: nn.Sequential(
         nn.Conv2d(1, 4, (3, 5), stride=2, padding=1),
         nn.Conv2d(4, 6, 3, groups=2, dilation=2, padding=2, bias=False),
@@ -44,24 +48,7 @@ NETWORKS = {
 }
 
 
-def _cnn() -> nn.Sequential:
-    """What a tutorial trains."""
-    return nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1),
-        nn.BatchNorm2d(6),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(6, 8, 3, stride=2),
-        nn.LeakyReLU(0.1),
-        nn.AvgPool2d(2, padding=1),
-        nn.Flatten(),
-        nn.Linear(32, 12),
-        nn.Sigmoid(),
-        nn.Linear(12, 5),
-    )
-
-
-def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[BatchedNetworks, list[nn.Module]]:
+def make(name, count=3, kernels="torch"):
     torch.manual_seed(0)
     plain = [NETWORKS[name]().double() for _ in range(count)]
     for network in plain:  # running statistics and scales away from their defaults
@@ -71,7 +58,7 @@ def make(name: str, count: int = 3, kernels: str = "torch") -> tuple[BatchedNetw
     return batch_in_float64(plain, kernels), plain
 
 
-def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
+def batch_in_float64(plain, kernels):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -87,11 +74,11 @@ def batch_in_float64(plain: list[nn.Module], kernels: str) -> BatchedNetworks:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_logits_and_gradients_equal_the_plain_networks(name: str, mode: str, kernel_set: str) -> None:
+def test_logits_and_gradients_equal_the_plain_networks(name, mode, kernel_set):
     check_against_plain(*make(name, kernels=kernel_set), mode, batch=6)
 
 
-def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: str, batch: int) -> None:
+def check_against_plain(batched, plain, mode, batch):
     images = torch.randn(len(plain), batch, 1, 16, 16, dtype=torch.float64)
     direction = torch.randn(len(plain), batch, 5, dtype=torch.float64)
     getattr(batched, mode)()
@@ -108,7 +95,7 @@ def check_against_plain(batched: BatchedNetworks, plain: list[nn.Module], mode: 
 
 
 @pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
-def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kernel_set: str) -> None:
+def test_a_network_that_diverges_does_not_disturb_its_neighbours(name, kernel_set):
     results = []
     for poison in (False, True):
         batched, _ = make(name, kernels=kernel_set)
@@ -123,7 +110,7 @@ def test_a_network_that_diverges_does_not_disturb_its_neighbours(name: str, kern
     assert torch.equal(clean_gradient[[0, 2]], poisoned_gradient[[0, 2]])
 
 
-def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> None:
+def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches():
     batched, plain = make("convmixer", count=2)
     batches = [torch.randn(5, 1, 16, 16, dtype=torch.float64) + shift for shift in range(3)]
     batched.calibrate(batches)
@@ -141,7 +128,7 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches() -> No
                 torch.testing.assert_close(found[name], buffer)
 
 
-def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
+def test_frozen_tensors_get_no_gradient(kernel_set):
     batched, _ = make("convnext", kernels=kernel_set)
     batched.freeze(("stages.0.blocks.0.conv_dw.weight",))
     batched.backward(batched(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
@@ -150,60 +137,53 @@ def test_frozen_tensors_get_no_gradient(kernel_set: str) -> None:
     assert gradient["stages.0.blocks.1.conv_dw.weight"].any()
 
 
+def convnext_parts(network, x):
+    """Its input to the blocks, each residual branch with its rate, and its head."""
+    branches = [(0.25 * at, lambda y, b=b: b.eval()(y) - y) for at, b in enumerate(network.stages[0].blocks)]
+    return network.stem(x), branches, network.head
+
+
+def vit_parts(network, x):
+    start, branches = torch.cat([network.cls_token, network.patch_embed(x)], dim=1) + network.pos_embed, []
+    for at, block in enumerate(network.blocks):
+        branches.append((0.25 * at, lambda z, b=block: b.attn(b.norm1(z))))
+        branches.append((0.25 * at, lambda z, b=block: b.mlp(b.norm2(z))))
+    return start, branches, lambda y: network.head(network.norm(y)[:, 0])
+
+
+DROPPING = {
+    "convnext": (lambda: ConvNeXt(8, 3, 3, 2, 5, in_channels=1, layer_scale=0.5, drop_path=0.5), convnext_parts),
+    "vit": (lambda: ViT(16, 4, 8, 3, 2, 5, in_channels=1, pool="token", drop_path=0.5), vit_parts),
+}
+
+
 @pytest.mark.parametrize("images", [6, 1])
-def test_stochastic_depth_drops_the_branches_that_its_numbers_name(kernel_set: str, images: int) -> None:
-    """Logits and gradients of a network with drop path equal those with a branch left out, image by image."""
+@pytest.mark.parametrize("name", DROPPING)
+def test_stochastic_depth_drops_the_branches_that_its_numbers_name(name, kernel_set, images):
+    """Logits and gradients of a network with drop path equal those with branches left out, image by image."""
     torch.manual_seed(0)
-    plain = [ConvNeXt(8, 3, 3, 2, 5, in_channels=1, layer_scale=0.5, drop_path=0.5).double() for _ in range(2)]
+    make_one, parts = DROPPING[name]
+    plain = [make_one().double() for _ in range(2)]
     batched = batch_in_float64(plain, kernel_set)
-    assert batched.drop_paths == 2
-    draws = torch.rand(2, images, 2, dtype=torch.float64)
+    draws = torch.rand(2, images, batched.drop_paths, dtype=torch.float64)
     batched.drop(draws)
     for network, own in zip(plain, draws, strict=True):
-        for at, block in enumerate(network.stages[0].blocks[1:]):
-            block.drop_path.draws = own[:, at]
-            assert block.drop_path.rate == (0.25, 0.5)[at]
+        layers = [module for module in network.modules() if isinstance(module, DropPath)]
+        assert [layer.rate for layer in layers] == ([0.25, 0.5] if name == "convnext" else [0.25, 0.25, 0.5, 0.5])
+        for at, layer in enumerate(layers):
+            layer.draws = own[:, at]
     check_against_plain(batched, plain, "train", batch=images)
     check_against_plain(batched, plain, "eval", batch=images)
     x = torch.randn(2, images, 1, 16, 16, dtype=torch.float64)
     found = batched.train()(x)
     for t, network in enumerate(plain):
         for i in range(images):
-            y = network.stem(x[t, i : i + 1])
-            for at, block in enumerate(network.stages[0].blocks):
-                rate = 0.25 * at
-                branch = block.eval()(y) - y
-                y = y + (branch / (1 - rate) if at == 0 or draws[t, i, at - 1] >= rate else 0)
-            torch.testing.assert_close(found[t, i], network.head(y)[0], rtol=1e-10, atol=1e-12)
-
-
-def test_stochastic_depth_drops_both_branches_of_a_transformers_blocks(kernel_set: str) -> None:
-    """Logits and gradients equal those of plain ViTs, whose numbers leave branches out, image by image."""
-    torch.manual_seed(0)
-    plain = [ViT(16, 4, 8, 3, 2, 5, in_channels=1, pool="token", drop_path=0.5).double() for _ in range(2)]
-    batched = batch_in_float64(plain, kernel_set)
-    assert batched.drop_paths == 4
-    draws = torch.rand(2, 6, 4, dtype=torch.float64)
-    batched.drop(draws)
-    for network, own in zip(plain, draws, strict=True):
-        for at, block in enumerate(network.blocks[1:]):
-            block.drop_path1.draws, block.drop_path2.draws = own[:, 2 * at], own[:, 2 * at + 1]
-            assert block.drop_path1.rate == block.drop_path2.rate == (0.25, 0.5)[at]
-    check_against_plain(batched, plain, "train", batch=6)
-    check_against_plain(batched, plain, "eval", batch=6)
-    x = torch.randn(2, 6, 1, 16, 16, dtype=torch.float64)
-    found = batched.train()(x)
-    for t, network in enumerate(plain):
-        for i in range(6):
-            y = torch.cat([network.cls_token, network.patch_embed(x[t, i : i + 1])], dim=1) + network.pos_embed
-            for at, block in enumerate(network.blocks):
-                for j, branch in enumerate(
-                    (lambda z, b=block: b.attn(b.norm1(z)), lambda z, b=block: b.mlp(b.norm2(z)))
-                ):
-                    rate = 0.25 * at
-                    kept = at == 0 or draws[t, i, 2 * (at - 1) + j] >= rate
-                    y = y + (branch(y) / (1 - rate) if kept else 0)
-            torch.testing.assert_close(found[t, i], network.head(network.norm(y)[0, 0]), rtol=1e-10, atol=1e-12)
+            y, branches, head = parts(network, x[t, i : i + 1])
+            numbers = iter(draws[t, i])
+            for rate, branch in branches:
+                kept = rate == 0 or next(numbers) >= rate
+                y = y + (branch(y) / (1 - rate) if kept else 0)
+            torch.testing.assert_close(found[t, i], head(y)[0], rtol=1e-10, atol=1e-12)
 
 
 class _MyLinear(nn.Linear):
@@ -211,7 +191,7 @@ class _MyLinear(nn.Linear):
 
 
 class _Scaled(nn.Module):
-    def __init__(self, shape: tuple[int, ...], buffer: bool) -> None:
+    def __init__(self, shape, buffer):
         super().__init__()
         value = torch.ones(shape)
         self.register_buffer("scale", value) if buffer else self.register_parameter("scale", nn.Parameter(value))
@@ -232,11 +212,6 @@ class _Scaled(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_layer_without_a_batched_version_is_named(layer: nn.Module, message: str) -> None:
+def test_a_layer_without_a_batched_version_is_named(layer, message):
     with pytest.raises(UsageError, match=message + '.*use training.engine = "loop"'):
         BatchedNetworks(nn.Sequential(nn.Linear(2, 2), layer), 2)
-
-
-def test_the_rows_are_in_spec_order() -> None:
-    network = NETWORKS["convnext"]()
-    assert BatchedNetworks(network, 2).spec == WeightSpec.of(network)

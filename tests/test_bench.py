@@ -1,6 +1,8 @@
 """The benchmark's statistics against scipy, its arms and pairing, own initialisers, and resuming."""
 
+import contextlib
 import json
+import random
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -247,7 +249,7 @@ class Fake:
     def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
         self.recipes.append(recipe)
         self.folders.append(path)
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         n = recipe.population.networks
         better = recipe.init[0].name != "default"
         accuracy = np.linspace(0.8, 0.9, n) + better * np.linspace(0.01, 0.02, n)
@@ -345,6 +347,42 @@ def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
         bench("digit-convnext", ["default"], collector=fake)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_results_are_lost_in_silence(seed: int, tmp_path: Path) -> None:
+    """A second benchmark in one folder keeps every network of the first, or is refused and changes nothing."""
+    choose = random.Random(seed)
+
+    def some(items: list[Any]) -> list[Any]:
+        return choose.sample(items, choose.randint(1, len(items)))
+
+    def run() -> list[tuple[Any, ...]]:
+        recipe = RECIPE.replace({"network.depth": choose.choice([1, 1, 2])})
+        given = {"epochs": some([1, 2]), "seeds": choose.choice([2, 3]), "metric": choose.choice([None, "test_loss"])}
+        vary = choose.choice([{}, {"data.train": some([32, 64])}])
+        inits = some(["default", "mimetic_mlp", scaled_init])
+        runs = bench(recipe, inits, tmp_path, collector=Fake(), vary=vary, **given).runs
+        return [(recipe.network.depth, run["init"], str(run["cell"]), run["epochs"], run["seed"]) for run in runs]
+
+    first, before = run(), (tmp_path / "results.json").read_bytes()
+    second: list[tuple[Any, ...]] = []
+    with contextlib.suppress(UsageError):
+        second = run()
+    assert set(first) <= set(second) or (tmp_path / "results.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("there", ["notes.txt", "runs/events/1", "probes.json", "results.json"])
+@pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])
+def test_a_folder_of_something_else_is_refused_before_anything_runs(there: str, run: Any, tmp_path: Path) -> None:
+    (tmp_path / there).parent.mkdir(exist_ok=True, parents=True)
+    for name in (there, "mine"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises((UsageError, DataError), match=r"expected (a new|the results|JSON)|holds a b"):
+        run(RECIPE, ["default"], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted({there.split("/")[0], "mine"})
+    with pytest.raises(UsageError, match=r"^/: expected a new folder .* found .* \.\.\.; give another"):
+        run(RECIPE, ["default"], "/")
+
+
 def test_the_result_is_for_further_work(fake: Fake, tmp_path: Path) -> None:
     result = bench(RECIPE, ["default", "mimetic_mlp"], tmp_path / "b", epochs=[1, 2], collector=fake)
     assert repr(result) == "<BenchResult: 4 arms, 12 networks on digits>"
@@ -389,7 +427,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_an_own_initialiser_is_benchmarked_from_the_command_line_and_from_python(mine: Path) -> None:
     command = ["bench", "tiny.toml", "--init", "default", "--init", "mine:my_init", "--workers", "1", "--device", "cpu"]
-    found = CliRunner().invoke(cli, [*command, "-o", "out"], catch_exceptions=False)
+    found = CliRunner().invoke(cli, [*command, "-o", "out", "--trust"], catch_exceptions=False)
     assert found.stdout.splitlines()[3].startswith("my_init ")
     written = json.loads((mine / "out" / "results.json").read_text())
     assert [row["init"] for row in written["summary"]] == ["default", "my_init"]
@@ -436,6 +474,7 @@ def one_class() -> tuple[np.ndarray, ...]:
     return images, np.zeros(20, dtype=int), images, np.zeros(20, dtype=int)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
     recipes = [
         RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}

@@ -26,8 +26,9 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import devices
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training import kernel_choice
+from weightscope.training.measuring import TileCost
+from weightscope.training.planning import tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
@@ -145,13 +146,16 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
         assert run["curve"][-1] == pytest.approx(run["accuracy"])
         assert 0 < run["seconds"] < 60
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
-    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    with pytest.raises(UsageError, match=r"another benchmark \(another network; arms that are missing here: def"):
+        bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    replacing = {**OPTIONS, "overwrite": True}
+    more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **replacing)
     assert len(more.runs) == 10
-    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **OPTIONS)
+    grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **replacing)
     assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
     other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
     with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
-        bench(other, inits, tmp_path / "b", seeds=5, **OPTIONS)
+        bench(other, inits, tmp_path / "b", seeds=5, **replacing)
 
 
 def test_a_sweep_stays_in_its_table() -> None:
@@ -238,14 +242,14 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    chosen, asked = devices._choose, []
+    chosen, asked = kernel_choice._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
         return chosen(recipe, *rest)
 
-    monkeypatch.setattr(devices, "_choose", counted)
-    monkeypatch.setattr(devices, "_choices", {})
+    monkeypatch.setattr(kernel_choice, "_choose", counted)
+    monkeypatch.setattr(kernel_choice, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
     plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)
@@ -315,16 +319,36 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     assert len(ax.containers) == 2 * 2, "beta x kernel sizes"
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
     drawn = {
-        (round(float(x), 6), round(float(y), 6)): ends
+        (round(float(x), 1), round(float(y), 6)): ends  # bars of one value are set apart
         for bar in ax.containers
         for x, y, ends in zip(*bar.lines[0].get_data(), heights_of(bar), strict=True)
     }
     low, high = drawn[0.5, round(best["mean"], 6)]
     shift = best["mean"] - best["difference"]
-    np.testing.assert_allclose([low, high], np.array(best["difference_ci95"]) + shift, atol=1e-9)
+    np.testing.assert_allclose([low, high], np.array(best["difference_ci_holm"]) + shift, atol=1e-9)
     assert high - low < 0.5 * (best["ci95"][1] - best["ci95"][0]), "paired intervals are much narrower"
     with pytest.raises(UsageError, match=r"axis: expected one of mimetic_attention\.alpha_qk"):
         plots.metric_along(swept.arms, "network.depth")
+
+
+def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swept: BenchResult) -> None:
+    ax = plots.metric_along(swept.arms, "mimetic_attention.alpha_qk")
+    places = [float(x) for bar in ax.containers for x in bar.lines[0].get_xdata()]
+    assert len({round(x, 6) for x in places}) == len(places)
+    assert {bar.lines[0].get_linestyle() == "None" for bar in ax.containers} == {False}
+    named = [row | {"cell": {"network": str(row["cell"])}, "numbers": {}} for row in swept.arms]
+    ax = plots.metric_along([row for row in named if row["init"] == "default"], "network")
+    assert [bar.lines[0].get_linestyle() for bar in ax.containers] == ["None"]
+
+
+def test_ticks_are_where_their_labels_say() -> None:
+    """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
+    for low, high in np.random.default_rng(0).uniform(0, 1, (60, 2)):
+        runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
+        ax = plots.convergence(summarise(runs))
+        ax.figure.draw_without_rendering()
+        labels = [float(label.get_text().replace("−", "-")) for label in ax.get_yticklabels()]
+        assert labels == pytest.approx(list(100 * ax.get_yticks()), abs=1e-9)
 
 
 def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:
@@ -424,7 +448,7 @@ def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
     assert {len(row) for row in rows} == {3}
     assert [cell.strip() for cell in rows[0]] == ["initialiser", "kernel_size=3", "kernel_size=7"]
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
-    half = 50 * (best["difference_ci95"][1] - best["difference_ci95"][0])
+    half = 50 * np.ptp(best["difference_ci_holm"])
     assert f"**{100 * best['mean']:.1f}** ± {half:.1f}†" in markdown
     assert f"\\textbf{{{100 * best['mean']:.1f}}} $\\pm$ {half:.1f}$^\\dagger$" in latex
     assert "mimetic\\_attention (alpha\\_qk=0.5, beta\\_qk=1) & " in latex

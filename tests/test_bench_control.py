@@ -290,6 +290,7 @@ def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:
     assert float((z[..., 1:] * z[..., :-1]).mean()) > 0.2
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.slow
 def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
     recipe = RECIPE.replace({"init": {"name": f"{__name__}:templates", "control": "scale"}})

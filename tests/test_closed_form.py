@@ -83,18 +83,6 @@ def test_a_schedule_is_recovered(preset, first, kernel):
         assert layer.r2 <= layer.r2_alone + 1e-9
 
 
-def test_more_filters_come_nearer():
-    """The error falls as the root of the number of filters: an estimator that converges to the truth."""
-    errors = []
-    for width in (64, 4096):
-        source = wi.conv_covariance_(stack(width, 4, 5), preset="imagenet-thawed", generator=seeded(2))
-        found = fit_conv_schedule(source).numbers
-        curve = PRESETS["imagenet-thawed"]
-        errors.append(max(abs(layer.sigma / curve(layer.depth) - 1) for layer in found.layers))
-    assert errors[1] < 0.02
-    assert errors[1] < errors[0]
-
-
 def test_covariances_themselves_are_fitted_exactly():
     """Filters whose sample covariance is the closed form to rounding: whitened noise times its root."""
     from weightscope.init.convolution import covariance_root
@@ -146,12 +134,6 @@ def test_a_sawtooth_is_recovered_stage_by_stage():
     assert found.sigma0 == pytest.approx(curve.sigma0, rel=0.1)
     assert found.sigma0 + found.v + found.a / 2 == pytest.approx(curve(1.0), rel=0.1)
     assert found.r2 > fit_conv_schedule(source).numbers.r2
-
-
-def test_large_kernels():
-    source = wi.conv_covariance_(stack(64, 3, 17), preset="cifar-patch1", generator=seeded())
-    found = fit_conv_schedule(source).numbers
-    assert [layer.sigma for layer in found.layers] == pytest.approx([0.16, 0.68, 1.92], rel=0.25)
 
 
 def test_a_schedule_never_falls_to_zero():
@@ -424,6 +406,7 @@ def first_layers(source, *, kernel: int = 3):
     return NetworkFit(FilterFit(layers=found.numbers.layers[:1], kernel=kernel))
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
     source = mixer(16, 3, 3)
     for structure in (first_layers, f"{__name__}:first_layers"):

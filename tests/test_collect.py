@@ -10,14 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import fake_training as fake
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from weightscope import training
@@ -25,18 +24,27 @@ from weightscope._util import atomic
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
-from weightscope.recipe import DataConfig, Recipe
+from weightscope.recipe import DataConfig
 from weightscope.training.collection import _Bar, collect, train_shard
 from weightscope.training.planning import _until_finished, plan
 from weightscope.training.request import Request
 
 
-@pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The fake trainer in place of the real one; the tiles that it was asked for."""
-    tiles: list[int] = []
+def run(path, recipe=None, **options):
+    return collect(recipe or fake.recipe(), path, workers=1, **options)
 
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+
+def use(monkeypatch, train_tile):
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", fake.spec_of)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The fake trainer in place of the real one; the tiles that it was asked for."""
+    tiles = []
+
+    def train_tile(recipe, tile, **options):
         tiles.append(tile)
         return fake.train_tile(recipe, tile, **options)
 
@@ -44,33 +52,35 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return tiles
 
 
-def use(monkeypatch: pytest.MonkeyPatch, train_tile: Callable[..., Any]) -> None:
-    monkeypatch.setattr(training, "train_tile", train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
-
-
-def shard_files(path: Path) -> dict[str, bytes]:
+def shard_files(path):
     return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
 
 
-def raising(_module: Any, *, generator: Any = None) -> None:
+def times(path):
+    return {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+
+
+def raising(_module, *, generator=None):
     """An initialiser with an error in it."""
     raise KeyError("x")
 
 
 @pytest.fixture
-def reference(tmp_path: Path, trained: list[int]) -> dict[str, bytes]:
-    """The shards of an uninterrupted run."""
-    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
+def path(tmp_path, trained):
+    """A finished population of 20 networks in three tiles."""
+    run(tmp_path / "reference.pop")
     trained.clear()
-    return shard_files(tmp_path / "reference.pop")
+    return tmp_path / "reference.pop"
 
 
-# -- the plain way --------------------------------------------------------------------------------------------
+@pytest.fixture
+def reference(path):
+    """The shards of an uninterrupted run."""
+    return shard_files(path)
 
 
-def test_a_population_from_nothing(tmp_path: Path, trained: list[int]) -> None:
-    population = collect(fake.recipe(), tmp_path / "deep/down/a.pop", workers=1)
+def test_a_population_from_nothing(tmp_path, trained):
+    population = run(tmp_path / "deep/down/a.pop")
     assert trained == [0, 1, 2]
     assert population.missing == ()
     np.testing.assert_array_equal(population.weights()[0], fake.vector(fake.recipe(), 0))
@@ -79,81 +89,49 @@ def test_a_population_from_nothing(tmp_path: Path, trained: list[int]) -> None:
     assert population.environment["packages"]["torch"]
 
 
-def test_done_is_done(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
-    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
-    assert trained == []
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "reference.pop").rglob("*")}
-
-
 @pytest.mark.slow
-def test_workers_change_no_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]) -> None:
+def test_workers_change_no_byte(tmp_path, monkeypatch, reference):
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), tmp_path / "two.pop", workers=2)
     assert shard_files(tmp_path / "two.pop") == reference
 
 
-def test_only_missing_tiles_are_trained(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    path = tmp_path / "reference.pop"
+def test_only_missing_tiles_are_trained(path, trained, reference):
+    before = times(path)
+    run(path)
+    assert (trained, times(path)) == ([], before)
     (path / "shards/00001.h5").unlink()
     assert Population(path, partial=True).missing == (1,)
-    collect(fake.recipe(), path, workers=1)
+    run(path)
     assert trained == [1]
     assert shard_files(path) == reference
 
 
-def test_one_shard_at_a_time_for_job_arrays(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    path = tmp_path / "array.pop"
+def test_one_shard_at_a_time_for_job_arrays(tmp_path, trained, reference):
     for shard, there in ((2, 4), (0, 12), (0, 12), (1, 20)):
-        assert len(collect(fake.recipe(), path, shard=shard)) == there
+        assert len(collect(fake.recipe(), tmp_path / "array.pop", shard=shard)) == there
     assert trained == [2, 0, 1]
-    assert shard_files(path) == reference
+    assert shard_files(tmp_path / "array.pop") == reference
 
 
-# -- growing --------------------------------------------------------------------------------------------------
-
-
-def test_growing_trains_the_missing_ones_only(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    path = tmp_path / "reference.pop"
+def test_growing_trains_the_missing_ones_only(tmp_path, path, trained, reference):
     before = Population(path).weights()
-    population = collect(fake.recipe(), path, networks=40, workers=1)
+    population = run(path, networks=40)
     assert trained == [2, 3, 4]  # tile 2 held 4 of 8
     assert len(population) == 40
     np.testing.assert_array_equal(population.weights()[:20], before)
     assert {n: reference[n] for n in reference if "00002" not in n}.items() <= shard_files(path).items()
-    collect(fake.recipe(networks=40), tmp_path / "fresh.pop", workers=1)
+    run(tmp_path / "fresh.pop", fake.recipe(networks=40))
     assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
-
-
-def test_a_typo_in_the_size_locks_nothing(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    """6000 for 60, of a population that exists and of a new one: stopped, it can be read, finished and taken back."""
-    path = tmp_path / "reference.pop"
-    with interrupted_after(trained, 5), pytest.raises(Resumable, match=r"56 of 6000 networks are kept"):
-        collect(fake.recipe(), path, networks=6000, workers=1)
-    assert len(Population(path)) == 20
-    assert len(collect(fake.recipe(), path, workers=1)) == 20  # without a number it is as large as before
-    assert len(collect(fake.recipe(), path, networks=60, workers=1)) == len(Population(path)) == 60
-    assert trained == [2, 3, 4, 5, 6, 7]  # nothing was trained twice
-    collect(fake.recipe(networks=60), tmp_path / "fresh.pop", workers=1)
-    assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
-
-    path = tmp_path / "new.pop"
-    trained.clear()
-    with interrupted_after(trained, 9), pytest.raises(Resumable, match=r"72 of 6000 networks are kept"):
-        collect(fake.recipe(), path, networks=6000, workers=1)
-    with pytest.raises(DataError, match=r"expected 6000 networks, found 72; .* or use the others with --partial"):
-        Population(path)
-    assert len(collect(fake.recipe(), path, networks=60, workers=1)) == len(Population(path)) == 60
-    assert len(trained) == 9
 
 
 @contextlib.contextmanager
-def interrupted_after(trained: list[int], tiles: int) -> Iterator[None]:
+def interrupted_after(trained, tiles):
     """Ctrl-C when some tiles have been trained."""
     with pytest.MonkeyPatch.context() as patch:
         train = training.train_tile
 
-        def train_tile(*arguments: Any, **options: Any) -> SimpleNamespace:
+        def train_tile(*arguments, **options):
             if len(trained) == tiles:
                 raise KeyboardInterrupt
             return train(*arguments, **options)
@@ -162,10 +140,28 @@ def interrupted_after(trained: list[int], tiles: int) -> Iterator[None]:
         yield
 
 
-def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
-    path = tmp_path / "reference.pop"
+def test_a_typo_in_the_size_locks_nothing(tmp_path, path, trained):
+    """6000 for 60, of a population that exists and of a new one: stopped, it can be read, finished and taken back."""
+    with interrupted_after(trained, 5), pytest.raises(Resumable, match=r"56 of 6000 networks are kept"):
+        run(path, networks=6000)
+    assert len(Population(path)) == 20
+    assert len(run(path)) == 20  # without a number it is as large as before
+    assert len(run(path, networks=60)) == len(Population(path)) == 60
+    assert trained == [2, 3, 4, 5, 6, 7]  # nothing was trained twice
+    run(tmp_path / "fresh.pop", fake.recipe(networks=60))
+    assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
+
+    path = tmp_path / "new.pop"
+    trained.clear()
+    with interrupted_after(trained, 9), pytest.raises(Resumable, match=r"72 of 6000 networks are kept"):
+        run(path, networks=6000)
+    with pytest.raises(DataError, match=r"expected 6000 networks, found 72; .* or use the others with --partial"):
+        Population(path)
+    assert len(run(path, networks=60)) == len(Population(path)) == 60
+    assert len(trained) == 9
+
+
+def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile(path, trained):
     for tile in (4, 3, 2):
         assert len(Population(path)) == 20
         collect(fake.recipe(), path, networks=40, shard=tile)
@@ -173,164 +169,140 @@ def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile
     assert trained == [4, 3, 2]
 
 
-def test_a_population_shrinks_and_keeps_its_shards(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
-    path = tmp_path / "reference.pop"
+def test_a_population_shrinks_and_keeps_its_shards(path, trained, reference):
     whole = Population(path).weights()
-    np.testing.assert_array_equal(collect(fake.recipe(), path, networks=10, workers=1).weights(), whole[:10])
+    np.testing.assert_array_equal(run(path, networks=10).weights(), whole[:10])
     assert shard_files(path) == reference
-    np.testing.assert_array_equal(collect(fake.recipe(), path, networks=20, workers=1).weights(), whole)
+    np.testing.assert_array_equal(run(path, networks=20).weights(), whole)
     assert trained == []
 
 
-def test_a_longer_shard_of_another_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
     """The population grows while this process trains its last tile: the shard holds all that are wanted by then."""
-    path = tmp_path / "a.pop"
+    path, grown = tmp_path / "a.pop", []
 
-    grown: list[bool] = []
-
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+    def train_tile(recipe, tile, **options):
         if tile == 2 and not grown:
             grown.append(True)
             collect(fake.recipe(), path, networks=24, shard=2)
         return fake.train_tile(recipe, tile)
 
     use(monkeypatch, train_tile)
-    population = collect(fake.recipe(), path, workers=1)
-    assert len(population) == 24
-    assert population.missing == ()
+    population = run(path)
+    assert (len(population), population.missing) == (24, ())
 
 
-# -- refusals -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("asked", "other"), [(14, 6), (6, 14)])
+def test_of_two_sizes_at_once_the_larger_counts_and_it_is_said(tmp_path, monkeypatch, caplog, asked, other):
+    """Whoever began and ended first, and whether the population was new."""
+    for path, begun in ((tmp_path / "new.pop", None), (tmp_path / "old.pop", 10)):
+        use(monkeypatch, fake.train_tile)
+        if begun:
+            run(path, networks=begun)
+        meanwhile = [other]
+
+        def train_tile(recipe, tile, path=path, meanwhile=meanwhile, **options):
+            if meanwhile:
+                run(path, networks=meanwhile.pop())
+            return fake.train_tile(recipe, tile)
+
+        use(monkeypatch, train_tile)
+        (path / "shards/00000.h5").unlink(missing_ok=True)  # so that there is something to train
+        caplog.clear()
+        assert len(run(path, networks=asked)) == len(Population(path)) == 14
+        (message,) = (m for m in caplog.messages if "trained again" not in m)
+        assert message.endswith(
+            f"another run asked for {other} networks meanwhile, this one for {asked}; it has 14 now"
+        )
 
 
-def test_another_recipe(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
+def test_another_recipe(path, trained, reference):
     with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3") as error:
-        collect(fake.recipe(training__epochs=3), tmp_path / "reference.pop")
+        collect(fake.recipe(training__epochs=3), path)
     assert error.value.exit_code == 2
     assert trained == []
-    assert shard_files(tmp_path / "reference.pop") == reference
+    assert shard_files(path) == reference
 
 
-def test_another_network_from_the_same_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
-    monkeypatch.setattr(training, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
-    with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
-        collect(fake.recipe(), tmp_path / "reference.pop")
-
-
-def test_other_data_under_the_same_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_another_network_or_other_data_under_the_same_name(path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
+        with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
+            collect(fake.recipe(), path)
     monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16))
     with pytest.raises(DataError, match=r"collected with another data digits: expected hash \w{16}, found 0{16}"):
-        collect(fake.recipe(), tmp_path / "reference.pop")
+        collect(fake.recipe(), path)
+
+
+MIMETIC = [{"name": "default"}, {"name": "mimetic_mlp", "sigma": "x"}]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options", "error", "message"),
+    ("changes", "options", "error", "message"),
     [
-        (fake.recipe(), {"shard": -1}, UsageError, "shard: expected 0 to 2 for 20 networks, found -1"),
-        (fake.recipe(), {"shard": 3}, UsageError, "shard: expected 0 to 2 for 20 networks, found 3"),
-        (fake.recipe(), {"workers": 0}, UsageError, "workers: expected an integer >= 1, found 0"),
-        (fake.recipe(), {"backend": "mpi"}, UsageError, "backend: expected one of 'loky', 'dask', 'ray', found 'mpi'"),
-        (fake.recipe(), {"backend": "dask", "workers": 2}, UsageError, "expected none for backend dask"),
-        (fake.recipe(), {"networks": 0}, RecipeError, "population.networks"),
-        (fake.recipe(), {"device": "abacus"}, UsageError, "abacus"),
-        (fake.recipe(init=[{"name": "nonsense"}]), {}, UsageError, "nonsense"),
-        (fake.recipe(init=[{"artifact": "none.safetensors"}]), {}, DataError, "none.safetensors"),
-        (
-            fake.recipe(init=[{"name": "mimetic_attention"}]),
-            {},
-            RecipeError,
-            r"^init \(mimetic_attention\): exp",
-        ),
-        (
-            fake.recipe(init=[{"name": "default"}, {"name": "mimetic_mlp", "sigma": "x"}]),
-            {},
-            RecipeError,
-            r"^init\.1 \(mimetic_mlp\): .*sigma",
-        ),
-        (fake.recipe(init=[{"name": raising}]), {}, RecipeError, r"^init \(.*:raising\): .*raised KeyError: 'x'"),
-        (fake.recipe(data__name="cifar10"), {}, DataError, "cifar-10-batches-bin"),
+        ({}, {"shard": -1}, UsageError, "shard: expected 0 to 2 for 20 networks, found -1"),
+        ({}, {"shard": 3}, UsageError, "shard: expected 0 to 2 for 20 networks, found 3"),
+        ({}, {"workers": 0}, UsageError, "workers: expected an integer >= 1, found 0"),
+        ({}, {"backend": "mpi"}, UsageError, "backend: expected one of 'loky', 'dask', 'ray', found 'mpi'"),
+        ({}, {"backend": "dask", "workers": 2}, UsageError, "expected none for backend dask"),
+        ({}, {"networks": 0}, RecipeError, "population.networks"),
+        ({}, {"device": "abacus"}, UsageError, "abacus"),
+        ({"init": [{"name": "nonsense"}]}, {}, UsageError, "nonsense"),
+        ({"init": [{"artifact": "none.safetensors"}]}, {}, DataError, "none.safetensors"),
+        ({"init": [{"name": "mimetic_attention"}]}, {}, RecipeError, r"^init \(mimetic_attention\): exp"),
+        ({"init": MIMETIC}, {}, RecipeError, r"^init\.1 \(mimetic_mlp\): .*sigma"),
+        ({"init": [{"name": raising}]}, {}, RecipeError, r"^init \(.*:raising\): .*raised KeyError: 'x'"),
+        ({"data__name": "cifar10"}, {}, DataError, "cifar-10-batches-bin"),
+        ({}, {"backend": "dask"}, UsageError, r"backend dask is not installed: `pip install"),
+        ({}, {"backend": "ray"}, UsageError, r"backend ray is not installed: `pip install"),
     ],
 )
-def test_what_can_be_known_beforehand_leaves_nothing(
-    tmp_path: Path,
-    trained: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-    recipe: Recipe,
-    options: dict[str, Any],
-    error: type[WeightscopeError],
-    message: str,
-) -> None:
+def test_what_can_be_known_beforehand_leaves_nothing(tmp_path, trained, monkeypatch, changes, options, error, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for package in ("distributed", "ray"):
+        monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(error, match=message):
-        collect(recipe, tmp_path / "a.pop", **options)
+        collect(fake.recipe(**changes), tmp_path / "a.pop", **options)
     assert not (tmp_path / "a.pop").exists()
     assert trained == []
 
 
-@pytest.mark.parametrize("backend", ["dask", "ray"])
-def test_a_cluster_needs_its_package(
-    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch, backend: str
-) -> None:
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UsageError, match=rf"backend {backend} is not installed: `pip install"):
-        collect(fake.recipe(), tmp_path / "a.pop", backend=backend)
-    assert not (tmp_path / "a.pop").exists()
-
-
 @pytest.mark.parametrize("existed", [False, True])
-def test_a_trainer_that_fails_at_once_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
-) -> None:
-    def fail(recipe: Recipe, tile: int, **options: Any) -> None:
+def test_a_trainer_that_fails_at_once_leaves_nothing(tmp_path, monkeypatch, existed):
+    def fail(recipe, tile, **options):
         # As a worker that is ended while it writes.
         (tmp_path / "a.pop/shards/00001.h5.sha256").write_text("hash\n")
-        (tmp_path / "a.pop/shards/.00001.h5.00.tmp").write_text("half")
+        (tmp_path / "a.pop/shards/.00001.h5.weightscope-7-0123456789abcdef.tmp").write_text("half")
         raise DataError("broken")
 
     use(monkeypatch, fail)
     if existed:
         (tmp_path / "a.pop").mkdir()
     with pytest.raises(DataError, match="broken"):
-        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+        run(tmp_path / "a.pop")
     assert [p.name for p in tmp_path.rglob("*")] == (["a.pop"] if existed else [])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_tiles_that_raise_are_named_when_the_others_are_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_tiles_that_raise_are_named_when_the_others_are_done(tmp_path, monkeypatch, workers):
     use(monkeypatch, fake.train_tile_or_raise)
-    with pytest.raises(
-        Resumable, match=r"^RuntimeError: odd, in tile 1 \(networks 8 to 15\), tile 3 .*: 24 of 40 networks are kept"
-    ) as error:
+    message = r"^RuntimeError: odd, in tile 1 \(networks 8 to 15\), tile 3 .*: 24 of 40 networks are kept"
+    with pytest.raises(Resumable, match=message) as error:
         collect(fake.recipe(networks=40), tmp_path / "a.pop", workers=workers)
     assert error.value.exit_code == 4
     assert isinstance(error.value.__cause__, RuntimeError)  # --debug shows it
     assert Population(tmp_path / "a.pop", partial=True).missing == (1, 3)
 
 
-def test_another_process_that_made_the_tile_meanwhile_saves_the_work(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
+def test_another_process_that_made_the_tile_meanwhile_saves_the_work(path, trained):
     """As when a worker that was believed dead wakes up."""
-    path = tmp_path / "reference.pop"
     train_shard(training.train_tile, [Request.of(fake.recipe(), path)], (0, 1))
     assert trained == []
 
 
-def test_a_worker_of_another_population_writes_nothing_into_this_one(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes]
-) -> None:
-    path = tmp_path / "reference.pop"
+def test_a_worker_of_another_population_writes_nothing_into_this_one(path, trained):
     other = Request.of(fake.recipe(population__seed=8), path)
     (path / "shards/00001.h5").unlink()
     before = shard_files(path)
@@ -339,85 +311,58 @@ def test_a_worker_of_another_population_writes_nothing_into_this_one(
     assert shard_files(path) == before
 
 
-def test_an_error_in_a_worker_is_the_callers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, fake.train_tile_or_refuse)
-    with pytest.raises(DataError, match="tile 1 is broken"):
-        collect(fake.recipe(), tmp_path / "a.pop", workers=2)
-    use(monkeypatch, fake.train_tile)
-    assert len(collect(fake.recipe(), tmp_path / "a.pop", workers=1)) == 20
-
-
-# -- damage and left-overs ------------------------------------------------------------------------------------
-
-
-def test_a_damaged_shard_is_trained_again_and_reported(
-    tmp_path: Path, trained: list[int], reference: dict[str, bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    path = tmp_path / "reference.pop"
+def test_a_damaged_shard_is_trained_again_and_reported(path, trained, reference, caplog):
     os.truncate(path / "shards/00001.h5", 100)
     (path / "shards/00002.h5.sha256").unlink()
     with caplog.at_level(logging.WARNING):
-        collect(fake.recipe(), path, workers=1)
+        run(path)
     assert trained == [1, 2]
     assert shard_files(path) == reference
     assert [r.getMessage().split(":")[0][-8:] for r in caplog.records] == ["00001.h5", "00002.h5"]
     assert "trained again" in caplog.text
 
 
-@pytest.mark.parametrize(("ema", "share", "better"), [(0.9998, "99 %", "0.8"), (0.97, "17 %", "0.8"), (0.9, "", "")])
-def test_an_average_longer_than_the_training_is_reported(
-    tmp_path: Path, trained: list[int], caplog: pytest.LogCaptureFixture, ema: float, share: str, better: str
-) -> None:
+@pytest.mark.parametrize(("ema", "share"), [(0.9998, "99 %"), (0.97, "17 %"), (0.9, "")])
+def test_an_average_longer_than_the_training_is_reported(tmp_path, trained, caplog, ema, share):
     recipe = fake.recipe(training__ema=ema, training__epochs=30)  # 60 steps
-    with caplog.at_level(logging.WARNING):
-        collect(recipe, tmp_path / "a.pop", workers=1)
-    assert trained
-    messages = [r.getMessage() for r in caplog.records]
-    assert len(messages) == bool(share)
+    run(tmp_path / "a.pop", recipe)
+    assert len(caplog.messages) == bool(share)
     if share:
-        assert f"training.ema = {ema} in 60 steps: {share} of the average" in messages[0]
-        assert messages[0].endswith(f"an average over a tenth of the steps has ema = {better}")
-        caplog.clear()
-        collect(recipe.replace({"training.epochs": 3}), tmp_path / "b.pop", workers=1)
-        assert caplog.messages[0].endswith("leave ema out"), "no average is that short"
+        assert f"training.ema = {ema} in 60 steps: {share} of the average" in caplog.messages[0]
+        assert caplog.messages[0].endswith("an average over a tenth of the steps has ema = 0.8")
+        run(tmp_path / "b.pop", recipe.replace({"training.epochs": 3}))
+        assert caplog.messages[1].endswith("leave ema out"), "no average is that short"
 
 
-def test_a_foreign_shard_is_not_overwritten(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    path = tmp_path / "reference.pop"
-    collect(fake.recipe(population__seed=8), tmp_path / "other.pop", workers=1)
+def test_a_foreign_shard_is_not_overwritten(tmp_path, path, trained):
+    run(tmp_path / "other.pop", fake.recipe(population__seed=8))
     for end in ("", ".sha256"):
         (tmp_path / f"other.pop/shards/00001.h5{end}").replace(path / f"shards/00001.h5{end}")
     before = shard_files(path)
     with pytest.raises(DataError, match=r"00001.h5: a foreign shard, expected .* found .*; move it"):
-        collect(fake.recipe(), path, workers=1)
+        run(path)
     assert shard_files(path) == before
 
 
-def test_what_killed_processes_left_is_swept(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    path = tmp_path / "reference.pop"
-    for stale in (path / ".population.json.00.tmp", path / "shards/.00001.h5.00.tmp"):
+def test_what_killed_processes_left_is_swept(path, trained, reference):
+    """Temporary files, and a second hash beside that of a shard."""
+    for stale in (
+        path / ".population.json.weightscope-7-0123456789abcdef.tmp",
+        path / "shards/.00001.h5.weightscope-7-0123456789abcdef.tmp",
+    ):
         stale.write_bytes(b"half")
-    collect(fake.recipe(), path, workers=1)
-    assert shard_files(path) == reference
-    assert {p.name for p in path.iterdir()} == {"population.json", "shards"}
-
-
-def test_two_hashes_become_one_again(tmp_path: Path, trained: list[int], reference: dict[str, bytes]) -> None:
-    beside = tmp_path / "reference.pop/shards/00002.h5.sha256"
-    beside.write_text(beside.read_text() + "0" * 64 + "  00002.h5\n")
-    collect(fake.recipe(), tmp_path / "reference.pop", workers=1)
+    (path / ".mynotes.tmp").write_text("the user's own")
+    with (path / "shards/00002.h5.sha256").open("a") as beside:
+        beside.write("0" * 64 + "  00002.h5\n")
+    run(path)
     assert trained == []
-    assert shard_files(tmp_path / "reference.pop") == reference
-
-
-# -- interruption ---------------------------------------------------------------------------------------------
+    assert shard_files(path) == reference
+    assert {p.name for p in path.iterdir()} == {"population.json", "shards", ".mynotes.tmp"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_a_valid_population(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes], number: signal.Signals
-) -> None:
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> SimpleNamespace:
+def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference, number):
+    def train_tile(recipe, tile, **options):
         if tile == 1:
             os.kill(os.getpid(), number)
         return fake.train_tile(recipe, tile)
@@ -425,40 +370,29 @@ def test_an_interrupt_leaves_a_valid_population(
     use(monkeypatch, train_tile)
     path = tmp_path / "a.pop"
     with pytest.raises(Resumable, match=r"stopped: 8 of 20 networks are kept in .*a.pop; run the same") as error:
-        collect(fake.recipe(), path, workers=1)
+        run(path)
     assert error.value.exit_code == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert Population(path, partial=True).missing == (1, 2)
     use(monkeypatch, fake.train_tile)
-    collect(fake.recipe(), path, workers=1)
+    run(path)
     assert shard_files(path) == reference
 
 
-def test_an_interrupt_before_the_first_tile_leaves_a_population_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_before_the_first_tile_leaves_a_population_too(tmp_path, monkeypatch, trained):
     """The message has the path as it was given."""
     monkeypatch.chdir(tmp_path)
-
-    def train_tile(recipe: Recipe, tile: int, **options: Any) -> None:
-        raise KeyboardInterrupt
-
-    use(monkeypatch, train_tile)
-    with pytest.raises(Resumable, match=r"0 of 20 networks are kept in a.pop; run"):
-        collect(fake.recipe(), "a.pop", workers=1)
+    with interrupted_after(trained, 0), pytest.raises(Resumable, match=r"0 of 20 networks are kept in a.pop; run"):
+        run("a.pop")
     assert len(Population(tmp_path / "a.pop", partial=True)) == 0
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_an_error_and_not_a_hang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
+def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, reference):
     use(monkeypatch, fake.train_tile_and_die)
     path = tmp_path / "a.pop"
-    with pytest.raises(
-        Resumable,
-        match=r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run",
-    ) as error:
+    message = r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run"
+    with pytest.raises(Resumable, match=message) as error:
         collect(fake.recipe(), path, workers=2)
     assert error.value.exit_code == 4
     population = Population(path, partial=True)
@@ -468,8 +402,6 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(
     collect(fake.recipe(), path, workers=2)
     assert shard_files(path) == reference
 
-
-# -- a full disk ----------------------------------------------------------------------------------------------
 
 FULL_DISK = """
 import resource, sys
@@ -482,14 +414,10 @@ fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
-    done = subprocess.run(
-        [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     printed = (tmp_path / "a.log").read_text()
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
     assert printed.count("\n") == 1
@@ -498,39 +426,28 @@ def test_a_full_disk_is_one_line_and_no_crash(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["a.log"]
 
 
-@contextlib.contextmanager
-def limited_files() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_disk_that_fills_up_keeps_what_is_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: dict[str, bytes]
-) -> None:
-    path = tmp_path / "reference.pop"
+def test_a_disk_that_fills_up_keeps_what_is_done(path, monkeypatch, reference):
     (path / "shards/00001.h5").unlink()
     (path / "shards/00001.h5.sha256").unlink()
     kept = shard_files(path)
-    with limited_files(), pytest.raises(WeightscopeError, match=r"cannot write .*00001.h5: File too large"):
-        collect(fake.recipe(), path, workers=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(WeightscopeError, match=r"cannot write .*00001.h5: File too large"):
+            run(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert shard_files(path) == kept
-    collect(fake.recipe(), path, workers=1)
+    run(path)
     assert shard_files(path) == reference
 
 
-# -- progress -------------------------------------------------------------------------------------------------
-
-
 class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
-def test_progress_shows_networks_per_hour_and_the_time_left() -> None:
+def test_progress_shows_networks_per_hour_and_the_time_left():
     screen = _Terminal()
     with _Bar(100, 20, show=True, file=screen) as bar:
         bar.start_t -= 36  # 36 seconds ago
@@ -544,99 +461,70 @@ def test_progress_shows_networks_per_hour_and_the_time_left() -> None:
     assert "20 of 100 networks, ? networks/hour" in text
 
 
-@pytest.mark.parametrize(("show", "screen"), [(True, io.StringIO()), (False, _Terminal())])
-def test_progress_is_silent_without_a_terminal_and_counts_all_the_same(show: bool, screen: io.StringIO) -> None:
-    with _Bar(100, 20, show=show, file=screen) as bar:
-        bar.move_to(30.5)
-        assert bar.n == 30.5
-    assert screen.getvalue() == ""
-
-
 @pytest.mark.parametrize("kernel", [object(), None])
-def test_progress_is_shown_in_a_notebook(kernel: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whose stderr is no terminal; IPython in a terminal is no notebook."""
+def test_progress_is_shown_in_a_notebook(kernel, monkeypatch):
+    """Whose stderr is no terminal; IPython in a terminal is no notebook. It counts where it is silent, too."""
     shell = SimpleNamespace(kernel=kernel)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    screen = io.StringIO()
-    with _Bar(100, 20, show=True, file=screen) as bar:
-        bar.move_to(30)
-    assert ("20 of 100 networks" in screen.getvalue()) == (kernel is not None)
-    with _Bar(100, 20, show=False, file=io.StringIO()) as bar:
-        assert bar.disable
+    for show, screen in ((True, io.StringIO()), (False, _Terminal())):
+        with _Bar(100, 20, show=show, file=screen) as bar:
+            bar.move_to(30.5)
+            assert bar.n == 30.5
+        assert ("20 of 100 networks" in screen.getvalue()) == (show and kernel is not None)
 
 
-def test_permission_to_write_is_checked_before_anything_is_trained(
-    tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_permission_to_write_is_checked_before_anything_is_trained(tmp_path, trained, monkeypatch):
     path = tmp_path / "a.pop"
     collect(fake.recipe(), path, shard=0)
     trained.clear()
 
-    def refuse(_: Path) -> None:
+    def refuse(_):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(atomic, "_open_temporary", refuse)
     with pytest.raises(WeightscopeError, match=r"cannot write .*Read-only file system"):
-        collect(fake.recipe(), path, workers=1)
+        run(path)
     assert trained == []
 
 
-def test_a_huge_population_answers_at_once(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_population_answers_at_once(tmp_path, trained):
     """Ten million networks are planned, a billion refused; neither takes memory or time for tiles that do not exist."""
-    path = tmp_path / "a.pop"
-
-    def stop(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(fake, "vector", stop)  # in the first tile
     began = time.process_time()
-    with pytest.raises(Resumable, match="0 of 10000000 networks are kept"):
-        collect(fake.recipe(), path, networks=10_000_000, workers=1)
+    with interrupted_after(trained, 0), pytest.raises(Resumable, match="0 of 10000000 networks are kept"):
+        run(tmp_path / "a.pop", networks=10_000_000)
     with pytest.raises(RecipeError, match=r"population\.networks: input should be less than or equal to 10000000"):
-        collect(fake.recipe(), path, networks=1_000_000_000)
+        collect(fake.recipe(), tmp_path / "a.pop", networks=1_000_000_000)
     assert time.process_time() - began < 4, "two scans of 1.25 million tiles"
 
 
-def test_progress_moves_within_a_tile(tmp_path: Path, trained: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[float] = []
+def test_progress_moves_within_a_tile(tmp_path, trained, monkeypatch):
+    seen = []
     monkeypatch.setattr(_Bar, "move_to", lambda self, n: (seen.append(n), setattr(self, "n", n)))
-    collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    run(tmp_path / "a.pop")
     assert seen == [4, 8, 8, 12, 16, 16, 18, 20, 20]
 
 
-# -- the real trainer -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path: Path) -> None:
+def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
     """Alone in one go, shard by shard, grown, and in worker processes."""
-    import torch
-
     recipe, threads = fake.recipe(networks=6, tile=4), torch.get_num_threads()
-    whole = collect(recipe, tmp_path / "whole.pop", workers=1)
+    whole = run(tmp_path / "whole.pop", recipe)
     assert torch.get_num_threads() == threads
     for shard in (1, 0):
         collect(recipe, tmp_path / "array.pop", shard=shard)
-    collect(recipe, tmp_path / "grown.pop", networks=3, workers=1)
-    collect(recipe, tmp_path / "grown.pop", networks=6, workers=1)
+    for networks in (3, 6):
+        run(tmp_path / "grown.pop", recipe, networks=networks)
     collect(recipe, tmp_path / "spread.pop", workers=2)
     for other in ("array", "grown", "spread"):
         assert shard_files(tmp_path / f"{other}.pop") == shard_files(tmp_path / "whole.pop")
     assert whole.metrics["test_accuracy"].shape == (6,)
     network = whole.network(5)
-    state = network.state_dict()
-    np.testing.assert_array_equal(
-        whole.spec.pack({name: state[name].numpy() for name in whole.spec.names}), whole.weights()[5]
-    )
+    state = {name: value.numpy() for name, value in network.state_dict().items() if name in whole.spec.names}
+    np.testing.assert_array_equal(whole.spec.pack(state), whole.weights()[5])
     assert not network.training
 
 
-# -- what it would take ---------------------------------------------------------------------------------------
-
-
-def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
-    import time
-
+def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
     recipe = fake.recipe(networks=12, tile=4, training__epochs=40)
     path = tmp_path / "a.pop"
     expected = plan(recipe, path, workers=1)
@@ -649,10 +537,10 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
     assert taken / 10 < expected.tile_seconds[0] < 10 * taken  # on a busy machine
     file = (path / "shards/00000.h5").stat().st_size
     assert 0.95 < expected.bytes_on_disk / (3 * file) < 1.05
-    before = {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    before = times(path)
     again = plan(recipe, path, workers=1)
     assert (again.done, again.hours) == (1, pytest.approx(2 * again.tile_seconds[0] / 3600))
-    assert before == {p: p.stat().st_mtime_ns for p in path.rglob("*")}
+    assert before == times(path)
     for part in ("tiles", "3 of 4, 1 done", "bytes on disk", "hours left", "measured"):
         assert part in again.text()
     with pytest.raises(RecipeError, match=r"training.epochs: 40 -> 3"):
@@ -662,17 +550,17 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tiles", "each", "seconds"), [(3, (10.0,), 30), (4, (10.0, 10.0), 20), (5, (10.0, 10.0), 30), (4, (10.0, 5.0), 15)]
 )
-def test_tiles_go_to_whichever_worker_is_free(tiles: int, each: tuple[float, ...], seconds: float) -> None:
+def test_tiles_go_to_whichever_worker_is_free(tiles, each, seconds):
     assert _until_finished(tiles, each) == pytest.approx(seconds)
 
 
-def test_another_source_of_trained_weights_is_refused(tmp_path: Path, trained: list[int]) -> None:
+def test_another_source_of_trained_weights_is_refused(tmp_path, trained):
     source = tmp_path / "source.safetensors"
     wanted = fake.recipe().replace({"init": [{"name": "transfer", "source": str(source)}]})
     weights = build_for(wanted).state_dict()
     save_file(weights, source)
-    collect(wanted, tmp_path / "a.pop", workers=1, progress=False)
-    collect(wanted, tmp_path / "a.pop", networks=24, workers=1, progress=False)
+    run(tmp_path / "a.pop", wanted)
+    run(tmp_path / "a.pop", wanted, networks=24)
     save_file({name: 5 * value for name, value in weights.items()}, source)
     with pytest.raises(DataError, match=r"collected with another weights .*: expected hash"):
-        collect(wanted, tmp_path / "a.pop", networks=32, workers=1, progress=False)
+        run(tmp_path / "a.pop", wanted, networks=32)

@@ -7,52 +7,33 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 from other_machines import PLAINEST, run_tests
 
-from weightscope.cli import main
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
-from weightscope.recipe import Recipe
-from weightscope.training import devices
+from weightscope.training import kernel_choice
 from weightscope.training.collection import collect
-from weightscope.training.devices import choose_kernels
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build, functions
 from weightscope.training.many_networks import BatchedNetworks
 
 needs_compiler = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 TYPES = {torch.float64: 1e-12, torch.float32: 2e-6}
-FILTERS = [  # channels, height, width, batch, kernel, dilation
-    (5, 4, 4, 3, 7, 1),
-    (3, 7, 7, 2, 9, 2),
-    (3, 16, 16, 64, 7, 1),
-    (2, 9, 9, 40, 11, 1),
-    (2, 16, 10, 50, 7, 1),
-    (1, 1, 1, 1, 3, 1),
-    (2, 5, 13, 17, 5, 1),
-    (2, 3, 21, 33, 1, 1),
-    (2, 8, 8, 16, 9, 1),
-    (2, 6, 6, 5, 13, 3),
-    (2, 7, 9, 20, 3, 1),
-    (2, 4, 4, 35, 3, 1),
-    (1, 3, 4, 16, 5, 1),
-    (2, 5, 4, 20, 9, 1),
-    (1, 2, 2, 3, 101, 1),
-    (2, 14, 14, 2, 3, 2),
-    (2, 9, 9, 4, 5, 1),
+# channels, height, width, batch, kernel, dilation
+FILTERS = [
+    *((5, 4, 4, 3, 7, 1), (3, 7, 7, 2, 9, 2), (3, 16, 16, 64, 7, 1), (2, 9, 9, 40, 11, 1), (2, 16, 10, 50, 7, 1)),
+    *((1, 1, 1, 1, 3, 1), (2, 5, 13, 17, 5, 1), (2, 3, 21, 33, 1, 1), (2, 8, 8, 16, 9, 1), (2, 6, 6, 5, 13, 3)),
+    *((2, 7, 9, 20, 3, 1), (2, 4, 4, 35, 3, 1), (1, 3, 4, 16, 5, 1), (2, 5, 4, 20, 9, 1), (1, 2, 2, 3, 101, 1)),
+    *((2, 14, 14, 2, 3, 2), (2, 9, 9, 4, 5, 1)),
 ]
-SIZES = [  # networks, channels, hidden, positions
-    (2, 16, 32, 300),
-    (1, 5, 7, 64),
-    (3, 8, 16, 128),
-    (2, 1, 1, 1),
-    (1, 3, 13, 257),
-]
+# networks, channels, hidden, positions
+SIZES = [(2, 16, 32, 300), (1, 5, 7, 64), (3, 8, 16, 128), (2, 1, 1, 1), (1, 3, 13, 257)]
 
 
 def draw(*shape, dtype, seed=0):
@@ -142,49 +123,36 @@ def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):
 
 
 @needs_compiler
-def test_what_does_not_fit_is_refused():
-    x, weight, bias = torch.zeros(3, 4, 4, 2), torch.zeros(3, 3, 3), torch.zeros(3)
-    for shape in ((3, 4, 4), (2, 3, 3), (3, 3, 5)):
-        with pytest.raises(ValueError, match="odd square kernels"):
-            functions.depthwise_conv2d(x, torch.zeros(shape), bias, kernels="c")
-    with pytest.raises(ValueError, match="of one type"):
-        functions.depthwise_conv2d(x.bfloat16(), weight, bias, kernels="c")
-    y, *weights = (value.detach() for value in mlp_inputs((2, 3, 5, 4), torch.float32))
-    pairs = tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:])
-    with pytest.raises(ValueError, match="expected weights of shapes"):
-        functions.norm_mlp(y[:1], *pairs, 1e-6, kernels="c")
-    blocks = tuple(((torch.zeros(6, k, k), torch.zeros(6)), *pairs) for k in (3, 5))
-    with pytest.raises(ValueError, match="blocks of equal sizes"):
-        functions.convnext_blocks(torch.zeros(6, 4, 4, 2), blocks, 1e-6, kernels="c")
-    with pytest.raises(ValueError, match="positive eps"):
-        functions.norm_mlp(y, *pairs, 0.0, kernels="c")
-    with pytest.raises(UsageError, match="'c' on a CPU"):
-        BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
-
-
-@needs_compiler
 @pytest.mark.parametrize("kernels", ["torch", "c"])
 def test_shapes_that_a_kernel_would_read_beyond_are_refused(kernels):
     x, gain, filters, bias = (torch.ones(*shape) for shape in ((2, 3, 5), (2, 3), (6, 3, 3), (6,)))
     weights = (torch.ones(2, 4, 3), torch.ones(2, 4)), (torch.ones(2, 3, 4), gain)
-    images = torch.ones(6, 4, 4, 2)
+    images, norm = torch.ones(6, 4, 4, 2), (gain, gain)
+
+    def refused(message, function, *arguments):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments, kernels=kernels)
+
+    for shape in ((6, 4, 4), (5, 3, 3), (6, 3, 5)):
+        refused("odd square kernels", functions.depthwise_conv2d, images, torch.ones(shape), bias)
     for wrong in (gain[:1], gain[:, :2], gain[0]):
-        for norm in ((wrong, gain), (gain, wrong)):
-            with pytest.raises(ValueError, match="gain and shift"):
-                functions.layer_norm(x, norm, 1e-6, kernels=kernels)
-            with pytest.raises(ValueError, match="gain and shift"):
-                functions.gelu_batch_norm(x, norm, 1e-6, kernels=kernels)
-            with pytest.raises(ValueError, match="gain and shift"):
-                functions.convmixer_mixing(images, (filters, bias), norm, 1e-6, kernels=kernels)
-    with pytest.raises(ValueError, match="residual"):
-        functions.gelu_batch_norm(x, (gain, gain), 1e-6, x[:1, :, :1], kernels=kernels)
-    with pytest.raises(ValueError, match="expected x"):
-        functions.norm_mlp(x[..., None], (gain, gain), *weights, 1e-6, kernels=kernels)
-    block = (torch.ones(7, 3, 3), torch.ones(7)), (gain, gain), *weights
-    with pytest.raises(ValueError, match="as many channels"):
-        functions.convnext_blocks(torch.ones(7, 4, 4, 2), (block,), 1e-6, kernels=kernels)
-    with pytest.raises(ValueError, match="queries"):
-        functions.attention(torch.ones(2, 2, 2, 4, 5, 3), kernels=kernels)
+        for pair in ((wrong, gain), (gain, wrong)):
+            refused("gain and shift", functions.layer_norm, x, pair, 1e-6)
+            refused("gain and shift", functions.gelu_batch_norm, x, pair, 1e-6)
+            refused("gain and shift", functions.convmixer_mixing, images, (filters, bias), pair, 1e-6)
+    refused("residual", functions.gelu_batch_norm, x, norm, 1e-6, x[:1, :, :1])
+    refused("expected x", functions.norm_mlp, x[..., None], norm, *weights, 1e-6)
+    refused("expected weights of shapes", functions.norm_mlp, x[:1], norm, *weights, 1e-6)
+    refused("positive eps", functions.norm_mlp, x, norm, *weights, 0.0)
+    block = (torch.ones(7, 3, 3), torch.ones(7)), norm, *weights
+    refused("as many channels", functions.convnext_blocks, torch.ones(7, 4, 4, 2), (block,), 1e-6)
+    refused("queries", functions.attention, torch.ones(2, 2, 2, 4, 5, 3))
+    if kernels == "c":
+        refused("of one type", functions.depthwise_conv2d, images.bfloat16(), filters, bias)
+        blocks = tuple(((torch.ones(6, k, k), bias), norm, *weights) for k in (3, 5))
+        refused("blocks of equal sizes", functions.convnext_blocks, images, blocks, 1e-6)
+        with pytest.raises(UsageError, match="'c' on a CPU"):
+            BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
 
 
 @needs_compiler
@@ -231,9 +199,8 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     values = torch.cat([torch.linspace(-30, 30, 19196), torch.tensor([0.0, -1e-20, 1e20, -1e20])]).view(-1, 64)
     nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
     hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
-    found = functions.norm_mlp(
-        nothing[:, :, None], (nothing, nothing), (eye, hidden), (eye, nothing), 1e-6, kernels="c"
-    )
+    pairs = (nothing, nothing), (eye, hidden), (eye, nothing)
+    found = functions.norm_mlp(nothing[:, :, None], *pairs, 1e-6, kernels="c")
     (slope,) = torch.autograd.grad(found.sum(), hidden)
     exact = values.double().requires_grad_()
     expected = F.gelu(exact)
@@ -282,24 +249,7 @@ def test_the_bits_of_a_network_depend_on_its_slot_alone(name):
             torch.testing.assert_close(own_gradient[0], gradient[k], rtol=1e-4, atol=1e-4)
 
 
-TOML = """
-[network]
-type = "convnext"
-width = 4
-depth = 1
-kernel_size = 3
-patch_size = 2
-[data]
-name = "digits"
-train = 64
-test = 20
-[training]
-epochs = 1
-kernels = "compiled"
-[population]
-networks = 2
-tile = 2
-"""
+RECIPE = tiny.recipe(data__train=64, data__test=20, training__epochs=1, training__kernels="compiled")
 
 
 @pytest.fixture
@@ -315,55 +265,40 @@ def fresh(monkeypatch, tmp_path):
     build._built.cache_clear()
 
 
-def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch, capsys):
+def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch):
     monkeypatch.setenv("PATH", str(fresh))
-    recipe = fresh / "recipe.toml"
-    recipe.write_text(TOML)
-    with pytest.raises(SystemExit, match="2"):
-        main(["collect", str(recipe), "-o", str(fresh / "p.pop")])
-    error = capsys.readouterr().err
-    assert "found no C compiler" in error
-    assert "kernels = 'torch'" in error
+    with pytest.raises(UsageError, match=r"found no C compiler.* or use kernels = 'torch'"):
+        collect(RECIPE, fresh / "p.pop")
     assert not (fresh / "p.pop").exists()
 
 
-@pytest.mark.parametrize(
-    ("compiler", "text"),
-    [
+def test_a_compiler_that_fails_is_named(fresh, monkeypatch):
+    for compiler, text in (
         ("false", "`false` failed"),
         ("no-such-compiler", "cannot run `no-such-compiler`"),
         ('"gcc', "No closing quotation"),
-    ],
-)
-def test_a_compiler_that_fails_is_named(fresh, monkeypatch, compiler, text):
-    monkeypatch.setenv("CC", compiler)
-    with pytest.raises(UsageError, match=text):
-        build.library()
+    ):
+        monkeypatch.setenv("CC", compiler)
+        with pytest.raises(UsageError, match=text):
+            build.library()
     assert not list(fresh.rglob("*.so"))
 
 
 @needs_compiler
-def test_it_is_compiled_once_and_nothing_half_written_stays(fresh):
+@pytest.mark.parametrize("size", [None, 0, 100, 9_000])
+def test_it_is_compiled_once_and_made_anew_if_it_is_damaged(fresh, size):
     build.library()
     (file,) = (fresh / "cache" / "weightscope").iterdir()
-    written = file.stat().st_mtime_ns
-    build._built.cache_clear()
-    build.library()
-    assert [f.stat().st_mtime_ns for f in (fresh / "cache" / "weightscope").iterdir()] == [written]
-
-
-@needs_compiler
-@pytest.mark.parametrize("size", [0, 100, 9_000])
-def test_a_damaged_library_is_never_loaded_but_made_anew(fresh, size):
-    build.library()
-    (file,) = (fresh / "cache" / "weightscope").iterdir()
-    whole = file.read_bytes()
+    whole, written = file.read_bytes(), file.stat().st_mtime_ns
     assert len(whole) > 9_000
-    file.unlink()  # the process has the old one mapped
-    file.write_bytes(whole[:size])
+    if size is not None:
+        file.unlink()  # the process has the old one mapped
+        file.write_bytes(whole[:size])
     build._built.cache_clear()
     build.library()
-    assert [f.read_bytes() for f in (fresh / "cache" / "weightscope").iterdir()] == [whole]
+    (again,) = (fresh / "cache" / "weightscope").iterdir()
+    assert again.read_bytes() == whole
+    assert (again.stat().st_mtime_ns == written) == (size is None)
 
 
 @pytest.mark.slow
@@ -383,14 +318,44 @@ def test_two_processes_may_compile_at_once(fresh):
     assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
 
 
+def planted(folder, made):
+    """A library with the name and hash of the one that was made; it creates a file as soon as it is loaded."""
+    source, library = folder / "planted.c", folder / "planted.so"
+    source.write_text(
+        f"""#include <stdio.h>
+        __attribute__((constructor)) static void run(void) {{ fclose(fopen("{folder / "ran"}", "w")); }}"""
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    name = f"{made.stem.rpartition('-')[0]}-{build._content(library)}.so"
+    made.unlink()
+    library.chmod(0o700)
+    return shutil.move(library, made.with_name(name))
+
+
 @needs_compiler
-def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh):
-    (fresh / "cache").write_text("a file where the folder should be")
+@pytest.mark.parametrize("who", ["its user", "a file of all", "a folder of all", "a link", "another user"])
+def test_a_library_that_another_user_could_have_planted_is_not_loaded(fresh, who):
+    build.library()
+    (made,) = (fresh / "cache" / "weightscope").iterdir()
+    file = Path(planted(fresh, made))
+    if who == "a link":
+        file = Path(shutil.move(file, fresh / file.name))
+        made.with_name(file.name).symlink_to(file)
+    elif who == "another user":
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(file, 12345, 12345)
+    elif who != "its user":
+        (file if who == "a file of all" else file.parent).chmod(0o777)
+    build._built.cache_clear()
     assert build.library() is not None
+    assert (fresh / "ran").exists() == (who == "its user"), "the user's own library is loaded, no other"
+    assert build.cache_folder().stat().st_mode & 0o077 == 0
 
 
 @needs_compiler
-def test_a_cache_without_space_is_no_obstacle(fresh, monkeypatch):
+@pytest.mark.parametrize("trouble", ["a file in its place", "no space"])
+def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch, trouble):
     folder = tempfile.TemporaryDirectory
 
     def full(dir, prefix):
@@ -398,7 +363,10 @@ def test_a_cache_without_space_is_no_obstacle(fresh, monkeypatch):
             raise OSError(errno.EDQUOT, "Disk quota exceeded")
         return folder(dir=dir, prefix=prefix)
 
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    if trouble == "no space":
+        monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
+    else:
+        (fresh / "cache").write_text("a file where the folder should be")
     assert build.library() is not None
 
 
@@ -417,21 +385,17 @@ def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkey
     assert build.library() is not None
 
 
-def test_recipes_say_what_cannot_be():
-    recipe = Recipe.parse(tomllib.loads(TOML))
+def test_recipes_say_what_cannot_be(monkeypatch):
     with pytest.raises(UsageError, match="compute in float32"):
-        choose_kernels(recipe.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
+        choose_kernels(RECIPE.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
     with pytest.raises(UsageError, match="are for a CPU or CUDA"):
-        choose_kernels(recipe, torch.device("meta"))
-
-
-def test_without_triton_a_gpu_is_told_so(monkeypatch):
-    monkeypatch.setattr(devices, "has_triton", lambda: False)
+        choose_kernels(RECIPE, torch.device("meta"))
+    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
     with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
-        choose_kernels(Recipe.parse(tomllib.loads(TOML)), torch.device("cuda"))
+        choose_kernels(RECIPE, torch.device("cuda"))
 
 
 @needs_compiler
 def test_shards_say_which_build_made_them(tmp_path):
-    population = collect(Recipe.parse(tomllib.loads(TOML)), tmp_path / "p.pop", workers=1, device="cpu")
+    population = collect(RECIPE, tmp_path / "p.pop", workers=1, device="cpu")
     assert list(population.provenance()) == [f"torch {torch.__version__} on cpu, kernels {build.build_id()}"]

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import os
 
 import numpy as np
 import pytest
@@ -377,3 +378,24 @@ def test_a_network_of_dead_filters_is_refused():
         fit_network(model, "filters", kernel=7)
     with pytest.raises(UsageError, match="no layer of the source has 7 x 7 filters, found sizes 3, 5"):
         wi.covariance_transfer_(mixer(), model, kernel=7)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", "12"))))
+def test_equal_filters_are_refused_or_drawn_as_they_are(seed):
+    """Random layers of a network have filters that are all equal: never zeros in silence."""
+    rng = np.random.default_rng(seed)
+    source, value = structured(mixer(8, 4, int(rng.choice([3, 5, 7]))), seed), float(rng.choice([1.0, 0.1, -0.3, 7e8]))
+    equal = [part for part in depthwise(source) if rng.random() < 0.5]
+    for part in equal:
+        part.write(torch.full_like(part.read(), value) * torch.from_numpy(rng.uniform(1, 2, part.kernel)).float())
+    means = bool(rng.random() < 0.5)
+    fits = [
+        lambda: wi.NetworkInit(fit_network(source, "filters", means=means))(mixer(16, 4, 3), generator=seeded()),
+        lambda: wi.covariance_transfer_(mixer(16, 4, 3), source, means=means, generator=seeded()),
+    ]
+    for made in fits:
+        if equal and not means:
+            with pytest.raises(DataError, match=rf"`{equal[0].name}`: its 8 filters are all equal"):
+                made()
+        else:
+            assert all(part.read().abs().amax((1, 2)).min() > 0 for part in depthwise(made()))

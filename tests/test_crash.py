@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import clusters
@@ -21,22 +20,21 @@ import fake_training as fake
 import pytest
 
 from weightscope.population import Population
-from weightscope.recipe import Recipe
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["fake_training", "weightscope.training.collection", "sklearn.datasets"])
 _LONGEST = 120.0
 
 
-def start(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> multiprocessing.Process:
+def start(path, recipe, trainer, workers=1):
     process = _CONTEXT.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers))
     process.start()
     return process
 
 
-def finish(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> float:
+def finish(path, recipe, trainer):
     """Run to the end; returns the seconds that it took once it had begun."""
-    process = start(path, recipe, trainer, workers)
+    process = start(path, recipe, trainer)
     wait_until_begun(path, recipe, process)
     begun = time.monotonic()
     process.join(_LONGEST)
@@ -44,11 +42,11 @@ def finish(path: Path, recipe: Recipe, trainer: str, workers: int = 1) -> float:
     return time.monotonic() - begun
 
 
-def wait_until_begun(path: Path, recipe: Recipe, process: multiprocessing.Process) -> None:
+def wait_until_begun(path, recipe, process):
     wait_for(lambda: f" {recipe.population.networks}\n ]" in (path / "population.json").read_text(), process)
 
 
-def wait_for(happened: Callable[[], bool], process: multiprocessing.Process) -> None:
+def wait_for(happened, process):
     while process.is_alive():
         with contextlib.suppress(FileNotFoundError):
             if happened():
@@ -56,7 +54,7 @@ def wait_for(happened: Callable[[], bool], process: multiprocessing.Process) -> 
         time.sleep(0.001)
 
 
-def kill_group(process: multiprocessing.Process) -> None:
+def kill_group(process):
     """SIGKILL for `collect` and all its workers, as when a machine goes down."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -65,95 +63,72 @@ def kill_group(process: multiprocessing.Process) -> None:
     process.join(_LONGEST)
 
 
-def files(path: Path) -> dict[str, bytes]:
+def files(path):
     return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
-def in_the_middle_of_writing(path: Path) -> bool:
-    """A temporary file, or a hash whose shard is not there yet, or two hashes for one shard."""
-    folder = path / "shards"
-    return (
-        any(path.rglob(".*.tmp"))
-        or any(not p.with_suffix("").exists() for p in folder.glob("*.sha256"))
-        or any(len(p.read_text().splitlines()) > 1 for p in folder.glob("*.sha256"))
-    )
+RECIPE = fake.recipe(networks=60)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The files of an uninterrupted run with large tiles, and its seconds; the first start of processes is longer."""
+    path = tmp_path_factory.mktemp("whole") / "whole.pop"
+    finish(path.with_name("first.pop"), fake.recipe(networks=20), "large")
+    return path, finish(path, RECIPE, "large")
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(tmp_path: Path) -> None:
-    """A new population and, every other time, one that grows over its short last tile."""
-    recipe, smaller = fake.recipe(networks=60), fake.recipe(networks=20)
-    finish(tmp_path / "smaller.pop", smaller, "large")  # first, since the first start of processes takes longer
-    seconds = finish(tmp_path / "whole.pop", recipe, "large")
-    wanted = files(tmp_path / "whole.pop")
-    moments = random.Random(1)
-    hits = 0
-    kills = 20 if clusters.TORTURE else 6
-    for i in range(kills):
+def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(whole, tmp_path):
+    """A new population and, every other time, one that grows; tests/torture/kill_collect.py has 200 moments."""
+    (wanted, seconds), moments = whole, random.Random(1)
+    finish(tmp_path / "smaller.pop", fake.recipe(networks=20), "large")
+    for i in range(6):
         path = tmp_path / f"{i}.pop"
         if i % 2:
             shutil.copytree(tmp_path / "smaller.pop", path)
-        process = start(path, recipe, "large")
-        wait_until_begun(path, recipe, process)
+        process = start(path, RECIPE, "large")
+        wait_until_begun(path, RECIPE, process)
         time.sleep(moments.uniform(0, seconds))
         kill_group(process)
-        hits += in_the_middle_of_writing(path)
         # Whatever there is, is valid already.
         Population(path, partial=True).verify()
-        finish(path, recipe, "large")
-        got = files(path)
-        assert {k: v for k, v in got.items() if "shards" in k} == {k: v for k, v in wanted.items() if "shards" in k}
-        assert got.keys() == wanted.keys()  # nothing is left behind
-    # About half of a run is writing: that none of 20 moments falls inside has a probability of about 1e-6.
-    assert hits > 0 or kills < 20
-
-
-@clusters.torture
-def test_killed_again_and_again_it_still_ends(tmp_path: Path) -> None:
-    recipe = fake.recipe(networks=60)
-    seconds = finish(tmp_path / "whole.pop", recipe, "large")
-    path, moments = tmp_path / "a.pop", random.Random(2)
-    for _ in range(10):
-        process = start(path, recipe, "large")
-        time.sleep(moments.uniform(0, seconds / 2))
-        kill_group(process)
-    finish(path, recipe, "large")
-    assert files(path) == files(tmp_path / "whole.pop")
+        finish(path, RECIPE, "large")
+        got, expected = files(path), files(wanted)
+        assert {k: v for k, v in got.items() if "shards" in k} == {k: v for k, v in expected.items() if "shards" in k}
+        assert got.keys() == expected.keys()  # nothing is left behind
 
 
 @pytest.mark.slow
-def test_two_at_once_on_one_folder_are_harmless(tmp_path: Path) -> None:
-    recipe = fake.recipe(networks=60)
-    finish(tmp_path / "whole.pop", recipe, "large")
+def test_two_at_once_on_one_folder_are_harmless(whole, tmp_path):
     for i in range(3):
         path = tmp_path / f"{i}.pop"
-        processes = [start(path, recipe, "large") for _ in range(3)]
+        processes = [start(path, RECIPE, "large") for _ in range(3)]
         for process in processes:
             process.join(_LONGEST)
             assert process.exitcode == 0
-        assert files(path) == files(tmp_path / "whole.pop")
+        assert files(path) == files(whole[0])
 
 
 @pytest.mark.slow
-def test_workers_killed_with_their_parent(tmp_path: Path) -> None:
-    recipe = fake.recipe(networks=60)
-    finish(tmp_path / "whole.pop", recipe, "small")
+def test_workers_killed_with_their_parent(tmp_path):
+    finish(tmp_path / "whole.pop", RECIPE, "small")
     path, moments = tmp_path / "a.pop", random.Random(3)
     for _ in range(2):
-        process = start(path, recipe, "slow", workers=2)
+        process = start(path, RECIPE, "slow", workers=2)
         wait_for((path / "shards/00001.h5").exists, process)
         time.sleep(moments.uniform(0, 0.5))
         kill_group(process)
     Population(path, partial=True).verify()
-    finish(path, recipe, "small")
+    finish(path, RECIPE, "small")
     assert files(path) == files(tmp_path / "whole.pop")
 
 
 @pytest.mark.slow
-def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path) -> None:
+def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path):
     """The terminal sends SIGINT to every process of the group."""
-    recipe, path = fake.recipe(networks=60), tmp_path / "a.pop"
-    process = start(path, recipe, "slow", workers=2)
+    path = tmp_path / "a.pop"
+    process = start(path, RECIPE, "slow", workers=2)
     wait_for((path / "shards/00002.h5").exists, process)
     os.killpg(process.pid, signal.SIGINT)
     process.join(_LONGEST)
@@ -162,15 +137,14 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path: Path
     assert printed.count("\n") == 1
     assert "of 60 networks are kept" in printed
     Population(path, partial=True).verify()
-    finish(path, recipe, "small")
+    finish(path, RECIPE, "small")
     assert len(Population(path)) == 60
 
 
 @pytest.mark.slow
-def test_the_real_trainer_killed_in_the_midst(tmp_path: Path) -> None:
-    recipe = fake.recipe(networks=10, tile=4)
+def test_the_real_trainer_killed_in_the_midst(tmp_path):
+    recipe, moments = fake.recipe(networks=10, tile=4), random.Random(4)
     seconds = finish(tmp_path / "whole.pop", recipe, "real")
-    moments = random.Random(4)
     for i in range(3):
         path = tmp_path / f"{i}.pop"
         process = start(path, recipe, "real")
@@ -214,7 +188,7 @@ print(killed, "of", len(sizes))
 
 
 @pytest.mark.slow
-def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path: Path) -> None:
+def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path):
     parts = 40 if clusters.TORTURE else 10
     arguments = [str(Path(__file__).parent), str(tmp_path / "a.pop"), str(parts)]
     command = [sys.executable, "-W", "ignore", "-c", EVERY_PREFIX, *arguments]

@@ -569,6 +569,7 @@ def test_a_dataset_is_loaded_as_it_is_or_in_part() -> None:
         load(data, train=21)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_factory_by_reference_is_called_once() -> None:
     CALLS.clear()
     name = f"{__name__}:own_factory"
@@ -580,6 +581,7 @@ def test_a_factory_by_reference_is_called_once() -> None:
     assert load(f"{__name__}:dataset_factory").fingerprint == load(name).fingerprint
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_recipe_may_name_a_factory() -> None:
     from weightscope.recipe import Recipe
 
@@ -595,6 +597,7 @@ def test_a_recipe_may_name_a_factory() -> None:
         load(more.data.name, train=more.data.train)
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_factory_that_fails_is_named() -> None:
     with pytest.raises(DataError, match=r"failing_factory: the data set's factory raised KeyError: 'disk'"):
         load(f"{__name__}:failing_factory")

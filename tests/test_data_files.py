@@ -1,8 +1,13 @@
 """Images of one's own in files: folders and .npz files."""
 
+import gzip
 import io
 import json
+import os
+import shutil
 import struct
+import time
+import tracemalloc
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -13,13 +18,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.io import savemat
 
 from weightscope.benchmarking import bench, plan_bench
 from weightscope.benchmarking.gain import _short
 from weightscope.benchmarking.statistics import chance_of
-from weightscope.data import SourceConfig, images, load, registry
+from weightscope.data import SourceConfig, images, load, readers, registry
+from weightscope.data.folder import PARTS
 from weightscope.data.image_section import dataset_info
 from weightscope.data.metrics import ACCURACY
+from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -88,35 +96,30 @@ def test_a_folder_is_split_by_its_seed_within_each_class(tmp_path: Path) -> None
         load(config(), train=25)
 
 
-@pytest.mark.parametrize("test", ["test", "val"])
-def test_a_folder_may_have_its_own_parts(tmp_path: Path, test: str) -> None:
-    """As ImageNet has; images may lie in folders below those of the classes."""
-    classes_in(tmp_path / "pets" / "train", names="abc")
-    classes_in(tmp_path / "pets" / test, names="bc", each=2, first=100)
-    (tmp_path / "pets" / "train" / "a" / "images").mkdir()
-    Image.fromarray(picture(7)).save(tmp_path / "pets" / "train" / "a" / "images" / "more.JPEG")
-    (tmp_path / "pets" / "train" / "a" / "notes.txt").write_text("no image")
+@pytest.mark.parametrize(
+    ("train", "test"), [("train", "test"), ("train", "val"), ("Train", "testing"), ("TRAINING", "Validation")]
+)
+def test_a_folder_may_have_its_own_parts(tmp_path: Path, train: str, test: str) -> None:
+    """As ImageNet has; images may lie in folders below those of the classes, and hidden folders are skipped."""
+    pets = tmp_path / "pets"
+    classes_in(pets / train, names="abc")
+    classes_in(pets / test, names="bc", each=2, first=100)
+    for folder, name in (("images", "more.JPEG"), (".ipynb_checkpoints", "0-checkpoint.png"), (".a/b", "0.png")):
+        (pets / train / "a" / folder).mkdir(parents=True)
+        Image.fromarray(picture(7)).save(pets / train / "a" / folder / name)
+    (pets / train / "a" / "notes.txt").write_text("no image")
     data = load(config())
     assert data.train_labels.bincount().tolist() == [6, 5, 5]
     assert data.test_labels.bincount(minlength=3).tolist() == [0, 2, 2], "class 1 is b, as in training"
-    (tmp_path / "pets" / test / "d").mkdir()
-    Image.fromarray(picture(8)).save(tmp_path / "pets" / test / "d" / "0.png")
-    with pytest.raises(DataError, match=r"expected classes of .*train, found 1 others: `d`"):
-        load(config())
-
-
-@pytest.mark.parametrize(
-    ("train", "test"), [("Train", "Test"), ("training", "testing"), ("TRAIN", "VAL"), ("Training", "Validation")]
-)
-def test_parts_may_be_spelt_otherwise(tmp_path: Path, train: str, test: str) -> None:
-    classes_in(tmp_path / "pets" / train)
-    classes_in(tmp_path / "pets" / test, each=2, first=100)
-    data = load(config())
-    assert data.train_labels.bincount().tolist() == [5, 5, 5]
-    assert data.test_labels.bincount().tolist() == [2, 2, 2]
     assert data.test_images[:, 0, 0, 0].min() >= 100
-    (tmp_path / "pets" / "valid").mkdir()
-    with pytest.raises(DataError, match="expected one folder of test, .* found `" + test + "`, `valid`"):
+    Image.fromarray(picture(99)).save(pets / train / "a" / "0.png")
+    assert load(config()).fingerprint != data.fingerprint, "a changed file is read again"
+    (pets / test / "d").mkdir()
+    Image.fromarray(picture(8)).save(pets / test / "d" / "0.png")
+    with pytest.raises(DataError, match=rf"expected classes of .*{train}, found 1 others: `d`"):
+        load(config())
+    (pets / "valid").mkdir()
+    with pytest.raises(DataError, match=f"expected one folder of test, .* found `{test}`, `valid`"):
         load(config())
 
 
@@ -133,33 +136,17 @@ def test_a_class_of_several_folders_is_refused(tmp_path: Path) -> None:
     assert load(config(path="nested")).train_labels.bincount().tolist() == [4, 4, 4]
 
 
-def test_hidden_folders_are_skipped(tmp_path: Path) -> None:
-    classes_in(tmp_path / "pets")
-    before = load(config()).fingerprint
-    hidden = tmp_path / "pets" / "a" / ".ipynb_checkpoints" / "deeper"
-    hidden.mkdir(parents=True)
-    for folder in (hidden, hidden.parent):
-        Image.fromarray(picture(7)).save(folder / "0-checkpoint.png")
-    assert load(config()).fingerprint == before
-
-
-@pytest.mark.parametrize(
-    ("values", "found"),
-    [
-        ({"test_share": 0.5}, r"data\.test_share,"),
-        ({"split_seed": 0}, r"data\.split_seed,"),
-        ({"test_share": 0.2, "split_seed": 3}, r"data\.test_share or data\.split_seed,"),
-    ],
-)
-def test_a_split_of_data_with_a_test_part_is_refused(tmp_path: Path, values: dict[str, Any], found: str) -> None:
+@pytest.mark.parametrize("values", [{"test_share": 0.5}, {"split_seed": 0}, {"test_share": 0.2, "split_seed": 3}])
+def test_a_split_of_data_with_a_test_part_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     classes_in(tmp_path / "pets" / "train")
     classes_in(tmp_path / "pets" / "test")
     pixels, labels = arrays()
-    np.savez(tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels, test_labels=labels)
+    np.savez(tmp_path / "a.npz", **dict(zip(PARTS, (pixels, labels, pixels, labels), strict=True)))
+    named = " or ".join(f"data.{name}" for name in values)
     for path in ("pets", "a.npz"):
         assert len(load(config(path=path)).test_labels) > 0
         for classes in (None, 3):
-            with pytest.raises(DataError, match=f"expected no {found} as there are training and test images"):
+            with pytest.raises(DataError, match=f"expected no {named}, as there are training and test images"):
                 load(config(path=path, classes=classes, **values))
 
 
@@ -279,14 +266,6 @@ def test_a_folder_is_searched_where_data_are(tmp_path: Path, monkeypatch: pytest
         load(config(path=None))
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
-    classes_in(tmp_path / "pets")
-    before = load(config()).fingerprint
-    assert load(config()).fingerprint == before
-    Image.fromarray(picture(99)).save(tmp_path / "pets" / "a" / "0.png")
-    assert load(config()).fingerprint != before
-
-
 def test_threads_change_nothing_and_progress_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classes_in(tmp_path / "pets", each=8)
     files = sorted((tmp_path / "pets").rglob("*.png"))
@@ -394,14 +373,13 @@ def arrays(count: int = 30, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
 
 def test_an_npz_is_read_in_each_form(tmp_path: Path) -> None:
     pixels, labels = arrays()
-    np.savez(tmp_path / "a.npz", train_images=pixels[:20], train_labels=labels[:20],
-             test_images=pixels[20:], test_labels=labels[20:])  # fmt: skip
+    parts = (pixels[:20], labels[:20], pixels[20:], labels[20:])
+    np.savez(tmp_path / "a.npz", **dict(zip(PARTS, parts, strict=True)))
     data = load(config(path="a.npz"))
     np.testing.assert_array_equal(data.train_images.numpy(), pixels[:20])
     assert data.test_labels.tolist() == labels[20:].tolist()
-    np.savez_compressed(
-        tmp_path / "b.npz", images=np.asfortranarray(pixels.transpose(0, 2, 3, 1)), labels=labels[:, None]
-    )
+    by_columns = np.asfortranarray(pixels.transpose(0, 2, 3, 1))
+    np.savez_compressed(tmp_path / "b.npz", images=by_columns, labels=labels[:, None])
     mixed = load(config(path="b.npz"))
     assert mixed.train_labels.bincount().tolist() == [8, 8, 8]
     everything = torch.cat([mixed.train_images, mixed.test_images]).flatten(1).unique(dim=0)
@@ -417,9 +395,8 @@ def test_the_classes_of_a_sorted_npz_are_interleaved(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (70, 3, 8, 8), dtype=np.uint8)
     labels = np.repeat([0, 1, 2], [10, 40, 20])
-    np.savez(
-        tmp_path / "a.npz", train_images=pixels, train_labels=labels, test_images=pixels[::2], test_labels=labels[::2]
-    )
+    parts = (pixels, labels, pixels[::2], labels[::2])
+    np.savez(tmp_path / "a.npz", **dict(zip(PARTS, parts, strict=True)))
     data = load(config(path="a.npz"))
     for label in range(3):
         mine = data.train_images[data.train_labels == label].numpy()
@@ -429,8 +406,7 @@ def test_the_classes_of_a_sorted_npz_are_interleaved(tmp_path: Path) -> None:
     part = load(config(path="a.npz"), train=14, test=14)
     assert part.train_labels.bincount().tolist() == part.test_labels.bincount().tolist() == [2, 8, 4]
     assert load(config(path="a.npz"), validation=14).test_labels.bincount().tolist() == [2, 8, 4]
-    names = ("train_images", "train_labels", "test_images", "test_labels")
-    np.savez(tmp_path / "b.npz", **{name: getattr(data, name).numpy() for name in names})
+    np.savez(tmp_path / "b.npz", **{name: getattr(data, name).numpy() for name in PARTS})
     assert load(config(path="b.npz")).fingerprint == data.fingerprint, "an interleaved file is read as it is"
 
 
@@ -484,3 +460,88 @@ def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))
+
+
+# --- small files that expand -----------------------------------------------------------------------------
+
+
+def expanding(folder: Path, random: np.random.Generator) -> tuple[str, Any]:
+    """Write a small file that says, or is, much more when it is read; its kind, and what reads it."""
+    kind = str(random.choice(["npz", "labels", "lying", "header", "method", "nested", "png", "gz", "mat", "parquet"]))
+    many, side = int(random.integers(2**14, 2**16)), int(random.choice([16, 24, 32]))
+    path, classes = folder / "a.npz", np.arange(many) % 3
+    source: Any = SourceConfig(name="folder", path=str(path))
+    if kind == "npz":
+        pixels = np.broadcast_to(np.arange(side, dtype=np.uint8), (many, side, side))
+        pixels = np.array(pixels, order=random.choice(["C", "F"]))
+        np.savez_compressed(path, images=pixels, labels=classes)
+    elif kind == "labels":
+        np.savez_compressed(path, images=np.zeros((2**24 + 1, 1, 1), np.uint8), labels=np.zeros(2**24 + 1, np.uint8))
+    elif kind == "lying":
+        lying_npz(path, (int(random.integers(2**30, 2**62)), side, side), bytes(side**2))
+    elif kind in ("header", "method"):
+        method = zipfile.ZIP_DEFLATED if kind == "header" else int(random.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
+        with zipfile.ZipFile(path, "w", method) as archive:
+            start = b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**24)
+            for name in ("images.npy", "labels.npy"):
+                archive.writestr(name, start + bytes(2**24))
+    elif kind == "nested":
+        inner = io.BytesIO()
+        np.savez_compressed(inner, images=np.zeros((many, side, side), np.uint8), labels=classes)
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in ("images.npy", "labels.npy"):
+                archive.writestr(name, inner.getvalue())
+    elif kind == "png":
+        classes_in(folder / "pets")
+        (folder / "pets" / "b" / "x.png").write_bytes(bomb(*(int(n) for n in random.integers(2**13, 2**20, 2))))
+        source = config(path=str(folder / "pets"))
+    elif kind == "gz":
+        content = {"train": (60_000, 2051), "t10k": (10_000, 2051)}
+        (folder / "fashion-mnist").mkdir()
+        for part, (count, magic) in content.items():
+            head = struct.pack(">4I", magic, count, 28, 28), struct.pack(">2I", 2049, count)
+            for name, start in zip(("images-idx3", "labels-idx1"), head, strict=True):
+                raw = gzip.compress(start + bytes(2**24), 1)
+                (folder / "fashion-mnist" / f"{part}-{name}-ubyte.gz").write_bytes(raw)
+        source = "fashion-mnist"
+    elif kind == "mat":
+        (folder / "svhn").mkdir()
+        for part in ("train", "test"):
+            large = {"X": np.zeros((32, 32, 3, many // 4), np.uint8), "y": np.ones((many // 4, 1))}
+            savemat(folder / "svhn" / f"{part}_32x32.mat", large, do_compression=True)
+        source = "svhn"
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        from pyarrow import parquet
+
+        cells = [{"bytes": b"\x89PNG" + bytes(2**18), "path": None}] * 500
+        for part, rows in (("train", 500), ("test", 500)):
+            table = pyarrow.table({"img": cells[:rows], "label": [0] * rows})
+            parquet.write_table(table, folder / f"{part}.parquet", compression="zstd")
+        source = "cifar10"
+    return kind, source
+
+
+@pytest.mark.slow
+def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read in part, or refused in one line; EXPANDING is how many random ones."""
+    monkeypatch.setattr(readers, "_download", lambda location, part: folder / f"{part}.parquet")
+    monkeypatch.setitem(DATASETS.details, "cifar10", DATASETS.details["cifar10"] | {"train": 500, "test": 500})
+    for seed in range(int(os.environ.get("EXPANDING", "12"))):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        kind, source = expanding(folder, np.random.default_rng(seed))
+        size, began = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), time.process_time()
+        tracemalloc.start()
+        try:
+            data = load(source, folder, **({} if kind == "png" else {"train": 64, "test": 16}))
+            assert kind == "npz"
+            assert len(data.train_labels) == 64
+        except DataError:  # whose messages are one line
+            assert kind != "npz"
+        peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
+        tracemalloc.stop()
+        shutil.rmtree(folder)
+        assert size < 2**23, kind
+        assert peak < (2**29 if kind == "mat" else 2**27), kind  # SVHN is 225 MB, and is read whole
+        assert seconds < 20, kind

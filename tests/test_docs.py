@@ -6,6 +6,7 @@ The code of a page is run as one script, block after block, in a folder of its o
     ```python title="spread.py"     is written to that file (so are ```toml blocks with a title)
     ```sh                           runs the lines that begin with `weightscope`
     <!-- not run: reason -->        on the line before a block: it only has to be valid Python, or valid commands
+    <!-- run where installed: p --> with the blocks before it in its section, if the package p can be imported
 """
 
 import ast
@@ -21,6 +22,7 @@ from typing import NamedTuple
 
 import click
 import pytest
+import shims
 import tomli_w
 import yaml
 
@@ -36,7 +38,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"
 NOT_RUN = {
     "CONTRIBUTING.md": 8,
     "look-into-a-model.md": 4,
-    "own-model.md": 2,
     "initialisers.md": 1,
     "tutorial.md": 1,
     "own-initialiser.md": 1,
@@ -56,7 +57,7 @@ SMALLER = {
 SMALL_RECIPE = {"data.train": 128, "data.test": 50, "population.tile": 4}
 
 _BLOCK = re.compile(
-    r"(?:^ *<!-- not run: (?P<why>.+?) -->\n)?"
+    r"(?:^ *<!-- (?:not run: (?P<why>.+?)|run where installed: (?P<package>\w+)) -->\n)?"
     r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^(?P=indent)```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -81,6 +82,8 @@ class Block(NamedTuple):
     title: str | None
     code: str
     why: str | None
+    package: str | None
+    section: int
 
     @property
     def commands(self) -> list[str]:
@@ -90,15 +93,18 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    found = _BLOCK.finditer(page.read_text())
-    return [Block(m["language"], m["title"], textwrap.dedent(m["code"]), m["why"]) for m in found]
+    text, found = page.read_text(), []
+    for m in _BLOCK.finditer(text):
+        section = text.count("\n## ", 0, m.start())
+        found.append(Block(m["language"], m["title"], textwrap.dedent(m["code"]), m["why"], m["package"], section))
+    return found
 
 
 def script(page: Path) -> str:
     """What a reader would type who follows the page from top to bottom."""
     parts = []
     for block in blocks(page):
-        if block.why is not None:
+        if block.why is not None or block.package is not None:
             continue
         if block.title is not None:
             parts.append(f"import pathlib; pathlib.Path({block.title!r}).write_text({block.code!r})")
@@ -136,6 +142,19 @@ def test_the_code_of_a_page_runs(page, tmp_path):
         [sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+OTHERS = [(page, block) for page in PAGES for block in blocks(page) if block.package is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "block"), OTHERS, ids=lambda x: named(x) if isinstance(x, Path) else x.package)
+def test_the_code_for_another_library_runs(page, block):
+    getattr(shims, block.package)()  # skips, with the reason, where it is not installed
+    there = [b for b in blocks(page) if b.section == block.section and b.package in (None, block.package)]
+    names = {}
+    for one in there[: there.index(block) + 1]:
+        exec(one.code, names)
 
 
 def _paths() -> str:

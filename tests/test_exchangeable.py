@@ -1,6 +1,7 @@
 """Invariant covariances against brute force over all permutations, known densities, planted effects and renumbering."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from scipy import stats
 
-from weightscope.analysis.covariances import covariance
+from weightscope.analysis.across_networks import covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError
@@ -189,6 +190,8 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     ).pairs()[0]
     assert {again.a, again.b} == {"blocks.0.fc2", "blocks.1.fc2"}
     assert abs(again.correlation + 0.6) < 0.05
+    found.__dict__["_pairs"] = [replace(first, z=-np.inf)]
+    assert found.text().endswith("no spread over networks"), "not an infinite number of standard errors"
 
 
 @pytest.mark.slow

@@ -401,6 +401,7 @@ class Wide(STRUCTURES["diagonal"]):
 REFERENCE = f"{__name__}:Spherical"
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("structure", [Spherical, REFERENCE])
 def test_a_structure_of_ones_own(structure, tmp_path):
     source = WeightArray(population(), SPEC)
@@ -416,10 +417,7 @@ def test_a_structure_of_ones_own(structure, tmp_path):
         loaded = load_artifact(path, structures=[allowed])
         assert loaded.to_dict() == result.to_dict()
         assert isinstance(loaded.groups[0].structure, Spherical)
-    with pytest.raises(DataError, match=f"{REFERENCE} is not part of weightscope and is not imported"):
-        load_artifact(path)
-    with pytest.raises(DataError, match="is not imported because a file says so"):
-        load_artifact(path, structures=[Wide, "some.other:Structure"])
+    assert load_artifact(path).to_dict() == result.to_dict()  # this user has run the structure before
     with pytest.raises(UsageError, match="standalone initialiser needs one of the forms affine"):
         write_standalone(result, tmp_path / "own.py")
     with pytest.raises(UsageError, match="different names"):
@@ -432,8 +430,6 @@ def test_a_registered_structure_with_a_change(tmp_path):
     plain = STRUCTURES["diagonal"].fit(weights[:, SPEC.slices[FC1]], SPEC.select(FC1))
     np.testing.assert_allclose(result.groups[0].structure.variance, 4 * plain.variance)
     path = result.save(tmp_path / "wide.safetensors")
-    with pytest.raises(DataError, match="is not part of weightscope"):
-        write_standalone(path, tmp_path / "apply.py")
     assert write_standalone(path, tmp_path / "apply.py", structures=[Wide]).exists()
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from programs import run
 
 from weightscope import plots
-from weightscope.benchmarking.gain import choose_gain, curve_of
+from weightscope.benchmarking.gain import GainChoice, choose_gain, curve_of
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.fits import load_artifact
@@ -75,7 +76,7 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
     assert (trained["data"]["validation"], trained["data"]["train"]) == (12, 64)
     assert trained["training"]["epochs"] == 2
     assert trained["population"]["seed"] not in (0, RECIPE.population.seed)
-    arm = Population(next((tmp_path / "runs").glob("gain-5*.pop")), partial=True)
+    arm = Population(next(tmp_path.glob("*/bench/runs/gain-5*.pop")), partial=True)
     assert set(arm.seeds).isdisjoint(population.seeds)
     assert choice.fit.settings["gain"]["curve"] == choice.rows()
     assert choice.fit.groups[0].options == {"gain": choice.gain}
@@ -84,8 +85,28 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
     for text in ("* the smallest within one standard error of the best", "4 paired trainings of 2 epochs on 52 images"):
         assert text in choice.text()
     assert json.loads(json.dumps(choice.to_dict()))["gain"] == choice.gain
+    assert "no density of trained networks" in choice.text()
     with pytest.raises(UsageError, match="at least 2 different numbers"):
         choose_gain(population, out=tmp_path, gains=(3,))
+
+
+@pytest.mark.slow
+def test_it_is_chosen_again_after_the_population_grew(tmp_path: Path) -> None:
+    """What was chosen before stays, and resumes; the candidates of the larger population have a folder of their own."""
+    options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
+    budget = {"gains": (0, 3), "seeds": 2, "epochs": 1, **options}
+
+    def chosen() -> tuple[GainChoice, dict[Path, bytes]]:
+        choice = choose_gain(Population(tmp_path / "a.pop"), "stages.*", tmp_path / "gain", **budget)
+        return choice, {path: path.read_bytes() for path in tmp_path.glob("gain/*/*.*") if path.is_file()}
+
+    collect(RECIPE, tmp_path / "a.pop", **options)
+    first, files = chosen()
+    collect(RECIPE.replace({"population.networks": 12}), tmp_path / "a.pop", **options)
+    grown, more = chosen()
+    assert (first.fit.networks, grown.fit.networks) == (8, 12)
+    assert more.items() > files.items()
+    assert chosen()[0].rows() == grown.rows()
 
 
 def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
@@ -100,7 +121,7 @@ def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
     choice = choose_gain(found, "*", tmp_path / "gain", gains=(0, 2), seeds=2, epochs=1, **options)
     trained = choice.trainings.environment["recipe"]
     assert (trained["data"]["held_out"], trained["data"]["test"]) == ("valid", 6)
-    assert set(Population(next((tmp_path / "gain/runs").glob("gain-2*.pop")), partial=True).seeds).isdisjoint(
+    assert set(Population(next(tmp_path.glob("gain/*/bench/runs/gain-2*.pop")), partial=True).seeds).isdisjoint(
         found.seeds
     )
     assert "on 16 sequences, evaluated on 6 sequences of the validation part" in choice.text()
@@ -172,6 +193,8 @@ def weights() -> np.ndarray:
 def test_a_gain_for_each_type() -> None:
     def found(**options) -> dict[str, float]:
         law = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, **options)
+        enlarged = any(n.get("gain", 0) > 1 for n in law.diagnostics.values())
+        assert ("no density of trained networks" in " ".join(law.notes())) == enlarged
         kinds = zip(law.permutations.types, law.correlations, strict=True)
         return {kind.groups[0]: float(matrix[0, 1]) for kind, matrix in kinds if kind.groups}
 

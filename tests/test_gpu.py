@@ -4,15 +4,16 @@ import warnings
 
 import numpy as np
 import pytest
+import tiny
 import torch
 
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
-from weightscope.training import devices, spec_of, train_tile
+from weightscope.training import kernel_choice, spec_of, train_tile
 from weightscope.training.collection import collect
-from weightscope.training.devices import choose_kernels
 from weightscope.training.engine import TileRun
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import functions
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -27,11 +28,6 @@ NETWORKS = {
     "vit": {"type": "vit", "width": 32, "depth": 2, "heads": 2, "patch_size": 2},
     "convmixer": {"type": "convmixer", "width": 32, "depth": 2, "kernel_size": 7, "patch_size": 2},
 }
-SMALL = {
-    "convnext": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
-    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-    "convmixer": {"type": "convmixer", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
-}
 
 
 def recipe(name, **training):
@@ -42,7 +38,8 @@ def small(name):
     training = {"epochs": 2, "batch_size": 16, "learning_rate": 0.02, "mixup": 0.5, "label_smoothing": 0.1, "ema": 0.5}
     data = {"name": "digits", "train": 48, "test": 20, "augment": {"crop": 1, "flip": True, "cutout": 2}}
     population = {"networks": 4, "tile": 2}
-    return Recipe.parse({"network": SMALL[name], "data": data, "training": training, "population": population})
+    network = tiny.NETWORKS[name]
+    return Recipe.parse({"network": network, "data": data, "training": training, "population": population})
 
 
 @pytest.fixture
@@ -58,26 +55,22 @@ def without_gpu(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", tiny.NETWORKS)
 def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
     """So nothing that changes from step to step or from epoch to epoch is outside of what the compiler sees."""
     plan, data = small(name), load("digits", train=48, test=20)
     here = torch.device("cpu")
     plain, compiled = (TileRun(plan, 0, data, here, kernels).train(None) for kernels in ("torch", "inductor"))
-    spec = spec_of(plan)
-    for tensor, values in spec.unpack(plain.weights).items():
-        if not tensor.endswith("qkv.bias"):  # a bias of keys has no effect, and AdamW scales its rounding errors up
-            np.testing.assert_allclose(spec.unpack(compiled.weights)[tensor], values, rtol=1e-4, atol=1e-5)
-    for metric, values in plain.metrics.items():
-        np.testing.assert_allclose(compiled.metrics[metric], values, rtol=1e-4, atol=1e-5, err_msg=metric)
+    tiny.assert_same_weights(spec_of(plan), compiled.weights, plain.weights, rtol=1e-4, atol=1e-5)
+    tiny.assert_same_metrics(compiled.metrics, plain.metrics, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
     """With a device that says that it is a GPU; a wrong one is found."""
     here = torch.device("cpu")
-    monkeypatch.setattr(devices, "version", lambda package: "3.7.1")
-    found = devices.network_check.check_kernels(small("convnext"), "inductor", here)
+    monkeypatch.setattr(kernel_choice, "version", lambda package: "3.7.1")
+    found = kernel_choice.check_kernels(small("convnext"), "inductor", here)
     assert found == "adamw, the network: equal to torch's within 1e-04"
     by_kernels = functions.by_kernels
 
@@ -85,9 +78,9 @@ def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
         compiled = by_kernels(function, kernels)
         return (lambda x: 1.001 * compiled(x)) if function.__name__ == "forward" else compiled
 
-    monkeypatch.setattr(devices.network_check, "by_kernels", wrong)
-    with pytest.raises(devices.network_check.WrongKernel, match=r"torch.compile, logits differs"):
-        devices.network_check.check_kernels(small("convnext"), "inductor", here)
+    monkeypatch.setattr(kernel_choice, "by_kernels", wrong)
+    with pytest.raises(kernel_choice.WrongKernel, match=r"torch.compile, logits differs"):
+        kernel_choice.check_kernels(small("convnext"), "inductor", here)
 
 
 @needs_gpu

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from weightscope import anatomy
 from weightscope.anatomy.matrices import matrices
 from weightscope.auditing import audit
-from weightscope.errors import AnatomyError, UsageError, WeightscopeError
+from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import INITIALISERS, get
 from weightscope.networks.sequences import CausalTransformer
 
@@ -272,14 +272,13 @@ def touched_all(model: nn.Module) -> set[str]:
     return {name for name, _ in model.named_parameters()}
 
 
-def touched_matrices(model: nn.Module, *, bias: bool = True) -> set[str]:
+def touched_matrices(model: nn.Module) -> set[str]:
     by_id = {id(p): name for name, p in model.named_parameters()}
-    out = {matrix.name for matrix in matrices(model)}
-    return out | {by_id[id(m.bias)] for m in matrices(model) if bias and m.bias is not None}
+    return touched_weights(model) | {by_id[id(m.bias)] for m in matrices(model) if m.bias is not None}
 
 
 def touched_weights(model: nn.Module) -> set[str]:
-    return touched_matrices(model, bias=False)
+    return {matrix.name for matrix in matrices(model)}
 
 
 def touched_filters(model: nn.Module) -> set[str]:
@@ -290,10 +289,6 @@ def touched_positions(model: nn.Module) -> set[str]:
     return names_of(anatomy.positions(model))
 
 
-def touched_queries_keys(model: nn.Module) -> set[str]:
-    return names_of(selves(model), *"qk") | biases_of(selves(model), *"qk")
-
-
 def touched_convolutions(model: nn.Module) -> set[str]:
     kinds = (nn.Conv1d, nn.Conv2d)
     return {f"{n}.{k}" for n, m in model.named_modules() if isinstance(m, kinds) for k in ("weight", "bias")}
@@ -301,18 +296,16 @@ def touched_convolutions(model: nn.Module) -> set[str]:
 
 def touched_layer_scale(model: nn.Module) -> set[str]:
     factors = {n for n, _ in model.named_parameters() if n.endswith(("gamma", "lambda1", "layer_scale"))}
-    if factors:
-        return factors
-    return set().union(*(names_of([part], last) | biases_of([part], last) for part, last in branch_ends(model)))
+    ends = [names_of([part], last) | biases_of([part], last) for part, last in branch_ends(model)]
+    return factors or set().union(*ends)
+
+
+def touched_attention(letters: str, parts: Callable[[nn.Module], list[Any]] = selves) -> Callable[..., set[str]]:
+    return lambda model: names_of(parts(model), *letters) | biases_of(parts(model), *letters)
 
 
 def fixup_names(model: nn.Module) -> set[str]:
     return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "fc1", "fc2", "gate")
-
-
-def zero_names(model: nn.Module) -> set[str]:
-    parts = anatomy.attention(model)
-    return names_of(parts, *"qkvo") | biases_of(parts, *"qkvo")
 
 
 SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bias")
@@ -382,9 +375,16 @@ CASES = [
     Case("impulse_filters", rows("depthwise"), touched_filters, None),
     Case("box_filters", rows("depthwise"), touched_filters, None, random=False),
     Case("mimetic_attention", SELF, lambda m: names_of(selves(m), *"qkvo"), None),
-    Case("sinusoidal_positions", rows("positions"), touched_positions, None, {"gamma": 2.0}, random=False),
-    Case("impulse_attention", only("positions", *ROTARY, *POSITIONAL), touched_queries_keys, None),
-    Case("impulse_attention", [FAMILIES["torch-encoder"]], touched_queries_keys, None, {"grid": (4, 4)}),
+    Case(
+        "sinusoidal_positions",
+        rows("positions"),
+        lambda m: names_of(anatomy.positions(m)),
+        None,
+        {"gamma": 2.0},
+        random=False,
+    ),
+    Case("impulse_attention", only("positions", *ROTARY, *POSITIONAL), touched_attention("qk"), None),
+    Case("impulse_attention", [FAMILIES["torch-encoder"]], touched_attention("qk"), None, {"grid": (4, 4)}),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=MLP_SCALAR, numbers={"b": 0.5}, random=False),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=check_mlp_rows, numbers={"mode": "rows", "sigma": 1.5}),
     Case("mimetic_mlp", MLPS, **MLP_W1, check=MLP_ANTI, numbers={"mode": "anticorrelated"}),
@@ -429,7 +429,7 @@ CASES = [
         {"layer": 1},
         donor="source",
     ),
-    Case("zero_init", SELF, zero_names, None, random=False),
+    Case("zero_init", SELF, touched_attention("qkvo", anatomy.attention), None, random=False),
     Case("t_fixup", [f for f in SELF if "mlps" in f.parts], fixup_names, None),
     Case("delta_orthogonal", CONVOLUTIONAL, touched_convolutions, None),
     Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale, random=False),
@@ -496,12 +496,6 @@ def test_contract_on_a_gpu(case, family):
     for mine, theirs in zip(here.parameters(), there.parameters(), strict=True):
         assert theirs.is_cuda
         torch.testing.assert_close(theirs.cpu(), mine, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["kaiming_uniform", "mimetic_mlp", "mimetic_attention", "sinusoidal_positions"])
-def test_the_meta_device_is_refused(name):
-    with pytest.raises(WeightscopeError, match="meta device"):
-        get(name)(copy.deepcopy(built("ours-vit")).to("meta"))
 
 
 @pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])

@@ -83,6 +83,7 @@ def test_parameters_lists_names_and_defaults():
         ("transfer", {}, "transfer: missing source"),
         ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
         ("", {}, "no initialiser ''"),
+        ("+" * 60_000, {}, "at most 100 initialisers joined by"),
         (7, {}, "expected the name of an initialiser, .* found 7"),
     ],
 )
@@ -123,6 +124,7 @@ def draws_globally_(module):
     return module
 
 
+@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("init", [half_, f"{__name__}:half_"])
 def test_get_takes_functions_and_references(init):
     one, other = vit(), vit()
@@ -131,6 +133,7 @@ def test_get_takes_functions_and_references(init):
     assert wi.parameters(init) == {"factor": 0.5}
 
 
+@pytest.mark.usefixtures("trusted")
 def test_references_join_names_and_share_numbers_out():
     one, other, third = vit(), vit(), vit()
     wi.get(f"mimetic_mlp + {__name__}:half_", b=0.1, factor=0.25)(one, generator=seeded(4))
@@ -156,6 +159,7 @@ def test_functions_may_take_any_parameter_and_be_partial():
         ("no_such_package:f", {}, "cannot import no_such_package"),
     ],
 )
+@pytest.mark.usefixtures("trusted")
 def test_functions_of_another_form_are_refused(init, numbers, message):
     with pytest.raises(UsageError, match=message):
         wi.get(init, **numbers)

@@ -10,22 +10,18 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import tiny
 import torch
+from tiny import NETWORKS
 
 from weightscope.errors import UsageError
-from weightscope.recipe import Recipe
-from weightscope.training import devices, network_check, train_tile
+from weightscope.training import kernel_choice, measuring, train_tile
 from weightscope.training.collection import collect
-from weightscope.training.devices import choose_kernels
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
 from weightscope.training.optimiser import row_norms
 
 CPU = torch.device("cpu")
-NETWORKS = {
-    "convnext": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
-    "convmixer": {"type": "convmixer", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2},
-    "vit": {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4},
-}
 BASE = {
     "network": NETWORKS["convnext"],
     "data": {"name": "digits", "train": 64, "test": 21},  # one image more than whole vectors
@@ -43,27 +39,12 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     "fails at launch": ("convnext", "int failed = !g;", "int failed = 1;", "convnext_blocks fails: MemoryError"),
     "wrong value": ("convnext", "return larger(", "return 1.001f * larger(", "convnext_blocks, forward differs"),
     "wrong gradient": ("convnext", "+ x * density", "+ 0.99f * x * density", "convnext_blocks, gradient"),
-    "wrong gradient of filters": (
-        "convnext",
-        "out[j] = total(",
-        "out[j] = 0.999f * total(",
-        "convnext_blocks, gradient",
-    ),
+    "wrong filter gradient": ("convnext", "out[j] = total(", "out[j] = 0.999f * total(", "convnext_blocks, gradient"),
     # a factor would not do: the LayerNorm after the convolution removes it
-    "wrong only for a batch of the evaluation": (
-        "convnext",
-        "out[to + l] = sum[q][v][l]",
-        "out[to + l] = sum[0][v][l]",
-        "convnext_blocks, forward differs",
-    ),
+    "wrong in an evaluation": ("convnext", "to + l] = sum[q]", "to + l] = sum[0]", "convnext_blocks, forward differs"),
     "wrong only without gradients": ("convnext", "out, 1, c, m", "out, 1, c, kept ? m : 1", "convnext_blocks, forward"),
     "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "layer_norm, forward differs"),
-    "a norm without eps": (
-        "convnext",
-        "square[u] / (REAL)c + eps",
-        "square[u] / (REAL)c",
-        "layer_norm, forward differs",
-    ),
+    "a norm without eps": ("convnext", "[u] / (REAL)c + eps", "[u] / (REAL)c", "layer_norm, forward differs"),
     "a batch norm without eps": ("convmixer", "positions + eps)", "positions)", "gelu_batch_norm, forward differs"),
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "convmixer_mixing, forward differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
@@ -75,15 +56,14 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")
 
 
-def recipe(network: str = "convnext", **training: object) -> Recipe:
-    changes = {f"training.{name}": value for name, value in training.items()}
-    return Recipe.parse(BASE).replace({"network": NETWORKS[network], **changes})
+def recipe(network="convnext", **training):
+    changes = {f"training__{name}": value for name, value in training.items()}
+    return tiny.recipe(BASE, network=NETWORKS[network], **changes)
 
 
-def forget() -> None:
+def forget():
     build._built.cache_clear()
-    devices._choices.clear()
-    devices._warned.clear()
+    kernel_choice._choices.clear()
 
 
 @pytest.fixture
@@ -92,7 +72,7 @@ def compiler(monkeypatch, tmp_path):
     monkeypatch.delenv("CC", raising=False)
     forget()
 
-    def make(old: str | None, new: str = "") -> None:
+    def make(old, new=""):
         if old is None:
             monkeypatch.setenv("PATH", str(tmp_path))
         else:
@@ -198,14 +178,15 @@ def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, m
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "cache")
     fast = collect(recipe(), tmp_path / "fast.pop", workers=1, device="cpu")
-    step, (timed,) = devices._step, (tmp_path / "cache").rglob("timed-*")
+    (timed,) = (tmp_path / "cache").rglob("timed-*")
     assert timed.read_text() == ""
 
-    def slow(recipe, device, kernels):
-        run = step(recipe, device, kernels)
-        return (lambda: (time.sleep(0.05), run())) if kernels == "c" else run
+    class Slow(measuring.TileRun):
+        def epoch(self, epoch):
+            time.sleep(0.05 * (self.nets.kernels == "c"))
+            super().epoch(epoch)
 
-    monkeypatch.setattr(devices, "_step", slow)
+    monkeypatch.setattr(measuring, "TileRun", Slow)
     again = collect(recipe(), tmp_path / "again.pop", workers=1, device="cpu")
     timed.unlink()
     found = [collect(recipe(), tmp_path / f"{k}.pop", workers=1, device="cpu") for k in range(2)]
@@ -226,7 +207,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
 @pytest.mark.slow
 def test_adamw_agrees_for_millions_of_weights():
     """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
-    network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
+    kernel_choice.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
 def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog):

@@ -153,14 +153,6 @@ def test_first_factors_are_positive_where_they_are_not_unique(same):
     np.testing.assert_allclose(both.rows[0], fit.rows[0], atol=1e-14)
 
 
-def test_transposing_the_matrices_exchanges_the_factors():
-    covariance = random_covariance(12, np.random.default_rng(8))
-    swapped = covariance.reshape(4, 3, 4, 3).transpose(1, 0, 3, 2).reshape(12, 12)
-    fit, other = kronecker_sum(covariance, 4, 3, terms=3), kronecker_sum(swapped, 3, 4, terms=3)
-    np.testing.assert_allclose(fit.values, other.values)
-    np.testing.assert_allclose(np.kron(fit.columns[0], fit.rows[0]), np.kron(other.rows[0], other.columns[0]))
-
-
 # --- paths that buy speed only -------------------------------------------------------------------------------------
 
 

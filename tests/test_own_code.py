@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,39 +9,38 @@ from pathlib import Path
 import numpy as np
 import own_code
 import pytest
+import tiny
+import tomli_w
 import torch
-from torch import nn
 
 import weightscope
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population
-from weightscope.recipe import Recipe
 from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 
-BASE = {
+pytestmark = pytest.mark.usefixtures("trusted")
+
+BASE = tiny.BASE | {
     "data": {"name": "digits", "train": 64, "test": 40},
-    "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
     "population": {"networks": 3, "tile": 2, "seed": 7},
 }
 
 
-def recipe(network: object, **changes: object) -> Recipe:
-    values = {key.replace("__", "."): value for key, value in changes.items()}
-    return Recipe.parse({**BASE, "network": network}).replace(values)
+def recipe(network, **changes):
+    return tiny.recipe(BASE | {"network": network}, **changes)
 
 
 @pytest.mark.parametrize("network", [own_code.Cnn, own_code.Residual, own_code.partly_frozen, own_code.NormTwice])
-def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network: object) -> None:
+def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(network):
     plan = recipe(network)
     batched, loop = (train_tile(plan.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
-    np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=2e-5)
-    for metric, values in loop.metrics.items():
-        np.testing.assert_allclose(batched.metrics[metric], values, rtol=1e-3, atol=1e-4, err_msg=metric)
+    tiny.assert_same_weights(spec_of(plan), batched.weights, loop.weights)
+    tiny.assert_same_metrics(batched.metrics, loop.metrics)
 
 
-def test_what_needs_no_gradient_is_not_trained() -> None:
+def test_what_needs_no_gradient_is_not_trained():
     plan = recipe(own_code.partly_frozen)
     tile = train_tile(plan, 0, device="cpu")
     torch.manual_seed(int(tile.seeds[0]))
@@ -52,7 +50,7 @@ def test_what_needs_no_gradient_is_not_trained() -> None:
     assert not np.array_equal(found["4.weight"], start["4.weight"].numpy())
 
 
-def test_a_network_without_batched_layers_trains_by_loop(tmp_path: Path) -> None:
+def test_a_network_without_batched_layers_trains_by_loop(tmp_path):
     with pytest.raises(UsageError, match=r'`gru` \(GRU\) has no batched version; use training.engine = "loop"'):
         collect(recipe(own_code.Gru), tmp_path / "a.pop")
     assert not (tmp_path / "a.pop").exists()
@@ -65,7 +63,7 @@ def test_a_network_without_batched_layers_trains_by_loop(tmp_path: Path) -> None
     np.testing.assert_array_equal(network.head.weight.detach(), population.weights("head.weight")[2].reshape(10, 5))
 
 
-def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
+def test_dropout_of_a_network_does_not_depend_on_its_neighbours():
     plan = recipe(own_code.Gru, training__engine="loop")
     wide, narrow = (train_tile(plan.replace({"population.tile": t}), 0, device="cpu").weights for t in (2, 1))
     assert wide[0].tobytes() == narrow[0].tobytes()
@@ -73,26 +71,21 @@ def test_dropout_of_a_network_does_not_depend_on_its_neighbours() -> None:
     assert not np.array_equal(plain[0], wide[0])
 
 
-@pytest.mark.parametrize(
-    "how", ["softmax", "mean", "cat", "random", "branch", "shape", "clip", "numpy", "python", "rare"]
-)
-def test_a_forward_that_mixes_networks_is_refused(how: str) -> None:
+DIFFER, DRAWS = "batched and plain networks differ", "draws random numbers"
+MIXING = dict.fromkeys(("softmax", "mean", "cat", "clip"), DIFFER) | dict.fromkeys(("random", "rare"), DRAWS)
+MIXING |= dict.fromkeys(("branch", "numpy"), "depends on values") | {"shape": "does not run on"}
+
+
+@pytest.mark.parametrize("how", MIXING)
+def test_a_forward_that_mixes_networks_is_refused(how):
     plan = recipe({"type": own_code.Mixing, "how": how})
-    message = {
-        "branch": "depends on values",
-        "numpy": "depends on values",
-        "python": "draws random numbers",
-        "random": "draws random numbers",
-        "rare": "draws random numbers",
-        "shape": "does not run on",
-    }.get(how, "batched and plain networks differ")
-    with pytest.raises(UsageError, match=f'own_code:Mixing.*{message}.*use training.engine = "loop"'):
+    with pytest.raises(UsageError, match=f'own_code:Mixing.*{MIXING[how]}.*use training.engine = "loop"'):
         train_tile(plan, 0, device="cpu")
     if how != "shape":
         train_tile(plan.replace({"training.engine": "loop", "training.epochs": 1}), 0, device="cpu")
 
 
-def test_a_forward_that_does_not_mix_is_not_refused() -> None:
+def test_a_forward_that_does_not_mix_is_not_refused():
     """The same code without the step that mixes."""
     train_tile(recipe({"type": own_code.Mixing, "how": "not"}), 0, device="cpu")
 
@@ -111,7 +104,7 @@ def test_a_forward_that_does_not_mix_is_not_refused() -> None:
         ({"type": "own_code:Mixing", "how": "error"}, r"failed on images \(4, 1, 8, 8\): RuntimeError: no"),
     ],
 )
-def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, message: str, engine: str) -> None:
+def test_impossible_networks_leave_nothing(tmp_path, network, message, engine):
     network = network if isinstance(network, dict) else {"type": network}
     plan = recipe(network, training__engine=engine)
     with pytest.raises(UsageError, match=message):
@@ -119,7 +112,7 @@ def test_impossible_networks_leave_nothing(tmp_path: Path, network: object, mess
     assert not (tmp_path / "a.pop").exists()
 
 
-def test_tied_weights_train_by_loop() -> None:
+def test_tied_weights_train_by_loop():
     plan = recipe(own_code.Tied)
     with pytest.raises(UsageError, match=r"`conv.weight` and `second.weight` are the same.*training.engine"):
         train_tile(plan, 0, device="cpu")
@@ -128,7 +121,7 @@ def test_tied_weights_train_by_loop() -> None:
     assert not train_tile(plan, 0, device="cpu").metrics["diverged"].any()
 
 
-def test_buffers_that_a_forward_pass_replaces_are_stored() -> None:
+def test_buffers_that_a_forward_pass_replaces_are_stored():
     plan = recipe(own_code.Average, training__engine="loop")
     found = spec_of(plan).unpack(train_tile(plan, 0, device="cpu").weights[1])
     assert np.abs(found["average"]).min() > 0
@@ -137,24 +130,25 @@ def test_buffers_that_a_forward_pass_replaces_are_stored() -> None:
 @pytest.mark.parametrize(
     ("init", "message"), [("failing", "raised KeyError: 'blocks'"), ("reshaped", "names and shapes")]
 )
-def test_initialisers_that_fail_are_named(init: str, message: str) -> None:
+def test_initialisers_that_fail_are_named(init, message):
     with pytest.raises(UsageError, match=f"{init}.*{message}"):
         train_tile(recipe(own_code.Cnn, init=getattr(own_code, init)), 0, device="cpu")
 
 
-def test_global_generators_are_seeded_and_restored() -> None:
-    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__epochs=1)
-    state = random.getstate()
-    first, second = (train_tile(plan, 0, device="cpu").weights for _ in range(2))
-    assert first.tobytes() == second.tobytes()
-    assert random.getstate() == state
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+def test_generators_that_all_threads_share_are_refused(engine):
+    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__engine=engine)
+    with pytest.raises(UsageError, match=r"own_code:Cnn with initialiser .*global_numbers draws from `random` or"):
+        train_tile(plan, 0, device="cpu")
+    with pytest.raises(UsageError, match=r"own_code:Mixing draws from `random` or `numpy.random`"):
+        train_tile(recipe({"type": own_code.Mixing, "how": "python"}, training__engine=engine), 0, device="cpu")
 
 
 @pytest.mark.slow
-def test_own_code_everywhere_and_in_workers(tmp_path: Path) -> None:
+def test_own_code_everywhere_and_in_workers(tmp_path):
     """Functions that a worker can import, and one that it cannot; the same bits as here."""
 
-    def quarter(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
+    def quarter(module, *, generator):
         return own_code.half(module, generator=generator, factor=0.25)
 
     values = {**BASE, "network": own_code.Cnn, "data": own_code.images, "init": [own_code.half, quarter]}
@@ -177,29 +171,16 @@ from torch import nn
 def network(in_channels, image_size, num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(in_channels * image_size**2, num_classes))
 """
-RECIPE = """
-[network]
-type = "my_network:network"
-[data]
-name = "digits"
-train = 64
-test = 40
-[training]
-epochs = 1
-[population]
-networks = 2
-tile = 1
-"""
 
 
 @pytest.mark.slow
-def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path) -> None:
+def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     """The command line in the folder of the module; workers find it as well."""
     (tmp_path / "my_network.py").write_text(MODULE)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    call = [sys.executable, "-m", "weightscope", "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
+    network = {"network": {"type": "my_network:network"}, "population": {"networks": 2, "tile": 1}}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(BASE | network))
     code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
-    call = [sys.executable, "-c", code, *call[3:]]
+    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2", "--trust"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True}
     options["env"] = {**os.environ, "PYTHONPATH": str(Path(weightscope.__file__).parents[1])}
     done = subprocess.run(call, **options)
@@ -207,7 +188,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path: Path
     (tmp_path / "my_network.py").write_text(MODULE + "\n# a change\n")
     done = subprocess.run([*call, "-n", "3"], **options)
     assert done.returncode == DataError.exit_code
-    assert "the source of network my_network:network has changed since the population was created" in done.stderr
+    assert "the source of my_network:network has changed since the population was created" in done.stderr
 
 
 STALE = """
@@ -221,7 +202,7 @@ def constant(module, *, generator):
 """
 
 
-def test_code_that_changes_in_a_session_is_reloaded_by_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_in_a_session_is_reloaded_by_workers(tmp_path, monkeypatch):
     values = {**BASE, "network": own_code.Cnn, "training": {"epochs": 1, "batch_size": 16, "learning_rate": 1e-9}}
     values["population"] = {"networks": 2, "tile": 1}
     collect(values, tmp_path / "before.pop", workers=2, device="cpu")  # starts the workers, without this path

@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from pictures import (
     INIT,
+    PAIRED,
     SCORES,
     STRIPES,
     bars_of,
@@ -159,9 +160,7 @@ def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() 
     for init, width in (("default", 0.0), ("artifact", 0.01)):  # paired, so the reference has none
         np.testing.assert_allclose([np.ptp(ends) for ends in heights_of(bars[init])], width, atol=1e-12)
     assert [t.get_text().replace("\n", " ") for t in ax.get_legend().get_texts()] == inits
-    assert (
-        ax.get_legend().get_title().get_text() == "mean of 8 seeds; bars: 95 % CI of the paired difference from default"
-    )
+    assert ax.get_legend().get_title().get_text() == f"mean of 8 seeds; {PAIRED} of the paired difference from default"
     assert plots.convergence(bench_summary(inits, [2, 3])).get_xscale() == "linear"
 
 
@@ -178,7 +177,10 @@ def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
     texts = texts_of(ax)
     assert "reference" in texts
     assert "+2.0, p = 2×10⁻⁹" in texts
-    assert "after 3 epochs; mean of 8 seeds; bars: 95 % CI of the paired" in ax.get_xlabel().replace("\n", " ")
+    assert (
+        "after 3 epochs; mean of 8 seeds; bars: adjusted 95 % intervals (Holm) of the paired"
+        in ax.get_xlabel().replace("\n", " ")
+    )
     adjusted = [row | {"p_holm": 0.25} for row in bench_summary(["default", "artifact"], [3])]
     assert "+2.0, p = 0.25" in texts_of(plots.convergence(adjusted))
 
@@ -186,7 +188,7 @@ def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
 def test_intervals_of_accuracies_stay_between_0_and_100_per_cent() -> None:
     rows = bench_summary(["default", "artifact"], [3])
     rows[0] |= {"mean": 0.93}
-    rows[1] |= {"mean": 0.95, "difference": 0.02, "difference_ci95": [-0.28, 0.32]}
+    rows[1] |= {"mean": 0.95, "difference": 0.02, "difference_ci_holm": [-0.28, 0.32]}
     assert ends_of(bars_of(plots.convergence(rows))[1]) == [pytest.approx((0.65, 1.0))]
     ends = [row | {"ci95": [0.65, 1.21]} for row in rows[:1]]
     assert ends_of(bars_of(plots.convergence(ends))[0]) == [pytest.approx((0.65, 1.0))]
@@ -232,13 +234,16 @@ def test_paired_differences_are_paired_by_seed() -> None:
     runs = bench_runs(["default", "artifact", "default (frozen)", "artifact (frozen)"], [3])
     np.random.default_rng(0).shuffle(runs[8:16])
     ax = plots.paired_differences(seed_differences(runs))
-    accuracy = {(r["init"], r["seed"]): r["accuracy"] for r in runs}
+    accuracy, levels = (
+        {(r["init"], r["seed"]): r["accuracy"] for r in runs},
+        {r["init"]: r["level"] for r in summarise(runs)},
+    )
     for name, reference, bar in zip(
         ("artifact", "artifact (frozen)"), ("default", "default (frozen)"), bars_of(ax), strict=True
     ):
         values = np.array([100 * (accuracy[name, k] - accuracy[reference, k]) for k in range(8)])
         assert bar.lines[0].get_xdata()[0] == pytest.approx(values.mean())
-        interval = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+        interval = stats.ttest_1samp(values, 0).confidence_interval(1 - levels[name])
         assert ends_of(bar) == [pytest.approx(tuple(interval))]
     seeds = [line for line in ax.lines if line.get_gid() in ("seeds", "diverged")]
     drawn = np.sort(np.concatenate([line.get_xdata() for line in seeds[:2]]))

@@ -48,9 +48,12 @@ class Parsed(HTMLParser):
 
 def arm(init: str, difference: float | None, beyond: float | None = None) -> dict[str, Any]:
     row: dict[str, Any] = {"init": init, "epochs": 3, "n": 64, "mean": 0.97123, "pairs": 64, "difference": difference}
-    row |= {"difference_ci95": difference and [difference - 0.001, difference + 0.001], "p_holm": difference and 1e-9}
+    row |= {
+        "difference_ci_holm": difference and [difference - 0.001, difference + 0.001],
+        "p_holm": difference and 1e-9,
+    }
     interval = beyond and [beyond - 0.01, beyond + 0.01]
-    more = {"beyond_scale": beyond, "beyond_scale_ci95": interval, "beyond_scale_p_holm": beyond and 0.4}
+    more = {"beyond_scale": beyond, "beyond_scale_ci_holm": interval, "beyond_scale_p_holm": beyond and 0.4}
     return row | more | {"beyond_scale_pairs": beyond and 64}
 
 
@@ -69,6 +72,7 @@ def page(path: Path, pairs: int = 20) -> Parsed:
         fits={"networks": 204, "settings": {"held_out": 51}, "table": table},
         benchmarks={folder: [arm("default", None), arm(FITTED, d, 0.0025)] for folder, d in arms.items()},
         gain=3.0,
+        drawn=-1.8e8,
     )
     return Parsed(path.read_text())
 
@@ -97,7 +101,7 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert found.text("dd") == "2561,234,56798.70"
     cells = found.words["td"]
     assert "".join(cells).count(NASTY) == 12 + 1, "twelve pairs and one structure; the failed one is left out"
-    assert {"−0.50", "−0.60", "not finite", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
+    assert {"−0.50", "−0.60", "no spread", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
     assert "failed one" not in cells
     lead = next(text for text in found.words["a"] if text.startswith("better by"))
     assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1e-9, 64 paired seeds)")
@@ -123,9 +127,6 @@ def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_i
 
 def test_numbers_that_are_missing_or_not_finite_say_so():
     assert [number(v, ".1f", 100) for v in (None, float("nan"), -0.015)] == ["–", "not finite", "−1.5"]
-
-
-# Verdicts
 
 
 VERDICTS = [

@@ -1,14 +1,17 @@
 """Populations of networks for sequences: training, metrics, the tile rule, resuming, and wrong input."""
 
 import math
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
 import references_sequences as reference
+import tiny
+import tomli_w
 import torch
 from plain import train_sequences_alone
 from programs import run
+from tiny import assert_same_weights
 
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import SequenceSource, load
@@ -23,6 +26,8 @@ from weightscope.training import train_tile
 from weightscope.training.collection import collect
 from weightscope.training.optimiser import Plateau
 from weightscope.training.planning import plan
+
+pytestmark = pytest.mark.usefixtures("trusted")
 
 BASE = {
     "network": {"type": "mamba", "width": 8, "depth": 1, "state": 3},
@@ -39,12 +44,10 @@ NETWORKS = {
 }
 
 
-def recipe(**changes: object) -> Recipe:
-    """`data__length=4` changes a field, `data={...}` a section."""
-    return Recipe.parse(BASE).replace({key.replace("__", "."): value for key, value in changes.items()})
+recipe = partial(tiny.recipe, BASE)
 
 
-def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(*arguments, capsys):
     """The one line of an error, whose exit code is that of wrong input or, 3, of data."""
     code, _, err = run(*arguments, capsys=capsys)
     assert code == (3 if "--data" in arguments and "data.length" not in err else 2), err
@@ -54,21 +57,18 @@ def error_of(*arguments: object, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_train_as_alone(name: str) -> None:
+def test_networks_train_as_alone(name):
     """Weights and losses of torch's own modules, AdamW, gradient clipping and cross entropy."""
     plan = recipe(network=NETWORKS[name])
     tile = train_tile(plan, 1, device="cpu")
     for row, losses, k in zip(tile.weights, tile.metrics["train_loss_per_epoch"], (2, 3), strict=True):
         network, expected = train_sequences_alone(plan, k)
         np.testing.assert_allclose(losses, expected, rtol=1e-4)
-        parameters = dict(network.named_parameters())
-        for tensor, values in WeightSpec.of(network).unpack(row).items():
-            there = parameters[tensor].detach().numpy()
-            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+        assert_same_weights(WeightSpec.of(network), row, network, atol=1e-4)
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
 
 
-def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None:
+def test_the_references_networks_are_the_same_in_one_module_as_in_many():
     """As in the benchmark, which compiles one and writes the others' weights into it."""
     plan, module = recipe(training__epochs=1), None
     for k in range(2):
@@ -80,7 +80,7 @@ def test_the_references_networks_are_the_same_in_one_module_as_in_many() -> None
 
 
 @pytest.mark.parametrize("name", ["mamba", "transformer", "dropout"])
-def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> None:
+def test_stacked_and_one_after_the_other_train_the_same_networks(name):
     batched, loop = (
         train_tile(recipe(network=NETWORKS[name], training__engine=engine), 0, device="cpu")
         for engine in ("batched", "loop")
@@ -90,7 +90,7 @@ def test_stacked_and_one_after_the_other_train_the_same_networks(name: str) -> N
         np.testing.assert_array_equal(batched.metrics[metric], loop.metrics[metric])
 
 
-def test_whole_vectors_are_dropped_in_training_only() -> None:
+def test_whole_vectors_are_dropped_in_training_only():
     torch.manual_seed(0)
     layer, tokens = TokenEmbedding(2000, 3, dropout=0.25), torch.randint(2000, (40, 50))
     plain = layer.eval()(tokens)
@@ -106,12 +106,11 @@ def test_whole_vectors_are_dropped_in_training_only() -> None:
         TokenEmbedding(5, 2, dropout=1)
 
 
-def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves() -> None:
+def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves():
     """Other sequences than the test ones are followed, and the networks are those that the rates train alone."""
-    plan = recipe(training__schedule="plateau", training__patience=0, training__factor=0.3, training__epochs=8)
-    plan = plan.replace(
-        {"training.learning_rate": [0.01, 0.1], "training.warmup": 0.0, "data.train": 8, "data.test": 4}
-    )
+    training = {"schedule": "plateau", "patience": 0, "factor": 0.3, "epochs": 8, "warmup": 0.0}
+    training |= {"learning_rate": [0.01, 0.1], "batch_size": 4, "weight_decay": 0.1}
+    plan = recipe(training=training, data__train=8, data__test=4)
     tile = train_tile(plan, 0, device="cpu")
     losses, used = tile.metrics["validation_loss_per_epoch"], tile.metrics["learning_rate_per_epoch"]
     assert (losses[:, -1] != tile.metrics["test_loss"]).all()
@@ -121,10 +120,7 @@ def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves(
     assert len(set(used[1])) == 2, "each has a state of its own"
     for k in range(2):
         network, _ = train_sequences_alone(plan.replace({"training.learning_rate": 0.01}), k, rates=used[k])
-        parameters = dict(network.named_parameters())
-        for tensor, values in WeightSpec.of(network).unpack(tile.weights[k]).items():
-            there = parameters[tensor].detach().numpy()
-            np.testing.assert_allclose(values, there, rtol=2e-3, atol=1e-4, err_msg=tensor)
+        assert_same_weights(WeightSpec.of(network), tile.weights[k], network, atol=1e-4)
     valid, test = load(plan.data).part("valid")[0], load(plan.data).held_out[1][0]
     assert not torch.equal(valid.tokens, test.tokens)
     with torch.no_grad():
@@ -132,7 +128,7 @@ def test_each_networks_rate_is_cut_where_its_validation_loss_no_longer_improves(
     assert losses[1, -1] == pytest.approx(found, rel=1e-3)
 
 
-def test_the_validation_part_takes_the_place_of_the_test_part() -> None:
+def test_the_validation_part_takes_the_place_of_the_test_part():
     plain, valid = (load(recipe(data__held_out=part).data) for part in ("test", "valid"))
     for multiple in (1, 2, 4):
         assert torch.equal(valid.held_out[multiple][0].tokens, plain.part("valid", multiple)[0].tokens)
@@ -142,18 +138,14 @@ def test_the_validation_part_takes_the_place_of_the_test_part() -> None:
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
+def test_accuracies_are_counted_by_hand(task, tmp_path):
     """At 1, 2 and 4 times the length: a solver's answers to strings that are drawn again from the held-out stream."""
     sizes = {"name": task, "length": 4, "vocabulary": 18, "train": 8, "test": 6}
     plan = recipe(data=sizes, population__networks=2, training__epochs=1)
     population = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)
-    assert [metric.name for metric in plan.data.metrics] == [
-        "test_accuracy",
-        "test_accuracy_2x",
-        "test_accuracy_4x",
-        "test_loss",
-    ]
-    for multiple, metric in ((1, "test_accuracy"), (2, "test_accuracy_2x"), (4, "test_accuracy_4x")):
+    names = ("test_accuracy", "test_accuracy_2x", "test_accuracy_4x")
+    assert tuple(metric.name for metric in plan.data.metrics) == (*names, "test_loss")
+    for multiple, metric in zip((1, 2, 4), names, strict=True):
         length, generator = multiple * 4, torch.Generator().manual_seed(torch_seed(0, multiple, Purpose.HELD_OUT))
         drawn = TASKS[task](generator, 6, length, 18)
         assert drawn.tokens.shape[1] == sequence_length(task, length)
@@ -170,7 +162,7 @@ def test_accuracies_are_counted_by_hand(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path) -> None:
+def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path):
     small = collect(recipe(), tmp_path / "small.pop", workers=1, device="cpu", progress=False)
     large = recipe(population__networks=6)
     large = collect(large, tmp_path / "large.pop", workers=2, device="cpu", progress=False)
@@ -182,7 +174,7 @@ def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound() -> None:
+def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound():
     data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
     tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")
     found = tile.metrics
@@ -193,7 +185,7 @@ def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_it
     assert (found["test_bits"] < 0.9 * math.log2(5)).all(), "it has learnt"
 
 
-def test_own_networks_for_sequences() -> None:
+def test_own_networks_for_sequences():
     own = recipe(network={"type": "own_code:TokenSum", "width": 6})
     batched, loop = (train_tile(own.replace({"training.engine": e}), 0, device="cpu") for e in ("batched", "loop"))
     np.testing.assert_allclose(batched.weights, loop.weights, rtol=2e-3, atol=1e-5)
@@ -205,7 +197,7 @@ def test_own_networks_for_sequences() -> None:
 
 @pytest.mark.parametrize("engine", ["batched", "loop"])
 @pytest.mark.parametrize("head_start", [1.0, 0.0])
-def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_start: float) -> None:
+def test_an_own_network_that_reads_later_tokens_is_refused(engine, head_start):
     """It would predict the next token by copying it."""
     network = {"type": "own_code:TokenLookahead", "head_start": head_start}
     with pytest.raises(UsageError, match=r"own_code:TokenLookahead: expected logits that depend on their own and earl"):
@@ -213,39 +205,22 @@ def test_an_own_network_that_reads_later_tokens_is_refused(engine: str, head_sta
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     """A folder with a text, and a recipe beside it."""
     folder = tmp_path / "corpus"
     folder.mkdir()
-    for name, words in (
-        ("train", "the cat sat on the mat . " * 20),
-        ("valid", "the mat sat"),
-        ("test", "a cat sat on"),
-    ):
-        (folder / f"{name}.txt").write_text(words)
-    (tmp_path / "text.toml").write_text(
-        """
-        [network]
-        type = "mamba"
-        width = 8
-        depth = 1
-        [data]
-        name = "text"
-        path = "corpus"
-        length = 5
-        train = 16
-        [training]
-        epochs = 1
-        batch_size = 4
-        [population]
-        networks = 2
-        tile = 2
-        """
-    )
+    words = {"train": "the cat sat on the mat . " * 20, "valid": "the mat sat", "test": "a cat sat on"}
+    for name, text in words.items():
+        (folder / f"{name}.txt").write_text(text)
+    data = {"name": "text", "path": "corpus", "length": 5, "train": 16}
+    training, population = {"epochs": 1, "batch_size": 4}, {"networks": 2, "tile": 2}
+    network = {"type": "mamba", "width": 8, "depth": 1}
+    sections = {"network": network, "data": data, "training": training, "population": population}
+    (tmp_path / "text.toml").write_text(tomli_w.dumps(sections))
     return tmp_path
 
 
-def test_text_of_ones_own(text: Path) -> None:
+def test_text_of_ones_own(text):
     plan = Recipe.load(text / "text.toml")
     population = collect(plan, text / "a.pop", data=text, workers=1, device="cpu", progress=False)
     characters = sorted(set("the cat sat on the mat . "))
@@ -255,12 +230,9 @@ def test_text_of_ones_own(text: Path) -> None:
     assert isinstance(source, SequenceSource)
     held_out = torch.cat([batch.targets.flatten() for batch in source.held_out[1]])
     assert [characters[i] for i in held_out.tolist()] == list("a cat sat on")[1:]
-    network = population.network(1)
+    network, entropy = population.network(1), torch.nn.CrossEntropyLoss(reduction="sum")
     with torch.no_grad():
-        nats = [
-            torch.nn.functional.cross_entropy(network(b.tokens).flatten(0, 1), b.targets.flatten(), reduction="sum")
-            for b in source.held_out[1]
-        ]
+        nats = [entropy(network(b.tokens).flatten(0, 1), b.targets.flatten()) for b in source.held_out[1]]
     assert population.metrics["test_loss"][1] == pytest.approx(float(sum(nats)) / 11, rel=1e-5)
     (text / "corpus/test.txt").write_text("a mat")
     with pytest.raises((RecipeError, DataError), match="data text"):
@@ -277,9 +249,7 @@ def test_text_of_ones_own(text: Path) -> None:
         ("test", b"xyz", "test.txt: the character 'x' is not in the training text"),
     ],
 )
-def test_damaged_text_is_an_error_of_one_line(
-    file: str, content: bytes, message: str, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_text_is_an_error_of_one_line(file, content, message, text, capsys):
     (text / f"corpus/{file}.txt").write_bytes(content)
     if content == b"abc":
         (text / "corpus/valid.txt").write_bytes(b"ab")
@@ -289,63 +259,51 @@ def test_damaged_text_is_an_error_of_one_line(
     assert not (text / "a.pop").exists()
 
 
-def test_a_missing_text_says_where_it_was_searched_for(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_text_says_where_it_was_searched_for(text, capsys):
     found = error_of("collect", text / "text.toml", "--data", text / "elsewhere", "-o", text / "a.pop", capsys=capsys)
     assert "expected a folder of text files at one of" in found
     assert str(text / "elsewhere/corpus") in found
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}},
-            "network.type: vit takes images, copy has sequences",
-        ),
-        (
-            {"data": {"name": "digits"}},
-            "network.type: mamba takes sequences, digits has images",
-        ),
-        ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
-        ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
-        ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
-        (
-            {"data__name": "sort"},
-            r"data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \(at 2 times",
-        ),
-        ({"data__name": "associative_recall"}, "data: length: expected an even number"),
-        (
-            {"data__length": 10**9},
-            "data: length: expected at most 268435456 tokens in all training sequences, found 24",
-        ),
-        ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
-        (
-            {"data": {"name": "markov", "length": 10**6, "test": 300}},
-            "data: length: .* in all training sequences, found 2000 sequences of 1000000",
-        ),
-        ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
-        ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
-        ({"training__mixup": 0.5}, "training.mixup applies to images"),
-        ({"training__precision": "bfloat16"}, "training.precision applies to images"),
-        ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
-        (
-            {"network": NETWORKS["transformer"] | {"context": 20}},
-            "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20",
-        ),
-        ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
-        ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
-    ],
-)
-def test_recipes_that_cannot_be(changes: dict[str, object], message: str) -> None:
+CONTEXT = NETWORKS["transformer"] | {"context": 20}
+MIXER = {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}}
+MARKOV = {"data": {"name": "markov", "length": 10**6, "test": 300}}
+IN_ALL = "data: length: expected at most 268435456 tokens in all training sequences, found 24"
+SHORT = "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20"
+ONE_ANSWER = "data: vocabulary: sorting 6 different tokens needs at least 7 with the separator, found 6 \\(at 2 times"
+REFUSED = [
+    (MIXER, "network.type: vit takes images, copy has sequences"),
+    ({"data": {"name": "digits"}}, "network.type: mamba takes sequences, digits has images"),
+    ({"data__name": "cpoy"}, r"data.name: no data set 'cpoy'.*did you mean 'copy'"),
+    ({"data__vocabulary": 1}, "data.vocabulary: input should be greater than or equal to 2, found 1"),
+    ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
+    ({"data__name": "sort"}, ONE_ANSWER),
+    ({"data__name": "associative_recall"}, "data: length: expected an even number"),
+    ({"data__length": 10**9}, IN_ALL),
+    ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
+    (MARKOV, "data: length: .* in all training sequences, found 2000 sequences of 1000000"),
+    ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),
+    ({"data__augment": {"flip": True}}, "data.augment: unknown key"),
+    ({"training__mixup": 0.5}, "training.mixup applies to images"),
+    ({"training__precision": "bfloat16"}, "training.precision applies to images"),
+    ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
+    ({"network": CONTEXT}, SHORT),
+    ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
+    ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_recipes_that_cannot_be(changes, message):
     with pytest.raises(RecipeError, match=message):
         recipe(**changes)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, tmp_path: Path) -> None:
+def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name, tmp_path):
     """Counted over sequences; fewer tokens are refused before anything is written, by the field that is to blame."""
 
-    def answers(length: int, vocabulary: int) -> int:
+    def answers(length, vocabulary):
         found = TASKS[name](torch.Generator().manual_seed(0), 64, length, vocabulary)
         return len(found.targets[:, found.mask[0]].unique(dim=0))
 
@@ -360,23 +318,20 @@ def test_the_least_vocabulary_is_the_first_with_which_answers_differ(name: str, 
     assert not (tmp_path / "a.pop").exists()
 
 
-def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path: Path) -> None:
+def test_an_answer_that_is_constant_at_a_longer_length_is_refused(tmp_path):
     constant = recipe(data__name="sort", data__length=3, data__lengths=[1, 2], data__vocabulary=7)
     with pytest.raises(RecipeError, match=r"expected at least 8, found 7, .* have the same answer at 2 times the len"):
         collect(constant, tmp_path / "a.pop")
 
 
-def test_an_unknown_task_is_named_where_a_section_is_made_in_python() -> None:
+def test_names_of_tasks():
     with pytest.raises(ValueError, match="no task 'cpoy'; did you mean 'copy'"):
         TaskConfig(name="cpoy", length=3, vocabulary=5)
-
-
-def test_tables_of_tasks_agree() -> None:
     assert set(TASKS) == set(TASK_SIZES)
     assert {*TASKS, "text", "markov"} == set(SEQUENCE_NAMES)
 
 
-def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_training() -> None:
+def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_training():
     first, other = (load(recipe(population__seed=seed, data__test=50).data) for seed in (0, 1))
     assert first.fingerprint == other.fingerprint
     assert first.fingerprint != load(recipe(data__test=51).data).fingerprint
@@ -387,7 +342,7 @@ def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_tr
             assert torch_seed(root, k, Purpose.SEQUENCES) != torch_seed(0, 1, Purpose.HELD_OUT)
 
 
-def test_plans_of_populations(tmp_path: Path) -> None:
+def test_plans_of_populations(tmp_path):
     found = plan(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
     assert found.tiles == 2
     assert found.tile_seconds[0] > 0

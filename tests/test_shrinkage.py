@@ -32,14 +32,6 @@ def test_straight_from_rows_equals_the_moments(n, size):
     assert found.intensity == pytest.approx(ledoit_wolf_shrinkage(centred, assume_centered=True), abs=1e-10)
 
 
-def test_merged_moments_have_the_same_intensity():
-    rng = np.random.default_rng(1)
-    data = rng.standard_normal((700, 12)) @ naive.random_covariance(12, rng) + 50.0
-    parts = [Moments(12).update(part) for part in np.split(data, [1, 300])]
-    merged = parts[0].merge(parts[1]).merge(parts[2])
-    assert ledoit_wolf(merged).intensity == pytest.approx(LedoitWolf().fit(data).shrinkage_, abs=1e-10)
-
-
 def test_nothing_to_shrink():
     rng = np.random.default_rng(2)
     assert ledoit_wolf(Moments(1).update(rng.standard_normal((9, 1)))).intensity == 0

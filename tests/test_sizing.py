@@ -1,15 +1,18 @@
 """How many networks a tile holds where the recipe does not say."""
 
+import random
+import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
-from weightscope.population import Population
+from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import tile_size
+from weightscope.training import devices, measuring, request
 from weightscope.training.collection import collect
 from weightscope.training.engine import TileRun
 
@@ -25,11 +28,11 @@ RECIPE = Recipe.parse(
 
 def test_it_is_the_largest_power_of_two_that_fits():
     for networks, tile in ((1, 1), (3, 4), (64, 64), (65, 128), (10**6, 1024)):
-        assert tile_size.largest_tile(1e12, 0, 1, networks) == tile
-    assert tile_size.largest_tile(100, 20, 5, 10**6) == 16  # 20 + 16 * 5 = 100
-    assert tile_size.largest_tile(99, 20, 5, 10**6) == 8
+        assert measuring.largest_tile(1e12, 0, 1, networks) == tile
+    assert measuring.largest_tile(100, 20, 5, 10**6) == 16  # 20 + 16 * 5 = 100
+    assert measuring.largest_tile(99, 20, 5, 10**6) == 8
     with pytest.raises(UsageError, match=r"one network takes 2 MiB to train, and 1 MiB"):
-        tile_size.largest_tile(1 << 20, 1 << 20, 1 << 20, 1)
+        measuring.largest_tile(1 << 20, 1 << 20, 1 << 20, 1)
 
 
 @pytest.mark.parametrize(("kernels", "tile"), [("torch", 128), ("inductor", 64)])
@@ -39,30 +42,57 @@ def test_on_a_gpu_it_follows_from_two_small_tiles(kernels, tile, monkeypatch):
     runs = []
 
     class Run(TileRun):
-        def __init__(self, recipe, tile, data, device):
-            super().__init__(recipe, tile, data, torch.device("cpu"))
+        def __init__(self, recipe, tile, data, device, kernels):
+            super().__init__(recipe, tile, data, torch.device("cpu"), "torch")
             runs.append((recipe.population.tile, len(data.train_images)))
-            self.nets.kernels = kernels  # for the choice alone
 
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: None)
-    monkeypatch.setattr(tile_size, "TileRun", Run)
-    monkeypatch.setattr(tile_size, "current", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(measuring, "TileRun", Run)
+    monkeypatch.setattr(measuring, "current", lambda device: nullcontext())
+    monkeypatch.setattr(measuring, "choose_kernels", lambda *_: SimpleNamespace(kernels=kernels))
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40e6 + 3e6 * runs[-1][0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
-    assert tile_size.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
+    assert measuring.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
     assert runs == [(1, 32), (4, 32), (8, 32)]  # two batches each, the first to have what is allocated once
-    assert tile_size.choose_tile(RECIPE, data, torch.device("cpu")) == 32
+    assert measuring.choose_tile(RECIPE, data, torch.device("cpu")) == 32
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_a_recipe_that_cannot_fit_into_the_memory_is_refused_before_anything_is_allocated(case, monkeypatch, tmp_path):
+    """Recipes of random sizes, with 2^34 bytes of memory; what is needed is counted by hand."""
+    draw = random.Random(case)
+    types = {"convnext": {"patch_size": 2}, "vit": {"heads": 1}, "convmixer": {"kernel_size": 3}}
+    kind, width, depth = draw.choice([*types, "mamba"]), 2 ** draw.randrange(3, 16), draw.randrange(1, 4)
+    network = {"type": kind, "width": width, "depth": depth} | types.get(kind, {"state": 2})
+    tile, ema = 2 ** draw.randrange(0, 16), draw.choice([0.0, 0.5])
+    data = {"name": "copy", "length": 3, "vocabulary": 6, "train": 24} if kind == "mamba" else {"name": "digits"}
+    population = {"networks": 3, "tile": tile}
+    recipe = Recipe.parse(
+        {"network": network, "data": data, "training": {"epochs": 1, "ema": ema}, "population": population}
+    )
+    with torch.device("meta"):
+        network = build_for(recipe)
+    statistics = [value for name, value in network.named_buffers() if "running" in name]
+    size = sum(value.numel() for value in (*network.parameters(), *statistics))
+    monkeypatch.setattr(devices, "available_memory", lambda: 2**34)
+    begun = time.process_time()
+    if 4 * tile * size * (5 if ema else 4) > 2**34:
+        with pytest.raises(
+            UsageError, match=rf"GiB for weights, .* of {tile:,} networks with {size:,} weights\b.*16.0 GiB"
+        ):
+            collect(recipe, tmp_path / "a.pop", device="cpu")
+        assert not (tmp_path / "a.pop").exists()
+    else:
+        devices.check_memory(recipe, torch.device("cpu"))
+    assert time.process_time() - begun < 5
 
 
 def test_a_population_keeps_the_tile_that_it_was_begun_with(tmp_path, monkeypatch):
-    monkeypatch.setattr(tile_size, "choose_tile", lambda *_: 2)
-    collect(RECIPE, tmp_path / "p.pop", device="cpu")
-    assert Population(tmp_path / "p.pop").recipe.population.tile == 2
-    monkeypatch.setattr(tile_size, "choose_tile", lambda *_: 16)
-    grown = collect(RECIPE, tmp_path / "p.pop", device="cpu", networks=5)
-    assert (len(grown), grown.recipe.population.tile) == (5, 2)
+    for chosen, networks in ((2, 3), (16, 5)):
+        monkeypatch.setattr(request, "choose_tile", lambda *_, chosen=chosen: chosen)
+        population = collect(RECIPE, tmp_path / "p.pop", device="cpu", networks=networks)
+        assert (len(population), population.recipe.population.tile) == (networks, 2)
     with pytest.raises(RecipeError, match=r"population\.tile: 2 -> 4"):
         collect(RECIPE.replace({"population.tile": 4}), tmp_path / "p.pop", device="cpu")

@@ -1,11 +1,9 @@
 """A further kind of task is one file, as this one: a section that is registered, its source, and its batches."""
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from torch import Tensor, nn
 from weightscope import Population, Recipe
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.benchmarking import bench
-from weightscope.data.metrics import LOSS, Metric
+from weightscope.data.metrics import LOSS
 from weightscope.data.task import SECTIONS, Task
 from weightscope.errors import RecipeError, UsageError
 from weightscope.training.collection import collect
@@ -33,16 +31,16 @@ class LineConfig(Task):
     train: int = 64
 
     @property
-    def metrics(self) -> tuple[Metric, ...]:
+    def metrics(self):
         return (LOSS,)
 
-    def sizes(self) -> dict[str, int]:
+    def sizes(self):
         return {"inputs": self.size}
 
-    def input_shape(self) -> tuple[int, ...]:
+    def input_shape(self):
         return (self.size,)
 
-    def output_shape(self) -> tuple[int, ...]:
+    def output_shape(self):
         return (1,)
 
 
@@ -54,16 +52,16 @@ class LineSource:
     nbytes: int = 0
 
     @classmethod
-    def of(cls, section: LineConfig, root: Any = None) -> "LineSource":
+    def of(cls, section, root=None):
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(section.train + 32, section.size, generator=generator)
         return cls(inputs, inputs.sum(1, keepdim=True), section.train)
 
     @cached_property
-    def fingerprint(self) -> str:
+    def fingerprint(self):
         return hashlib.sha256(self.inputs.numpy().data).hexdigest()[:16]
 
-    def shortened(self, train: int) -> "LineSource":
+    def shortened(self, train):
         return replace(self, examples=train)
 
 
@@ -71,52 +69,53 @@ class LineBatches:
     reported = ("train_loss",)
     evaluated = ("test_loss",)
 
-    def __init__(self, recipe: Recipe, ids: Sequence[int], data: LineSource, device: torch.device, nets: Any) -> None:
+    def __init__(self, recipe, ids, data, device, nets):
         self.nets, self.data = nets, data
         self.batch = min(recipe.training.batch_size, data.examples)
         self.steps = data.examples // self.batch
         self.streams = [numpy_generator(recipe.population.seed, k, Purpose.ORDER) for k in ids]
 
-    def draw(self) -> dict[str, Tensor]:
+    def draw(self):
         orders = [stream.permutation(self.data.examples)[: self.steps * self.batch] for stream in self.streams]
         order = np.stack(orders).reshape(len(orders), self.steps, self.batch)
         return {"order": torch.from_numpy(order.swapaxes(0, 1).copy())}
 
-    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def losses(self, numbers):
         order = numbers["order"]  # (T, B)
         return ((self.nets(self.data.inputs[order]) - self.data.targets[order]).square().mean((1, 2)),)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, Tensor]:
+    def evaluate(self):
         self.nets.eval()
         held_out = slice(self.data.examples, None)
         found = self.nets(self.data.inputs[held_out])  # the same for all networks
         return {"test_loss": (found - self.data.targets[held_out]).square().mean((1, 2))}
 
 
-def two_layers(inputs: int, width: int = 8) -> nn.Module:
+def two_layers(inputs, width=8):
     return nn.Sequential(nn.Linear(inputs, width), nn.GELU(), nn.Linear(width, 1))
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch):
     monkeypatch.setitem(SECTIONS._entries, "line", LineConfig)
 
 
-def recipe(**training: object) -> Recipe:
-    return Recipe.parse(
-        {
-            "network": {"type": two_layers, "width": 8},
-            "data": {"name": "line", "size": 3},
-            "training": {"epochs": 20, "batch_size": 16, "learning_rate": 0.03, **training},
-            "population": {"networks": 5, "tile": 4, "seed": 1},
-        }
-    )
+PLAIN = {
+    "network": {"type": two_layers, "width": 8},
+    "data": {"name": "line", "size": 3},
+    "training": {"epochs": 20, "batch_size": 16, "learning_rate": 0.03},
+    "population": {"networks": 5, "tile": 4, "seed": 1},
+}
+
+
+def recipe(**training):
+    return Recipe.parse({**PLAIN, "training": PLAIN["training"] | training})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["batched", "loop"])
-def test_a_population_of_another_kind_of_task(engine: str, tmp_path: Path) -> None:
+def test_a_population_of_another_kind_of_task(engine, tmp_path):
     population = collect(recipe(engine=engine), tmp_path / "a.pop", workers=1, device="cpu", progress=False)
     start = population.metrics["train_loss_per_epoch"][:, 0]
     assert (population.metrics["test_loss"] < 0.1 * start).all()
@@ -129,14 +128,14 @@ def test_a_population_of_another_kind_of_task(engine: str, tmp_path: Path) -> No
     assert again.network(4)(inputs).shape == (7, 1)
 
 
-def test_initialisers_are_compared_by_its_metric(tmp_path: Path) -> None:
+def test_initialisers_are_compared_by_its_metric(tmp_path):
     inits = ["default", "kaiming_uniform"]
     result = bench(recipe(), inits, tmp_path / "bench", seeds=3, workers=1, device="cpu", progress=False)
     assert result.metric == LOSS
     assert [row["n"] for row in result.arms] == [3, 3]
 
 
-def test_what_goes_with_other_tasks_only_is_refused() -> None:
+def test_what_goes_with_other_tasks_only_is_refused():
     with pytest.raises(RecipeError, match=r"network.type: vit takes images, line has vectors; expected .*:function"):
         recipe().replace({"network": {"type": "vit", "width": 8, "depth": 1, "heads": 2}})
     with pytest.raises(RecipeError, match=r"data.sise: unknown key, did you mean 'size'"):

@@ -15,34 +15,36 @@ from weightscope.errors import DataError, UsageError
 from weightscope.networks import ConvMixer, ViT
 
 torch.set_num_threads(1)
+QKV, PROJ = "blocks.{}.attn.qkv.weight", "blocks.{}.attn.proj.weight"
+ATTENTION = {name.format(i) for name in (QKV, PROJ) for i in (0, 1)}
+SPARE = torch.zeros(72, 24)
 
 
-def generator(seed: int = 0) -> torch.Generator:
+def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-def vit() -> nn.Module:
+@pytest.fixture
+def model():
     torch.manual_seed(0)
     return ViT(32, 8, 24, 2, 3, 10)
 
 
-QKV, PROJ = "blocks.{}.attn.qkv.weight", "blocks.{}.attn.proj.weight"
-ATTENTION = {name.format(i) for name in (QKV, PROJ) for i in (0, 1)}
-
-
-def test_nothing_overwritten():
-    model = vit()
+def tracked(model, *then):
+    """`mimetic_attention_`, and what happens after it, under `track`."""
     with track(model) as t:
         wi.mimetic_attention_(model, generator=generator())
-        nn.init.zeros_(model.head.weight)  # nobody initialised this
-        model(torch.zeros(1, 3, 32, 32))
-    assert set(t.initialised) == ATTENTION
+        for step in then:
+            step(model)
+    return t
+
+
+def test_nothing_overwritten(model):
+    t = tracked(model, lambda m: nn.init.zeros_(m.head.weight), lambda m: m(torch.zeros(1, 3, 32, 32)))
+    assert set(t.initialised) == ATTENTION  # not the head, which nobody initialised
     assert set(t.initialised.values()) == {"mimetic_attention_"}
     assert t.overwritten == ()
     t.check()
-
-
-SPARE = torch.zeros(72, 24)
 
 
 def data_normal(model):
@@ -104,12 +106,8 @@ UNSEEN = (data_assigned, new_parameter, numpy_memory, new_module, no_module, old
 
 @pytest.mark.parametrize("within", [True, False], ids=["within", "after"])
 @pytest.mark.parametrize("overwrite", SEEN + UNSEEN, ids=lambda f: f.__name__)
-def test_every_way_to_overwrite_is_reported(overwrite, within):
-    model = vit()
-    with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
-        if within:
-            overwrite(model)
+def test_every_way_to_overwrite_is_reported(overwrite, within, model):
+    t = tracked(model, *[overwrite] * within)
     if not within:
         assert t.overwritten == ()
         overwrite(model)
@@ -124,20 +122,12 @@ def test_every_way_to_overwrite_is_reported(overwrite, within):
         t.check()
 
 
-def test_the_share_that_changed():
-    model = vit()
-    with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
-        one_entry(model)
-    assert t.overwritten[0].changed < 0.01
-    with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
-        one_row_by_view(model)
-    assert t.overwritten[0].changed == pytest.approx(1 / 3, abs=0.02)
+def test_the_share_that_changed(model):
+    assert tracked(model, one_entry).overwritten[0].changed < 0.01
+    assert tracked(model, one_row_by_view).overwritten[0].changed == pytest.approx(1 / 3, abs=0.02)
 
 
-def test_the_same_numbers_again_are_no_overwriting():
-    model = vit()
+def test_the_same_numbers_again_are_no_overwriting(model):
     with track(model) as t:
         wi.mimetic_attention_(model, generator=generator())
         model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
@@ -147,38 +137,32 @@ def test_the_same_numbers_again_are_no_overwriting():
     assert t.overwritten == ()
 
 
-def test_a_later_initialiser_is_not_a_culprit():
-    model = vit()
+def halved(module, *, generator):
+    with torch.no_grad():
+        module.head.weight.mul_(0.5)
+    return module
+
+
+def test_later_joined_and_own_initialisers_are_no_culprits(model):
     with track(model) as t:
         wi.trunc_normal_(model, generator=generator())
-        wi.mimetic_attention_(model, generator=generator())
-        wi.compose("mimetic_mlp")(model)
+        wi.compose("mimetic_attention", halved)(model, generator=generator())
+        with t.initialising("ours"):
+            nn.init.zeros_(model.head.bias)
     assert t.overwritten == ()
-    assert t.initialised[QKV.format(0)] == "mimetic_attention_"
+    named = dict.fromkeys(ATTENTION, "mimetic_attention_") | {"head.weight": "halved", "head.bias": "ours"}
+    assert t.initialised.items() >= named.items()
     assert t.initialised["blocks.0.mlp.fc2.weight"] == "trunc_normal_"
-    assert set(t.initialised) > ATTENTION
+    nn.init.ones_(model.head.bias)
+    assert [(o.name, o.initialiser, o.changed) for o in t.overwritten] == [("head.bias", "ours", 1.0)]
 
 
 @pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16, nn.Module.half], ids=lambda f: f.__name__)
-def test_a_cast_is_no_overwriting(cast):
-    model = vit()
-    with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
-        cast(model)
+def test_a_cast_is_no_overwriting(cast, model):
+    t = tracked(model, cast)
     assert t.overwritten == ()
     model.blocks[0].attn.proj.weight.data.normal_(generator=generator(3))
     assert [o.name for o in t.overwritten] == [PROJ.format(0)]
-
-
-def test_an_initialiser_of_somebody_else():
-    model = vit()
-    with track(model) as t:
-        with t.initialising("ours"):
-            nn.init.zeros_(model.head.weight)
-        nn.init.ones_(model.head.bias)
-        nn.init.ones_(model.head.weight)
-    assert t.initialised == {"head.weight": "ours"}
-    assert [(o.name, o.initialiser, o.changed) for o in t.overwritten] == [("head.weight", "ours", 1.0)]
 
 
 def test_a_large_language_model_library_overwrites_mamba():
@@ -198,13 +182,9 @@ def test_a_large_language_model_library_overwrites_mamba():
     assert t.overwritten == ()
 
 
-def test_training_counts_as_overwriting_and_names_the_optimiser_call():
-    model = vit()
+def test_training_counts_as_overwriting_and_names_the_optimiser_call(model):
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
-    with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
-        model(torch.ones(2, 3, 32, 32)).square().mean().backward()
-        optimiser.step()
+    t = tracked(model, lambda m: m(torch.ones(2, 3, 32, 32)).square().mean().backward(), lambda _: optimiser.step())
     assert {o.name for o in t.overwritten} == ATTENTION
     assert all("test_tracking.py" in o.by for o in t.overwritten)
 
@@ -221,44 +201,18 @@ def test_buffers_and_ties():
     assert len(t.overwritten) == 1
 
 
-def test_watching_changes_nothing_and_costs_little():
-    plain, watched = vit(), vit()
-    wi.mimetic_attention_(plain, generator=generator())
+def test_watching_changes_nothing_and_costs_little(model):
+    torch.manual_seed(0)
+    plain = wi.mimetic_attention_(ViT(32, 8, 24, 2, 3, 10), generator=generator())
     start = time.perf_counter()
-    with track(watched):
-        wi.mimetic_attention_(watched, generator=generator())
+    tracked(model)
     assert time.perf_counter() - start < 5
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
 
 
-def test_bad_input():
+def test_bad_input_and_an_error_inside_leave_torch_as_it_was(model):
     with pytest.raises(UsageError, match="expected a module, found ndarray"):
         track(np.zeros(3))
-
-
-def test_an_error_inside_leaves_torch_as_it_was():
-    model = vit()
-    tracking = track(model)
-
-    def fail() -> None:
-        with tracking:
-            wi.mimetic_attention_(model, generator=generator())
-            raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
-        fail()
+        tracked(model, lambda _: 1 / 0)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-
-
-def halved(module, *, generator):
-    with torch.no_grad():
-        module.head.weight.mul_(0.5)
-    return module
-
-
-def test_joined_and_own_initialisers_are_named():
-    model = vit()
-    with track(model) as t:
-        wi.compose("mimetic_attention", halved)(model, generator=generator())
-    assert t.initialised == dict.fromkeys(ATTENTION, "mimetic_attention_") | {"head.weight": "halved"}
-    assert t.overwritten == ()

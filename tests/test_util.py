@@ -5,17 +5,21 @@ import hashlib
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from weightscope._util import checks, plugins
+import weightscope
+from weightscope._util import atomic, checks, plugins
 from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
-from weightscope._util.results import Result, html_table, text_table
+from weightscope._util.results import Result, html_table, text_table, tidy
 from weightscope._util.sources import is_population
-from weightscope.errors import UsageError
+from weightscope.data import SourceConfig, load
+from weightscope.data.sequence_config import TextConfig
+from weightscope.errors import UsageError, WeightscopeError
 
 ROOT = Path(__file__).parents[1]
 
@@ -118,6 +122,14 @@ def test_results_have_a_table_a_short_repr_and_html() -> None:
     assert len(result._repr_html_()) < 3000
 
 
+def test_frames_have_one_value_in_each_cell() -> None:
+    row = {"n": 1, "ci95": [0.5, 2.0], "difference_ci95": None, "cell": {"a": 3, "b": "x"}, "shape": (4, 5)}
+    assert tidy([row]) == [
+        {"n": 1, "low": 0.5, "high": 2.0, "difference_low": None, "difference_high": None}
+        | {"cell.a": 3, "cell.b": "x", "shape.0": 4, "shape.1": 5}
+    ]
+
+
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(UsageError, match="`pip install pandas`"):
@@ -171,6 +183,7 @@ class Holder:
         return "inner"
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_registry_finds_names_references_and_objects() -> None:
     registry: plugins.Registry = plugins.Registry("operation")
 
@@ -190,6 +203,7 @@ def test_a_registry_finds_names_references_and_objects() -> None:
         registry.find("duoble")
 
 
+@pytest.mark.usefixtures("trusted")
 def test_references() -> None:
     for text, yes in (("a:b", True), ("a.b:c.d", True), ("a.b", False), ("a:", False), (":a", False), ("a b:c", False)):
         assert plugins.is_reference(text) is yes
@@ -199,7 +213,7 @@ def test_references() -> None:
     assert plugins.imported(plugins.reference_to(Holder)) is Holder
     with pytest.raises(UsageError, match="no name 'fre'; did you mean 'free'"):
         plugins.imported(f"{__name__}:fre")
-    with pytest.raises(UsageError, match=r"cannot import no_such_module \(ModuleNotFoundError"):
+    with pytest.raises(UsageError, match=r"cannot import no_such_module \(no Python file"):
         plugins.imported("no_such_module:f")
 
 
@@ -233,6 +247,7 @@ def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(mo
     assert plugins.imported(plugins.reference_to(decorated)) is decorated
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +263,7 @@ def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
     assert sys.path == before
 
 
+@pytest.mark.usefixtures("trusted")
 def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugins, "_passed", {})
 
@@ -257,13 +273,13 @@ def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.M
     reference = plugins.reference_to(local)
     assert plugins.imported(reference) is local
     handed_over = plugins.passed([reference, "json:dumps"])
-    assert handed_over == {reference: (local, plugins.source_hash(local))}
+    assert handed_over == {reference: (local, plugins.source_hash(reference))}
     plugins._passed.clear()
     with pytest.raises(UsageError):
         plugins.imported(reference)
     plugins.restore({reference: (local, "its hash there")})
     assert plugins.imported(reference)() == 5
-    assert plugins.source_hash(local, reference) == "its hash there"
+    assert plugins.source_hash(reference) == "its hash there"
     monkeypatch.setattr(plugins, "_hashes", {})
 
 
@@ -271,9 +287,7 @@ def test_the_hash_of_a_partial_is_that_of_its_module(tmp_path: Path, monkeypatch
     monkeypatch.syspath_prepend(tmp_path)
     text = "import functools\ndef f(x): return x\npart = functools.partial(f, 1)\n"
     (tmp_path / "partial_for_this_test.py").write_text(text)
-    part = plugins.imported("partial_for_this_test:part")
-    found = plugins.source_hash(part, "partial_for_this_test:part")
-    assert found == hashlib.sha256(text.encode()).hexdigest()[:16]
+    assert plugins.source_hash("partial_for_this_test:part") == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_script(tmp_path: Path) -> None:
@@ -284,14 +298,70 @@ def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_
         done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=True)
         return done.stdout.split()[0]
 
-    printing = "from weightscope._util.plugins import source_hash\n"
+    printing = "from weightscope._util.plugins import reference_to, source_hash\n"
     module = "def f():\n    return g()\ndef g():\n    return 1\n"
-    code = f"import hashed; {printing}print(source_hash(hashed.f))"
+    code = f"import hashed; {printing}print(source_hash(reference_to(hashed.f)))"
     hashes = [hash_of("hashed.py", text, "-c", code) for text in (module, module.replace("1", "2"))]
     assert len(hashes[0]) == 16
     assert hashes[0] != hashes[1]
-    script = f"{printing}def f():\n    return 1\nprint(source_hash(f))\n"
+    script = f"{printing}def f():\n    return 1\nprint(source_hash(reference_to(f)))\n"
     texts = (script, script + "print('other work')\n", script.replace("return 1", "return 2"))
     assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
-    with pytest.raises(UsageError, match="its source cannot be read"):
-        plugins.source_hash(len)
+    with pytest.raises(UsageError, match="no Python file of this name"):
+        plugins.source_hash("builtins:len")
+
+
+# -- doors ------------------------------------------------------------------------------------------------------
+
+
+DOORS: dict[str, Any] = {
+    "inspect": weightscope.inspect,
+    "verify": weightscope.verify,
+    "covariance": weightscope.covariance,
+    "products": weightscope.products,
+    "attention_maps": lambda path: weightscope.attention_maps(path, None),
+    "audit": lambda path: weightscope.audit(path, "mimetic_attention"),
+    "fit_init": lambda path: weightscope.fit_init(path, "a.safetensors"),
+    "load_init": weightscope.load_init,
+    "Population": weightscope.Population,
+    "Checkpoint": weightscope.Checkpoint,
+    "Recipe": weightscope.Recipe.load,
+    "collect": lambda path: weightscope.collect(TINY, path, networks=1),
+    "load --data": lambda path: load("cifar10", path),
+    "bench": lambda path: weightscope.bench(TINY, ["default"], path),
+    "load": lambda path: load(SourceConfig(name="folder", path=path, size=8)),
+    "text": lambda path: load(TextConfig(name="text", path=path, length=3)),
+    "atomic": lambda path: atomic.write(path, b""),
+}
+TINY = weightscope.Recipe.parse(
+    {"network": {"type": "convnext", "width": 4, "depth": 1}, "data": {"name": "digits"}, "training": {"epochs": 1}}
+)
+
+
+def impossible_paths(count: int) -> Iterator[str]:
+    """Paths with NUL, or longer than any file's, of any characters."""
+    random = np.random.default_rng(0)
+    for i in range(count):
+        parts = ["".join(map(chr, random.integers(33, 0x3000, random.integers(1, 40)))) for _ in range(3)]
+        wrong = ("a\0b", "y" * int(random.integers(300, 10**6)), "d/" * int(random.integers(2100, 10**5)))[i % 3]
+        yield "/".join([*parts, wrong]).replace("::", "") + ("", ".pop", ".safetensors", ".npz", ".toml")[i % 5]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_path_that_no_file_can_have_is_a_short_line(door: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in impossible_paths(30):
+        with pytest.raises(WeightscopeError) as caught:
+            DOORS[door](path)
+        assert len(str(caught.value)) <= 1510
+        assert str(caught.value).isprintable()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_is_a_line_that_can_be_printed_whatever_it_quotes() -> None:
+    for text in ("x" * 10**7, "a\nb\0c\x1b[2J\ud800", "\u2028" * 2000):
+        message = str(UsageError(f"expected a name, found {text}"))
+        assert message.startswith("expected a name, found ")
+        assert message.isprintable()
+        assert len(message) <= 1510
+        assert str(UsageError(message)) == message

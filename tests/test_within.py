@@ -21,7 +21,6 @@ from weightscope.analysis.within_network import NetworkCovariances, covariance_w
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
 from weightscope.fits.filters import FilterDistribution, filter_distributions
-from weightscope.init import conv_covariance_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
@@ -155,40 +154,14 @@ def test_memory_does_not_hold_a_covariance_that_is_not_kept():
     assert peak < 3 * x.nbytes
 
 
-def test_variance_in_one_pixel_and_in_all_of_them():
-    shape = (5, 5)
+def test_variance_in_one_pixel_and_in_none():
     centre = np.zeros((10, 25))
     centre[:, 12] = np.arange(10)
-    focus = centre_focus(centre, shape, slice_moments(centre))
+    focus = centre_focus(centre, (5, 5), slice_moments(centre))
     assert (focus.spread, focus.central_share, focus.central_ratio) == (0, 1, 25)
     assert math.isnan(focus.neighbours)  # the others do not vary, so their correlations do not exist
-    even = np.concatenate([np.eye(25), -np.eye(25)])
-    focus = centre_focus(even, shape, slice_moments(even))
-    assert focus.relative_spread == pytest.approx(1, abs=1e-12)
-    assert focus.spread == pytest.approx((5**2 - 1) / 6)
-    assert focus.central_ratio == pytest.approx(1, abs=1e-12)
-    assert (focus.neighbours, focus.from_centre) == pytest.approx((0, 0), abs=1e-12)
-    corner = np.zeros((6, 16))
-    corner[:, 0] = np.arange(6)
-    focus = centre_focus(corner, (4, 4), slice_moments(corner))
-    assert (focus.offset_down, focus.offset_right, focus.spread) == (-1.5, -1.5, 4.5)
     nothing = np.ones((6, 9))
-    focus = centre_focus(nothing, (3, 3), slice_moments(nothing))
-    assert all(math.isnan(v) for v in vars(focus).values())
-
-
-def test_focus_ignores_scale_shift_and_reflection():
-    x = np.random.default_rng(0).standard_normal((30, 5, 5)) * np.linspace(0.5, 2, 25).reshape(5, 5)
-
-    def of(filters: np.ndarray) -> slices.Focus:
-        flat = filters.reshape(len(filters), -1)
-        return centre_focus(flat, (5, 5), slice_moments(flat))
-
-    plain = of(x)
-    for other in (x * -3e-4, x + np.arange(25).reshape(5, 5), x[:, ::-1, ::-1], x.transpose(0, 2, 1)):
-        for key in ("spread", "relative_spread_se", "central_share", "central_share_se", "neighbours", "from_centre"):
-            assert getattr(of(other), key) == pytest.approx(getattr(plain, key), rel=1e-9)
-    assert of(x[:, ::-1]).offset_down == pytest.approx(-plain.offset_down)
+    assert all(math.isnan(v) for v in vars(centre_focus(nothing, (3, 3), slice_moments(nothing))).values())
 
 
 def test_standard_errors_cover_and_independent_entries_give_one():
@@ -205,15 +178,6 @@ def test_standard_errors_cover_and_independent_entries_give_one():
     assert 0.92 < np.mean(covered) < 0.98
     assert 0.85 < np.mean(edges) < 1.02
     assert np.mean(means) == pytest.approx(1, abs=5 * np.sqrt(2 / 25 / 400))
-
-
-def test_the_closed_form_initialiser_becomes_more_diffuse_with_depth():
-    """Thesis Eq. 3.11: sigma grows with depth, and so does the spread of what is sampled."""
-    bare = ConvMixer(256, 6, 7, 4, 5)
-    trained = conv_covariance_(bare, preset="imagenet-thawed", generator=torch.Generator().manual_seed(0))
-    spreads = [layer.focus.relative_spread for layer in covariance_within(trained).layers]
-    assert spreads == sorted(spreads)
-    assert spreads[-1] > 3 * spreads[0]
 
 
 def test_skeletons_have_the_shapes_and_default_weights():
@@ -408,9 +372,6 @@ def test_the_share_of_a_kronecker_product():
     assert covariance_within(ViT(16, 4, 24, 1, 3, 5), part="patch").layers[0].kronecker is None  # three channels
 
 
-# --- the command -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mixer.safetensors"
@@ -478,9 +439,6 @@ def test_the_command_looks_into_one_network_of_a_population(tmp_path, capsys):
     assert run(*arguments, "--network", 8, capsys=capsys)[0] == 2
     code, out, _ = run(*arguments, capsys=capsys)
     assert (code, "column means" in out) == (0, True)  # without these options, across networks
-
-
-# --- pictures --------------------------------------------------------------------------------------------------------
 
 
 def test_maps_are_in_block_form_with_limits_printed():
@@ -564,9 +522,6 @@ def test_curves_show_the_numbers_with_their_intervals():
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), values)
     low, high = ax.containers[0].lines[2][0].get_paths()[0].vertices[[0, -1], 1]
     assert (high - low) / 2 == pytest.approx(1.96 * errors[0])
-
-
-# --- the study -------------------------------------------------------------------------------------------------------
 
 
 def test_the_study_s_p_values_are_exact():

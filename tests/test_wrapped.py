@@ -41,13 +41,21 @@ def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
     )
 
 
+def expanded():
+    model = wrappings.vit()
+    model.head.weight = nn.Parameter(torch.zeros(1, 24).expand(5, 24))
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: wrappings.wrapped(wrappings.vit(), "quantize_dynamic"), "is quantised; initialise the network before"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "quantize_dynamic"), "is quantised; do this before quantising"),
         (lambda: wrappings.wrapped(wrappings.vit(), "DTensor (FSDP2)"), "is a DTensor, sharded or quantised"),
         (lambda: wrappings.vit().to("meta"), "on the meta device and holds no numbers"),
         (lambda: wrappings.wrapped(wrappings.vit(), "inference mode"), "made in inference mode and cannot be written"),
+        (lambda: wrappings.wrapped(wrappings.vit(), "torch.jit.trace"), "is compiled by TorchScript"),
+        (expanded, "`head.weight` is expanded"),
         (lambda: nn.Sequential(wrappings.vit(), nn.LazyLinear(3)), r"has no shape yet \(a lazy layer\)"),
         (lambda: wrappings.wrapped(wrappings.vit(), "own, without an inverse"), "is computed and cannot be set"),
         (lambda: wrappings.wrapped(wrappings.vit(), "spectral_norm"), "would not have the weights drawn"),

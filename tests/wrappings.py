@@ -136,6 +136,7 @@ NETWORKS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "DataParallel": nn.DataParallel,
     "DistributedDataParallel": functools.partial(distributed, nn.parallel.DistributedDataParallel),
     "torch.compile": lambda network: torch.compile(network, backend="eager"),
+    "torch.jit.trace": lambda network: torch.jit.trace(network.eval(), torch.zeros(1, 3, 16, 16)),
     "AveragedModel": torch.optim.swa_utils.AveragedModel,
     "quantize_dynamic": lambda network: torch.ao.quantization.quantize_dynamic(network, {nn.Linear}),
     "DTensor (FSDP2)": functools.partial(distributed, sharded),

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from weightscope._version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` imports the names of `_HOMES`
+    from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
-    from weightscope.analysis.covariances import covariance
     from weightscope.analysis.inspection import inspect, verify
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
@@ -41,7 +41,7 @@ _HOMES = {
     "bench": "benchmarking",
     "catalogue": "cli.catalogue",
     "collect": "training.collection",
-    "covariance": "analysis.covariances",
+    "covariance": "analysis.across_networks",
     "export": "population",
     "fit": "fits.fitting",
     "fit_init": "fits.fitting",

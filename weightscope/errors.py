@@ -4,11 +4,26 @@ Every error that a user can cause derives from `WeightscopeError` and carries th
 exception is a bug.
 """
 
+_LONGEST = 1500  # characters of a message, whatever it quotes
+
 
 class WeightscopeError(Exception):
-    """Base class; the command line prints its message as one line and exits with `exit_code`."""
+    """Base class; the command line prints its message and exits with `exit_code`.
+
+    The message is one line of at most 1,500 characters that can be printed; the middle of a longer one is left out.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(one_line(str(message)))
+
+
+def one_line(text: str) -> str:
+    """The text on one line, with dots in place of its middle if it is long, and `?` for what cannot be printed."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST - 505]} ... {text[-500:]}"
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 class UsageError(WeightscopeError, ValueError):

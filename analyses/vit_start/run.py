@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from initialisers import uniform_attention_
 from networks import centred_vit
 from torch import Tensor, nn
 
 from weightscope._util.environment import environment
+from weightscope._util.plugins import reference_to
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm, paired
@@ -39,7 +41,7 @@ def mimetic(**numbers: Any) -> InitConfig:
 
 def uniform(**numbers: Any) -> InitConfig:
     """Uniform attention."""
-    return InitConfig.model_validate({"name": "initialisers:uniform_attention_"} | numbers)
+    return InitConfig.model_validate({"name": reference_to(uniform_attention_)} | numbers)
 
 
 VO = mimetic(parts="vo")

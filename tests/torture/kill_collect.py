@@ -6,7 +6,6 @@ Each kill hits the whole process group, as when a machine goes down. The trainer
 little to do but writing; the real one is killed in `kill_workers.py`.
 """
 
-import argparse
 import random
 import sys
 import tempfile
@@ -17,38 +16,41 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fake_training as fake
 import test_crash as crash
-from plain_torture import report
+from plain_torture import options, report
 
 from weightscope.population import Population
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    recipe, moments, begun = fake.recipe(networks=120), random.Random(options.seed), time.monotonic()
+def in_the_middle_of_writing(path):
+    """A temporary file, or a hash whose shard is not there yet, or two hashes for one shard."""
+    hashes = list((path / "shards").glob("*.sha256"))
+    unfinished = any(not p.with_suffix("").exists() or len(p.read_text().splitlines()) > 1 for p in hashes)
+    return unfinished or any(path.rglob(".*.tmp"))
+
+
+def main():
+    given = options(__doc__, kills=200, seed=0)
+    recipe, moments, begun = fake.recipe(networks=120), random.Random(given.seed), time.monotonic()
     kills = populations = half_written = 0
     with tempfile.TemporaryDirectory() as folder:
         whole = Path(folder) / "whole.pop"
         seconds = crash.finish(whole, recipe, "large")
-        while kills < options.kills:
+        while kills < given.kills:
             path = Path(folder) / f"{populations}.pop"
-            for _ in range(min(10, options.kills - kills)):
+            for _ in range(min(10, given.kills - kills)):
                 process = crash.start(path, recipe, "large")
                 crash.wait_until_begun(path, recipe, process)
                 time.sleep(moments.uniform(0, seconds / 4))
                 crash.kill_group(process)
                 kills += 1
-                half_written += crash.in_the_middle_of_writing(path)
+                half_written += in_the_middle_of_writing(path)
                 Population(path, partial=True).verify()
             crash.finish(path, recipe, "large")
             if crash.files(path) != crash.files(whole):
                 raise SystemExit(f"population {populations} differs from that of an undisturbed run")
             populations += 1
     found = {"kills": kills, "populations": populations, "killed while writing": half_written, "differences": 0}
-    report(options.json, "kill_collect", found, time.monotonic() - begun)
+    report(given.json, "kill_collect", found, time.monotonic() - begun)
 
 
 if __name__ == "__main__":

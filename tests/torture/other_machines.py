@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_gpu import SMALL, small
+from test_gpu import small
+from tiny import NETWORKS
 
 from weightscope.data import load
 from weightscope.training import spec_of
@@ -50,7 +51,7 @@ def test_numbers_on_other_machines(machine: str) -> None:
     run_tests(files, MACHINES[machine])
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_code_that_torch_generates_trains_as_torchs_operations(name: str) -> None:
     """On a GPU the same step becomes Triton's code and a CUDA graph."""
     # torch 2.13 fails with KeyError when it makes code for CPUs of mixed labels

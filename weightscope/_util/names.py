@@ -29,7 +29,8 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
 
     Patterns are one comma-separated string or a sequence; UsageError if one of them matches no name.
     """
-    names, patterns = list(names), pattern.split(",") if isinstance(pattern, str) else list(pattern)
+    given = pattern.split(",") if isinstance(pattern, str) else pattern
+    names, patterns = list(names), list(given) if isinstance(given, Iterable) else [given]
     if not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
         raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {shortened(repr(pattern))}")
     patterns = [p.strip() for p in patterns]
@@ -51,9 +52,21 @@ def nearest_first(name: str, names: Iterable[str]) -> list[str]:
 
 def listing(names: Iterable[str], most: int = 8) -> str:
     """The first few names and the number of the others, for a message: `a`, `b` and 1 more."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+    return joined((f"`{name}`" for name in names), most)
+
+
+def parts_of(text: str) -> list[str]:
+    """The initialisers of a text, joined by `+` outside of parentheses; UsageError for more than a hundred."""
+    parts, inside = [""], False
+    for piece in reversed(re.split(r"([()+])", text)):
+        if piece == "+" and not inside:
+            parts.append("")
+        else:
+            inside = (inside or piece == ")") and piece != "("
+            parts[-1] = piece + parts[-1]
+    if len(parts) > 100:
+        raise UsageError(f"expected at most 100 initialisers joined by '+', found {len(parts)}")
+    return parts[::-1]
 
 
 def shortened(text: str, most: int = 60) -> str:
@@ -111,5 +124,10 @@ def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") 
 def fitted(names: Sequence[str], room: int = _ROOM) -> str:
     """As many names as fit into so many characters, at least one, and the number of the others."""
     lengths = itertools.accumulate(len(name) + 2 for name in names)
-    most = max(1, sum(length <= room for length in lengths))
+    return joined(names, max(1, sum(length <= room for length in lengths)))
+
+
+def joined(found: Iterable[str], most: int) -> str:
+    """The first few texts and the number of the others."""
+    names = list(found)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

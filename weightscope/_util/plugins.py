@@ -1,8 +1,9 @@
 """Plug-ins: registered names, references `"package.module:name"` to users' code, and the parameters of callables."""
 
+import contextlib
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import os
 import re
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from weightscope._util import trust
 from weightscope._util.names import unknown
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 
 T = TypeVar("T")
 
@@ -23,6 +25,7 @@ REQUIRED = inspect.Parameter.empty
 # Objects passed in Python that cannot be imported again: functions of a notebook or a script.
 _passed: dict[str, Any] = {}
 _hashes: dict[str, str] = {}  # of the sources of what another process passed
+_loaded: dict[str, str] = {}  # module -> SHA-256 of the source that was run for it here
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -78,28 +81,92 @@ def underscored(wanted: Any) -> Any:
 
 
 def imported(reference: str) -> Any:
-    """Import `"package.module:name"`; the working directory is searched, too."""
+    """The object of a user's reference `"package.module:name"`, if its code may run (`weightscope._util.trust`).
+
+    The working directory is searched, too. What runs is the source that was checked, not a bytecode file beside it.
+    """
     if reference in _passed:
         return _passed[reference]
-    module_name, _, path = reference.partition(":")
-    here = os.getcwd()
-    added = here not in sys.path and "" not in sys.path
-    if added:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UsageError(f"{reference}: cannot import {module_name} ({why}); run where it can be imported") from error
-    finally:
-        if added and here in sys.path:
-            sys.path.remove(here)
+    name = reference.partition(":")[0]
+    with _working_directory_importable():
+        source, file = source_of(reference)
+        trust.check(reference, source, file)
+        digest = hashlib.sha256(source).hexdigest()
+        if name not in sys.modules or _loaded.get(name, digest) != digest:
+            try:
+                _run(name, source, file)
+            except Exception as error:
+                raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
+            _loaded[name] = digest
+    return _named(reference)
+
+
+def member(reference: str) -> Any:
+    """The object that a file of weightscope names as `"weightscope.module:name"`."""
+    importlib.import_module(reference.partition(":")[0])
+    return _named(reference)
+
+
+def _named(reference: str) -> Any:
+    module, _, path = reference.partition(":")
+    found: Any = sys.modules[module]
     for part in path.split("."):
         if not hasattr(found, part):
             names = [n for n in vars(found) if not n.startswith("_")]
             raise UsageError(f"{reference}: {unknown('name', part, names)}")
         found = getattr(found, part)
     return found
+
+
+def _run(name: str, source: bytes, file: Path) -> None:
+    """Run the source as a module, or again in the module that there is, as `importlib.reload` does."""
+    parent, _, last = name.rpartition(".")
+    package = importlib.import_module(parent) if parent else None
+    code = compile(source, str(file), "exec")
+    if name in sys.modules:
+        exec(code, vars(sys.modules[name]))
+        return
+    folders = [str(file.parent)] if file.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        exec(code, vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    if package is not None:
+        setattr(package, last, module)
+
+
+def _cannot_import(reference: str, why: str) -> trust.CannotRun:
+    return trust.CannotRun(
+        f"{reference}: cannot import {reference.partition(':')[0]} ({why}); run where it can be imported"
+    )
+
+
+def source_of(reference: str) -> tuple[bytes, Path]:
+    """The source of a user's reference, and its file, without running it: that of the whole module.
+
+    The function may use the rest of it. Of a function of a script or a notebook it is the function's alone.
+    """
+    if reference in _passed:
+        item = _passed[reference]
+        file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
+        try:
+            if file is None or item.__module__ == "__main__":
+                return textwrap.dedent(inspect.getsource(item)).encode(), Path(reference)
+            return Path(file).read_bytes(), Path(file)
+        except (OSError, TypeError, SyntaxError) as error:
+            raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
+    with _working_directory_importable():
+        try:
+            found = trust.source_file(reference.partition(":")[0])
+            if found is None:
+                raise _cannot_import(reference, "no Python file of this name")
+            return found.read_bytes(), found
+        except (OSError, ImportError, ValueError) as error:
+            raise _cannot_import(reference, str(error)) from error
 
 
 def reference_to(item: Any) -> str:
@@ -115,6 +182,8 @@ def reference_to(item: Any) -> str:
         for part in name.split("."):
             found = getattr(found, part, None)
         if found is item:
+            with contextlib.suppress(UsageError):  # of the standard library, written in C
+                trust.approve(reference, source_of(reference)[0])
             return reference
         if not _captured(item):
             _passed[reference] = item
@@ -187,7 +256,7 @@ def _source(item: Any) -> bytes:
 
 def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
     """Those of the objects that other processes cannot import, and hashes of their sources; see `restore`."""
-    return {name: (_passed[name], source_hash(_passed[name], name)) for name in references if name in _passed}
+    return {name: (_passed[name], source_hash(name)) for name in references if name in _passed}
 
 
 def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
@@ -196,25 +265,28 @@ def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
         _passed[reference], _hashes[reference] = item, digest
 
 
-def source_hash(item: Any, reference: str = "") -> str:
-    """16 hex digits of the sha256 of the source of a function or class, or of the module of another object.
+def texts_of(references: Iterable[str]) -> dict[str, str]:
+    """The sources of users' references as text, of those that have one."""
+    texts = {}
+    for name in references:
+        with contextlib.suppress(UsageError):
+            texts[name] = source_of(name)[0].decode(errors="replace")
+    return texts
 
-    For an imported module the whole file is hashed, since the function may use the rest of it; for a script or a
-    notebook, only the function.
-    """
-    if reference in _hashes:
-        return _hashes[reference]
-    try:
-        named = inspect.isroutine(item) or inspect.isclass(item) or not reference
-        module = inspect.getmodule(item) if named else sys.modules.get(reference.partition(":")[0])
-        file = getattr(module, "__file__", None)
-        if module is not None and module.__name__ != "__main__" and file is not None:
-            source = Path(file).read_bytes()
-        else:
-            source = textwrap.dedent(inspect.getsource(item)).encode()
-    except (OSError, TypeError, SyntaxError) as error:
-        raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
-    return hashlib.sha256(source).hexdigest()[:16]
+
+def source_hash(reference: str) -> str:
+    """16 hex digits of the SHA-256 of the source of a user's reference, which does not run."""
+    return _hashes.get(reference) or hashlib.sha256(source_of(reference)[0]).hexdigest()[:16]
+
+
+def check_source(reference: str, expected: str, where: object) -> None:
+    """Raise DataError if the source is not the one that a population records; nothing of it runs."""
+    if (found := source_hash(reference)) != expected:
+        raise DataError(
+            f"{where}: the source of {reference} has changed since the population was created: expected hash "
+            f"{expected}, found {found}; `weightscope inspect --source {where}` shows the original: restore it, or "
+            "collect into another folder"
+        )
 
 
 def _captured(item: Any) -> list[str]:
@@ -225,6 +297,19 @@ def _captured(item: Any) -> list[str]:
     # a decorator such as `torch.no_grad()` captures the function that it wraps
     codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
     return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
+
+
+@contextlib.contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    here = os.getcwd()
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
 
 
 @dataclass(frozen=True)

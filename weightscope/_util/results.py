@@ -48,12 +48,11 @@ class Result:
         return {"rows": self.rows()}
 
     def to_pandas(self) -> Any:
-        """`rows()` as a `pandas.DataFrame`; UsageError if pandas is not installed."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
-        return pandas.DataFrame(self.rows())
+        """`rows()` as a `pandas.DataFrame` with one value in each cell; UsageError if pandas is not installed.
+
+        An interval such as `difference_ci95` becomes two columns, `difference_low` and `difference_high`.
+        """
+        return data_frame(tidy(self.rows()))
 
     def __str__(self) -> str:
         return self.text()
@@ -63,6 +62,32 @@ class Result:
 
     def _repr_html_(self) -> str:
         return f"<p>{html.escape(self.summary())}</p>{html_table(self.rows())}"
+
+
+def data_frame(values: Any) -> Any:
+    """A `pandas.DataFrame`; UsageError if pandas is not installed."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
+    return pandas.DataFrame(values)
+
+
+def tidy(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without lists and tables in their cells, which become columns of their own."""
+    out: list[dict[str, Any]] = []
+    for row in rows:
+        out.append({})
+        for key, value in row.items():
+            if key.endswith("ci95"):
+                ends = (f"{key.removesuffix('ci95')}{end}" for end in ("low", "high"))
+                out[-1] |= zip(ends, value or (None, None), strict=True)
+            elif isinstance(value, Mapping | list | tuple):
+                items = value.items() if isinstance(value, Mapping) else enumerate(value)
+                out[-1] |= {f"{key}.{name}": item for name, item in items}
+            else:
+                out[-1][key] = value
+    return out
 
 
 class _Cells(Formatter):

@@ -4,9 +4,6 @@ The initial weights, batch order and augmentation of network k come from its own
 how many networks are trained with it, on which worker, or in which order.
 """
 
-import contextlib
-import random
-from collections.abc import Iterator
 from enum import IntEnum
 
 import numpy as np
@@ -46,23 +43,3 @@ def numpy_generator(root: int, network: int, purpose: Purpose) -> np.random.Gene
 def torch_seed(root: int, network: int, purpose: Purpose) -> int:
     """A 63-bit seed for `torch.Generator.manual_seed` from the stream of `sequence`."""
     return int(sequence(root, network, purpose).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of torch, NumPy and Python, which users' functions may draw from."""
-    import torch
-
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)  # noqa: NPY002 - the global one
-    random.seed(seed)
-
-
-@contextlib.contextmanager
-def kept_generators() -> Iterator[None]:
-    """Restore the global generators of NumPy and Python at the end; `torch.random.fork_rng` does it for torch."""
-    numpys, pythons = np.random.get_state(), random.getstate()  # noqa: NPY002 - the global one
-    try:
-        yield
-    finally:
-        np.random.set_state(numpys)  # noqa: NPY002 - the global one
-        random.setstate(pythons)

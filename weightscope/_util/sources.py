@@ -7,7 +7,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-from weightscope._util.names import unknown
+from weightscope._util.names import shortened, unknown
 from weightscope.errors import RecipeError, UsageError
 
 POPULATION_FILE = "population.json"
@@ -15,14 +15,25 @@ ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds 
 
 # A symbolic link in a checkout and an editable install, a folder in a wheel.
 _RECIPES = Path(__file__).parents[1] / "populations"
+_PATH_BYTES, _NAME_BYTES = 4095, 255  # of Linux
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+
+
+def as_path(source: str | Path) -> Path:
+    """The path; UsageError if no file can have it."""
+    raw = os.fsencode(source)
+    if b"\0" in raw or len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
+        found = "a NUL character" if b"\0" in raw else f"{len(raw):,}"
+        limits = f"at most {_PATH_BYTES:,} bytes, {_NAME_BYTES} for each name, without NUL"
+        raise UsageError(f"{shortened(str(source))}: expected a path of {limits}, found {found}")
+    return Path(source)
 
 
 def is_population(source: object) -> bool:
     """Whether a path denotes a population: it ends in .pop, existing or not, or contains a manifest."""
     if not isinstance(source, str | Path) or "://" in str(source):
         return False
-    path = Path(source)
+    path = as_path(source)
     return path.suffix == ".pop" or (path / POPULATION_FILE).exists()
 
 
@@ -43,7 +54,7 @@ def recipes() -> dict[str, Path]:
 
 def recipe_path(source: str | Path) -> Path:
     """The file of a recipe, given by its path, which is not checked, or by the name of a recipe of the package."""
-    path = Path(source)
+    path = as_path(source)
     if path.is_file() or path.suffix or len(path.parts) != 1:
         return path
     if path.is_dir():

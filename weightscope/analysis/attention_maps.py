@@ -473,7 +473,7 @@ def attention_maps(
         raise DataError(f"expected the same number of tokens in all layers, found {counts}: the model merges tokens")
     tokens = layouts.pop()
     layers = []
-    for number, recorder in enumerate(found):
+    for recorder in found:
         part, images = recorder.part, recorder.images
         codes, origin = _codes(model, tokens, part.width)
         q, k = part.read("q").double().cpu(), part.read("k").double().cpu()
@@ -481,7 +481,7 @@ def attention_maps(
         maps, entropy = (recorder.maps / images).numpy(), (recorder.entropy / images).numpy()
         expected = None if codes is None else expected_map(codes, beta, part.scale)
         ranks = torch.cat(recorder.ranks).numpy()
-        layers.append(LayerMaps(number, part.name, maps, entropy, beta, expected, ranks, part.width))
+        layers.append(LayerMaps(part.layer, part.name, maps, entropy, beta, expected, ranks, part.width))
     kind: Literal["images", "sequences"] = "sequences" if sequences else "images"
     return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, kind)
 
@@ -504,7 +504,7 @@ def _checked(inputs: Any) -> Tensor:
 
 def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[AttentionPart], dict[str, str]]:
     reasons, modules = {}, dict(model.named_modules(remove_duplicate=False))
-    parts = attention(model, config)
+    parts = attention(model, config, strict=None)
     for part in parts:
         if part.kind != "self":
             reasons[part.name] = "it is cross-attention"
@@ -518,13 +518,13 @@ def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[At
     if not usable:
         name, why = next(iter(reasons.items()))
         raise AnatomyError(f"no attention map can be computed from weights: `{name}`: {why}")
-    return usable, reasons
+    return usable, reasons | {unread.name: unread.why for unread in parts.unread}
 
 
 def _patch(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     """Patches (rows, columns) of these images; None for a model without a known patch embedding."""
     try:
-        found = patch_embeddings(model)
+        found = patch_embeddings(model, strict=None)
     except AnatomyError:
         return None
     part = next((part for part in found if part.channels == batch.shape[1]), None)
@@ -540,7 +540,7 @@ def _patch(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
 def _codes(model: nn.Module, tokens: TokenGrid, width: int) -> tuple[np.ndarray | None, str]:
     """P (n, d) of Eq. 3.19 and its origin; zero for special tokens without a position."""
     try:
-        tables = [table for table in positions(model) if table.width == width and table.grid is not None]
+        tables = [table for table in positions(model, strict=None) if table.width == width and table.grid is not None]
     except AnatomyError:
         tables = []
     if not tables or tokens.rows == 1:

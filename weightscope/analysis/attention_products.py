@@ -16,13 +16,20 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope._util.names import labels_of, unverified
+from weightscope._util.names import joined, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors
-from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy import (
+    AttentionPart,
+    NamedTensors,
+    Parts,
+    SSMPart,
+    attention,
+    chosen_layers,
+    named_tensors,
+    parts_of,
+)
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
-from weightscope.anatomy.ssm import find as find_state_spaces
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
@@ -60,7 +67,7 @@ class SourceInfo:
     bytes_read: int | None  # from disk or a hub; None for a model in memory
     commit: str | None  # at the hub; None elsewhere
     nonfinite: dict[str, int]  # name of a tensor -> number of its entries used that are NaN or infinite
-    skipped: dict[str, str]  # name of an attention module -> why it is left out
+    skipped: dict[str, str]  # name of a module, or of a tensor that cannot be read -> why it is left out
     # files at a hub of which only byte ranges were read, so that their hash was not compared
     unverified: tuple[str, ...] = ()
     state_spaces: int = 0  # number of state-space layers
@@ -156,9 +163,7 @@ class ProductsResult(Result):
             for name, bad in info.nonfinite.items():
                 more.append(f"`{name}` contains {bad:,} NaN or infinite numbers; its products have no statistics")
             if info.skipped:
-                name, why = next(iter(info.skipped.items()))
-                others = f" (and {len(info.skipped) - 1} more)" * (len(info.skipped) > 1)
-                more.append(f"left out `{name}`{others}: {why}")
+                more.append(f"left out {joined((f'`{name}` {why}' for name, why in info.skipped.items()), 4)}")
             if not self.options["fold_scales"] and any(row["layer_scale"] for row in self.select("vo", info.label)):
                 sign = "LayerScale multiplies what W_V W_O adds to each channel, including its sign"
                 more.append(f"{sign}; fold_scales=True (--fold-scales) includes it")
@@ -338,13 +343,16 @@ class _Model:
         fused = None if self.checkpoint is None else _Fused(self.checkpoint, config)
         self.tensors: NamedTensors = fused or named_tensors(source, config)
         self.kept: dict[str, Tensor] = {} if fused is None else fused.kept
-        state_spaces = find_state_spaces(self.tensors)
-        found = find_attention(self.tensors) if state_spaces else attention(self.tensors)
+        state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
+        found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)
+        if not found and not state_spaces:
+            attention(self.tensors)  # says what there is
         self.skipped = {part.name: why for part in found if (why := _unusable(part, options.cross))}
         if found and len(self.skipped) == len(found):
             name, why = next(iter(self.skipped.items()))
             raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
         chosen: list[Any] = chosen_layers([*(p for p in found if p.name not in self.skipped), *state_spaces], layers)
+        self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
         for part in chosen if fused else ():
             groups = [*part.parameters.values(), *getattr(part, "bias_parameters", {}).values()]
             names = [name for group in groups for name in group]

@@ -1,5 +1,6 @@
 """The covariance of a whole network's weights, averaged over the permutations that leave its function unchanged."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,8 @@ class ExchangeableCovariance(Result):
         for pair in shown:
             r, (low, high) = pair.correlation, pair.ci95
             value = f"{r:+.3f}" if pair.signed else f"{r:.3f} (canonical)"
-            pairs.append((self.words(pair), value, f"{low:+.3f} to {high:+.3f}", f"{pair.z:+.1f}"))
+            errors = f"{pair.z:+.1f}" if math.isfinite(pair.z) else "no spread over networks"
+            pairs.append((self.words(pair), value, f"{low:+.3f} to {high:+.3f}", errors))
         lines.append(text_table(("", "correlation", "95 % interval", "standard errors"), pairs))
         return "\n".join(lines)
 
@@ -103,7 +105,8 @@ class ExchangeableCovariance(Result):
                 raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
-        title = f"Correlation over {_label(found.kind.groups)}: {found.samples:,} samples from {networks}"
+        over = re.sub(r"\.(\d+)", r" of group \1", _label(found.kind.groups))
+        title = f"Correlation over {over}: {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan

@@ -1,5 +1,6 @@
 """`inspect` and `verify`: the contents of a population, an artifact or a checkpoint, and whether they are intact."""
 
+import hashlib
 import math
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -49,7 +50,7 @@ def inspect(
         return population_contents(Path(str(source)))
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
-    from weightscope.anatomy import inventory  # torch, which a population does not need
+    from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
@@ -60,7 +61,8 @@ def inspect(
     names = numbered(checkpoint.names)
     rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
-    return CheckpointContents(str(source if member else checkpoint.source), tuple(rows), *facts, inventory(checkpoint))
+    label = str(source if member else checkpoint.source)
+    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint))
 
 
 class TensorRow(NamedTuple):
@@ -102,6 +104,8 @@ class PopulationContents(Result):
     bytes_on_disk: int  # of all its files
     environment: dict[str, Any]  # versions and machine with which it was begun
     recipe: dict[str, Any]  # as nested dictionaries
+    sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
+    hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
 
     def summary(self) -> str:
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
@@ -124,6 +128,16 @@ class PopulationContents(Result):
             origin.append(f"{key}: {text}")
         table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
         return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe))
+
+    def code(self) -> str:
+        """The texts of `sources`, each under its reference and hash."""
+        recorded, texts = {key.partition(" ")[2]: digest for key, digest in self.hashes.items()}, []
+        for name, text in self.sources.items():
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            other = recorded.get(name, digest) != digest
+            warning = f", NOT what the networks were trained with: {recorded[name]}" if other else ""
+            texts.append(f"# {name} (SHA-256 {digest}{warning})\n\n{text}")
+        return "\n\n".join(texts) or f"{self.path}: its recipe names no code of users' own"
 
     def brief(self) -> str:
         """Counts and metrics on less than a screen, and where the rest is."""
@@ -174,6 +188,8 @@ def population_contents(path: Path) -> PopulationContents:
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
         environment=population.environment,
         recipe=population.recipe.to_dict(),
+        sources=population.manifest.sources,
+        hashes=population.manifest.inputs,
     )
 
 
@@ -212,6 +228,7 @@ class CheckpointContents(Result):
     config: dict[str, Any]  # the model's `config.json`; empty without one
     unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
+    unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
@@ -228,6 +245,7 @@ class CheckpointContents(Result):
         """Counts, recognised parts, the table of tensors, and what was skipped."""
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
+        lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())

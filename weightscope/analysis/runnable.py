@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
+from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
-from weightscope.anatomy import named_tensors
-from weightscope.anatomy.ssm import find as find_state_spaces
+from weightscope.anatomy import FINDERS, parts_of, unreadable
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.images import SUFFIXES, read_images
@@ -64,7 +64,7 @@ def runnable(
             batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
             return model, images_for(source, count=count, root=data) if batch is None else batch, notes
     elif sequences:
-        ours = not (Path(source) / "config.json").is_file() or find_state_spaces(named_tensors(source))
+        ours = not (Path(source) / "config.json").is_file() or parts_of("state-space layers", source)
         model, notes = (rebuilt(source), []) if ours else _transformer(Path(source))
     else:
         batch = images_for(source, images, count=count, size=size, root=data)
@@ -86,12 +86,13 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         from transformers import AutoModel
         from transformers.utils import logging
     except ImportError as error:
-        raise UsageError("transformers is not installed, which runs models of its folders") from error
+        raise UsageError(
+            "transformers is not installed, which runs models of its folders; `pip install transformers`"
+        ) from error
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing tensors is our note
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with seeded(0):
             model, facts = AutoModel.from_pretrained(
                 folder, local_files_only=True, use_safetensors=True, output_loading_info=True, dtype=torch.float32
             )
@@ -99,13 +100,20 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
         cause: BaseException = error  # transformers' own error says only that an import failed
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise UsageError(f"{folder}: transformers cannot import the model's class: {_brief(cause)}") from error
+        reason = f"{folder}: transformers cannot import the model's class: {_brief(cause)}"
+        if "torchvision::" in str(cause):  # an operator that torchvision's CUDA build expects of torch
+            index = "" if torch.version.cuda else " --index-url https://download.pytorch.org/whl/cpu"
+            pair = f"pip install --force-reinstall torch=={torch.__version__.partition('+')[0]} torchvision{index}"
+            reason += f"; torchvision was built for another torch: `{pair}` installs two that fit"
+        raise UsageError(reason) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(f"{folder}: transformers cannot read the model: {_brief(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     missing = listing(sorted(facts["missing_keys"]))
-    return model, [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
+    notes = [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
+    lost = {name: why for name, why in unreadable(folder).items() if name not in FINDERS}
+    return model, notes + [f"{folder}: cannot be read as stored: `{name}`, {why}" for name, why in lost.items()]
 
 
 def _brief(error: BaseException) -> str:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
-import torch
 from torch import nn
 
 from weightscope import anatomy
 from weightscope._util import atomic
 from weightscope._util.checks import choice, count
-from weightscope._util.names import labels_of, unverified
+from weightscope._util.names import joined, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
@@ -144,6 +144,7 @@ class NetworkCovariances(Result):
     layers: tuple[Layer, ...]  # network by network, in depth order
     # label of a network at a hub -> its files of which only byte ranges were read
     unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    unread: Mapping[str, dict[str, str]] = field(default_factory=dict)  # source -> tensors that cannot be read, why
 
     def of(self, label: str, group: str | None = None) -> list[Layer]:
         """The layers of one network (and one group of matrices)."""
@@ -180,6 +181,9 @@ class NetworkCovariances(Result):
             elif row.nonfinite:
                 counts = f"{m.excluded} of {m.n + m.excluded} samples are left out"
                 out.append(f"{where}: {row.nonfinite} weights are not finite; {counts}")
+        for label, names in self.unread.items():
+            listed = joined((f"`{name}` {why}" for name, why in names.items()), 4)
+            out.append(f"warning: {label}: {len(names)} layers cannot be read: {listed}")
         return out + [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
 
     def finding(self) -> str:
@@ -229,6 +233,7 @@ class NetworkCovariances(Result):
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"part": self.part, "labels": list(self.labels), "finding": self.finding()}
         out |= {"rows": [row.to_dict() for row in self.layers]}
+        out |= {"unread": {label: dict(names) for label, names in self.unread.items()}} if self.unread else {}
         return out | ({"unverified": {k: list(v) for k, v in self.unverified.items()}} if self.unverified else {})
 
     def plot(
@@ -390,7 +395,7 @@ class _Samples(NamedTuple):
 
 
 def _filters(source: anatomy.NamedTensors) -> Iterator[_Samples]:
-    for p in anatomy.depthwise(source):
+    for p in anatomy.depthwise(source, strict=None):
         group = "" if p.ndim == 2 else "1-D"  # each dimension counts its own layers
         stride = strides(source, p.name)
         step = max(stride) if stride else None
@@ -399,15 +404,15 @@ def _filters(source: anatomy.NamedTensors) -> Iterator[_Samples]:
 
 
 def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[_Samples]:
-    parts = anatomy.mlps(source)
+    parts = anatomy.mlps(source, strict=None)
     for p in parts:
         for matrix, names in p.parameters.items():
             read = partial(_read, p, matrix, columns=columns)
-            yield _Samples(Layer("", p.name, matrix, p.layer, len(parts)), names, read)
+            yield _Samples(Layer("", p.name, matrix, p.layer, parts.layers), names, read)
 
 
 def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[_Samples]:
-    parts = anatomy.patch_embeddings(source)
+    parts = anatomy.patch_embeddings(source, strict=None)
     for i, p in enumerate(parts):
         whole = Layer("", p.name, "", i, len(parts), shape=(p.channels, *p.patch))
         if not channels:
@@ -433,6 +438,9 @@ PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[_Samples]]] = {
     "patch": partial(_patches, channels=False),
     "patch-channels": partial(_patches, channels=True),
 }
+
+
+_KINDS = {"filters": "depthwise convolutions", "mlp": "MLPs", "patch": "patch embeddings"}
 
 
 def _first_part(source: anatomy.NamedTensors) -> Part:
@@ -463,8 +471,7 @@ def skeleton(
     where = anatomy.named_tensors(source, config)
     part = _first_part(where) if part is None else part
     root = nn.Module()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         for name in dict.fromkeys(
             name for piece in PARTS[choice("part", part, PARTS)](where) for name in piece.tensors
         ):
@@ -544,6 +551,7 @@ def covariance_within(
     names = labels_of([_own_label(source) for source in sources], labels)
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
+    unread: dict[str, dict[str, str]] = {}
     for source, label in zip(sources, names, strict=True):
         network = open_network(source)
         try:
@@ -558,8 +566,10 @@ def covariance_within(
         layers += mine
         if files := getattr(network, "unverified", ()):
             unverified[label] = files
+        if lost := anatomy.parts_of(_KINDS[part.partition("-")[0]], tensors, strict=None).unread:
+            unread[label] = {one.name: one.why for one in lost}
     assert part is not None
-    return NetworkCovariances(part, tuple(names), tuple(layers), unverified)
+    return NetworkCovariances(part, tuple(names), tuple(layers), unverified, unread)
 
 
 def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Layer:

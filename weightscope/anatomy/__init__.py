@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightscope._util.checks import flag
+from weightscope._util.names import joined
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
@@ -22,6 +23,7 @@ from weightscope.anatomy.attention_modules import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
+from weightscope.anatomy.probing import find_attention
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
 from weightscope.errors import AnatomyError, UsageError
@@ -47,24 +49,23 @@ __all__ = [
     "inventory",
     "mlps",
     "named_tensors",
+    "parts_of",
     "patch_embeddings",
     "positions",
-    "require_read",
     "self_attention",
     "ssms",
+    "unreadable",
 ]
 
-P = TypeVar("P")
-
 FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
-    "attention modules": _attention.find,
+    "attention modules": find_attention,
     "depthwise convolutions": _convolution.find,
     "MLPs": _mlp.find,
     "patch embeddings": _embedding.find_patches,
     "position embeddings": _embedding.find_positions,
     "state-space layers": _ssm.find,
 }
-"""Kind of parts -> the function that finds them."""
+"""Kind of parts -> the function that finds them; see `parts_of`."""
 _ALIKE: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
     "attention modules": _attention.unparsed,
     "depthwise convolutions": _convolution.unparsed,
@@ -95,44 +96,48 @@ def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread
     return (*parts.unread, *(Unread(name, str(tensors.shape(name))) for name in others))
 
 
-def _first(unread: Sequence[Unread]) -> str:
-    return ", ".join(map(str, unread[:3])) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
-
-
-def _refusal(kind: str, unread: Sequence[Unread], parts: int) -> str:
+def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> str:
     """The error message for what looks like parts of a kind and was not read, with what to do next."""
-    step = (
-        f"strict=False uses the {parts} that were read and lists the others"
-        if parts
-        else "none can be used; write an initialiser for this layout (docs: Your own initialiser)"
-    )
+    step = "store them as plain floating-point numbers of the usual shape"
+    if not parts:
+        step = "none can be used; write an initialiser for this layout (docs: Your own initialiser)"
+    elif caller:
+        step = f"strict=False uses the {parts} that were read and lists the others"
     return (
         f"expected {kind} that can be read, found {len(unread)} tensors that look like them and were not: "
-        f"{_first(unread)}; {step}"
+        f"{joined(map(str, unread), 3)}; {step}"
     )
 
 
-def _some(
+def parts_of(
     kind: str,
-    finder: Callable[[NamedTensors], Parts[P]],
     model: Model,
-    config: Mapping[str, Any] | None,
-    strict: bool | None = None,
+    config: Mapping[str, Any] | None = None,
+    *,
+    strict: bool | None = True,
     caller: str = "",
-) -> Parts[P]:
+    finder: Callable[[NamedTensors], Parts[Any]] | None = None,
+) -> Parts[Any]:
+    """The parts of a kind, one of `FINDERS`, which may be none; `strict` as in `attention`."""
     tensors = named_tensors(model, config)
-    parts = finder(tensors)
+    parts = (finder or FINDERS[kind])(tensors)
     parts.unread = left = _unread(kind, tensors, parts)
-    refused = strict is not None and flag("strict", strict)
+    refused, prefix = strict is not None and flag("strict", strict), f"{caller}: " if caller else ""
     if left and refused:
-        raise AnatomyError(f"{caller}: {_refusal(kind, left, len(parts))}")
+        raise AnatomyError(f"{prefix}{_refusal(kind, left, len(parts), caller)}")
     if left and strict is not None:
-        text = f"{len(left)} tensors look like {kind} and are left as they are: {_first(left)}"
-        warnings.warn(f"{caller}: {text}", stacklevel=4)
+        text = f"{len(left)} tensors look like {kind} and are left as they are: {joined(map(str, left), 3)}"
+        warnings.warn(f"{prefix}{text}", stacklevel=4)
+    return parts
+
+
+def _some(kind: str, model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[Any]:
+    tensors = named_tensors(model, config)
+    parts = parts_of(kind, tensors, **options)
     if parts:
         return parts
-    if left:
-        raise AnatomyError(_refusal(kind, left, 0))
+    if parts.unread:
+        raise AnatomyError(_refusal(kind, parts.unread, 0, ""))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(
@@ -142,15 +147,17 @@ def _some(
 
 
 def attention(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
 ) -> Parts[AttentionPart]:
-    """Every attention module of a model, in order; `unread` of the list is what cannot be read.
+    """Every attention module of a model, in order; `unread` of the list is what looks like one and cannot be read.
+
+    What was read of a module with code is compared with its own forward pass, on random tokens and weights.
 
     Args:
         model: see `named_tensors`.
         config: the model's config, for a mapping; `{"num_attention_heads": H}` is enough.
-        strict: for initialisers, which must not set a model in part: whether tensors that look like such parts and
-            cannot be read are an error (True) or a warning (False); None for neither.
+        strict: what to do about modules that cannot be read: an error (True), a warning (False), or nothing, for
+            callers that say themselves what is in `unread` (None).
         caller: name of the initialiser, for that message.
 
     Raises:
@@ -161,11 +168,11 @@ def attention(
         >>> [part.heads for part in attention(torch.nn.TransformerEncoderLayer(8, nhead=2))]
         [2]
     """
-    return _some("attention modules", _attention.find, model, config, strict, caller)
+    return _some("attention modules", model, config, strict=strict, caller=caller)
 
 
 def self_attention(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
 ) -> Parts[AttentionPart]:
     """The self-attention parts of a model; as `attention`, and a UsageError if it has cross-attention only."""
     everything = attention(model, config, strict=strict, caller=caller)
@@ -177,49 +184,58 @@ def self_attention(
 
 
 def depthwise(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
 ) -> Parts[DepthwisePart]:
     """Every depthwise convolution, in depth order; as `attention`."""
-    return _some("depthwise convolutions", _convolution.find, model, config, strict, caller)
+    return _some("depthwise convolutions", model, config, strict=strict, caller=caller)
 
 
-def filter_mlps(model: Model, config: Mapping[str, Any] | None = None) -> Parts[FilterMLP]:
+def filter_mlps(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
+) -> Parts[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, _mlp.find_filter_mlps, model, config)
+    return _some(kind, model, config, strict=strict, finder=_mlp.find_filter_mlps)
 
 
 def mlps(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = None, caller: str = ""
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
 ) -> Parts[MLPPart]:
     """Every MLP, plain or gated, in order; as `attention`."""
-    return _some("MLPs", _mlp.find, model, config, strict, caller)
+    return _some("MLPs", model, config, strict=strict, caller=caller)
 
 
-def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None) -> Parts[PatchEmbedding]:
+def patch_embeddings(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
+) -> Parts[PatchEmbedding]:
     """Every patch embedding; as `attention`."""
-    return _some("patch embeddings", _embedding.find_patches, model, config)
+    return _some("patch embeddings", model, config, strict=strict)
 
 
-def positions(model: Model, config: Mapping[str, Any] | None = None) -> Parts[PositionEmbedding]:
+def positions(
+    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
+) -> Parts[PositionEmbedding]:
     """Every table of position embeddings; as `attention`."""
-    return _some("position embeddings", _embedding.find_positions, model, config)
+    return _some("position embeddings", model, config, strict=strict)
 
 
-def ssms(model: Model, config: Mapping[str, Any] | None = None) -> Parts[SSMPart]:
+def ssms(model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True) -> Parts[SSMPart]:
     """Every Mamba or Mamba-2 layer, in order; as `attention`."""
-    return _some("state-space layers", _ssm.find, model, config)
+    return _some("state-space layers", model, config, strict=strict)
 
 
-def require_read(kinds: Iterable[str], tensors: NamedTensors, *, strict: bool, caller: str) -> tuple[str, ...]:
-    """The names of what looks like parts of some kinds and cannot be read; an AnatomyError if strict."""
-    left: list[str] = []
-    for kind in kinds:
-        parts = FINDERS[kind](tensors)
-        if (found := _unread(kind, tensors, parts)) and strict:
-            raise AnatomyError(f"{caller}: {_refusal(kind, found, len(parts))}")
-        left += [unread.name for unread in found]
-    return tuple(left)
+def unreadable(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """What looks like a part of any kind and cannot be read: name of a tensor or a kind of parts -> why."""
+    tensors, out = named_tensors(model, config), dict[str, str]()
+    for kind in FINDERS:
+        try:
+            parts = parts_of(kind, tensors, strict=None)
+        except AnatomyError as error:
+            out[kind] = str(error)
+        else:
+            places = ("" if u.layer is None else f" of layer {u.layer}" for u in parts.unread)
+            out |= {u.name: f"{kind}{place} {u.why}" for u, place in zip(parts.unread, places, strict=True)}
+    return out
 
 
 L = TypeVar("L", bound="AttentionPart | DepthwisePart | MLPPart | SSMPart | FilterMLP")

@@ -227,7 +227,7 @@ def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed:
             raise AnatomyError(f"`{name}` ({why})")
         if name in tensors:
             shape = tensors.shape(name)
-            if len(shape) >= 2 and columns in (None, shape[0 if transposed else 1]):
+            if len(shape) >= 2 and 0 not in shape and columns in (None, shape[0 if transposed else 1]):
                 return name
     return None
 
@@ -250,6 +250,8 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
     if out is None:
         return None
     columns = tensors.shape(out)[0 if transposed else 1]
+    if (triple and (rows["q"] - columns) % 2) or (pair and rows["k"] % 2):
+        return None  # rows would be left over
     spans: list[Rows] = [None, None, None]
     if scheme.interleaved:
         spans = [*_interleaved(tensors, rows["q"], prefix)]

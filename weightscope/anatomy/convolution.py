@@ -41,6 +41,11 @@ class DepthwisePart(OneTensor):
         return (self.channels, *self.kernel)
 
     @property
+    def relative_depth(self) -> float:
+        """From 0 to 1; layers that cannot be read count."""
+        return self.layer / max(1, self.depth - 1)
+
+    @property
     def square(self) -> bool:
         """Whether the filters are two-dimensional, square and of odd size, so that they have a centre pixel."""
         return self.ndim == 2 and self.kernel[0] == self.kernel[1] and self.kernel[0] % 2 == 1
@@ -60,7 +65,8 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     stem, rows = _stem(tensors), list[tuple[int, Place]]()
     stage, last = -1, None
     good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
-    for name, bad in tensors.every.items():
+    lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
+    for name, bad in (lost | dict(tensors.every)).items():
         path, shape = name.rpartition(".")[0], tensors.known_shape(name)
         fits = not bad and _fits(tensors, name, stem)
         ndim = (
@@ -68,8 +74,8 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
             if fits
             else good.get(_template(name), len(shape) - 2 if bad and _is_shape(shape, name) else 0)
         )
-        # A kernel of another layer may have such a name; one that was flattened, emptied or quantised is at fault.
-        if not ndim or (not fits and not bad and len(shape) == ndim + 2 and 0 not in shape):
+        # Where other blocks have depthwise filters there may be a 1 x 1 convolution, which has no pixels.
+        if not ndim or (not fits and not bad and len(shape) == ndim + 2 and all(n == 1 for n in shape[2:])):
             continue
         identity = tensors.identity(name) if fits else name
         if identity in seen:
@@ -78,7 +84,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         key = next((m.group(1) for pattern in _STAGES if (m := pattern.search(name))), shape[0] if fits else last)
         stage, last = stage + (key != last), key
         if not fits:
-            why = bad or f"expected filters of {ndim + 2} axes, found {shape}"
+            why = bad or f"expected the shape of depthwise filters, found {shape}"
             rows.append((ndim, Place(path, None, f"({why})", name, sure=True)))
             continue
         kernel = (1, shape[2]) if ndim == 1 else (shape[2], shape[3])

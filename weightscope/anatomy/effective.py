@@ -9,6 +9,7 @@ the computation, and only if the layer then has the weight that was wanted.
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,37 @@ def plain(module: nn.Module) -> tuple[nn.Module, list[Computed]]:
     return _plain(module, "", {}, computed), computed
 
 
+_before: ContextVar[dict[Any, tuple[Tensor, Tensor]] | None] = ContextVar("_before", default=None)
+
+
+@contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Within the block, `keep` remembers the values of tensors, which get them back if the block fails."""
+    if _before.get() is not None:  # within another one
+        yield
+        return
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}
+    token = _before.set(kept)
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for tensor, values in kept.values():
+                tensor.copy_(values)
+        raise
+    finally:
+        _before.reset(token)
+
+
+def keep(tensor: Tensor) -> None:
+    """Remember the values of a tensor that is about to be written, see `all_or_nothing`."""
+    kept, tensor = _before.get(), tensor.detach()
+    if kept is not None and not tensor.is_meta:
+        key = tensor.data_ptr(), tensor.shape, tensor.stride()
+        if key not in kept:
+            kept[key] = tensor, tensor.clone()
+
+
 @contextmanager
 def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[nn.Module]:
     """The plain module, whose tensors are to be set in place; what is computed is set when the block ends, or nothing.
@@ -57,7 +89,8 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
         raise DataError(f"{caller}: {why}")
     work = copy.deepcopy(inner) if computed else inner
     versions = {name: value._version for name, value in _tensors(work).items()}
-    yield work
+    with all_or_nothing():
+        yield work
     new = {name: value.detach() for name, value in _tensors(work).items() if value._version != versions.get(name)}
     if not (new or idle):
         raise UsageError(f"{caller}: no tensor of {type(module).__name__} was set")
@@ -74,7 +107,7 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
         if not torch.allclose(found, expected, rtol=0, atol=64 * size):
             raise DataError(
                 f"{caller}: `{one.name}` is computed from other tensors and would not have the weights drawn; "
-                "initialise the module before it is parametrised, or leave this layer out"
+                "do this before it is parametrised, or leave this layer out"
             )
     there = _tensors(inner)
     with torch.no_grad():
@@ -87,27 +120,32 @@ def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[
 def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
     """Why the weights of a plain module cannot be read (or written), if so."""
     for path, inner in module.named_modules():
+        if isinstance(inner, torch.jit.ScriptModule):
+            return f"`{path}` is compiled by TorchScript; do this before compiling"
         kind, own = type(inner), {**inner._parameters, **inner._buffers}
-        if kind.__module__.startswith(_QUANTISED) or hasattr(inner, "_packed_params"):
-            return f"`{path}` ({kind.__name__}) is quantised; initialise the network before that"
+        if kind.__module__.startswith(_QUANTISED) or "_packed_params" in inner._modules:
+            return f"`{path}` ({kind.__name__}) is quantised; do this before quantising"
         if kind.__name__ == "FullyShardedDataParallel":
-            return f"`{path}` is sharded (FSDP); initialise the network before that"
-        if getattr(inner, "merged", False) is True and any(map(_adapts, inner._modules)):
+            return f"`{path}` is sharded (FSDP); do this before sharding"
+        if "base_layer" in inner._modules and getattr(inner, "merged", False) is True:
             return f"`{path}`: its adapter is merged into the weight; unmerge it first"
         weights = {key: value for key, value in own.items() if value is not None}
-        bad = not_weights({key: value for key, value in weights.items() if "weight" in key})
+        odd = {key: value for key, value in weights.items() if "weight" in key and value.dtype != torch.float32}
+        bad = not_weights(odd | {key: value for key, value in weights.items() if value.layout != torch.strided})
         for key, value in weights.items():
             name = f"{path}.{key}".removeprefix(".")
             if is_lazy(value):
                 return f"`{name}` has no shape yet (a lazy layer); run the module once first"
             if is_traceable_wrapper_subclass(value):
-                return f"`{name}` is a {type(value).__name__}, sharded or quantised; initialise the network before that"
+                return f"`{name}` is a {type(value).__name__}, sharded or quantised; do this before that"
             if value.is_meta:
                 return f"`{name}` is on the meta device and holds no numbers; materialise the module first"
             if key in bad:
                 return f"`{name}` ({bad[key]}) cannot be read as weights; convert it first"
             if writing and value.is_inference():
                 return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
+            if writing and torch._debug_has_internal_overlap(value) == 1:
+                return f"`{name}` is expanded, its entries share memory; clone it first"
     return None
 
 
@@ -116,7 +154,9 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: list[Computed]) -> nn.Module:
-    inner = _inside(module, root=not path)
+    inner = module if isinstance(module, torch.jit.ScriptModule) else _inside(module)
+    if inner is module and not any(map(_is_wrapped, module.modules())):
+        return module
     if id(inner) in seen:
         return seen[id(inner)]
     seen[id(inner)] = inner  # a module may contain itself
@@ -145,17 +185,18 @@ def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: l
 
 def _is_wrapped(module: nn.Module) -> bool:
     """Whether the rest of this file has anything to do with a layer, by the names in it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     keys = (*module._parameters, *module._modules)
     marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
-    return marks or "module" in module._modules
+    return marks or type(module).__name__ in _WRAPPERS
 
 
-def _inside(module: nn.Module, *, root: bool) -> nn.Module:
-    """The module in wrappers and adapters; whatever only has a `module` is a wrapper of the whole network."""
+def _inside(module: nn.Module) -> nn.Module:
+    """The module in wrappers and adapters."""
     while True:
         key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
-        alone = root and [*module._modules, *module._parameters, *module._buffers] == ["module"]
-        key = "module" if key is None and (alone or type(module).__name__ in _WRAPPERS) else key
+        key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
             held = {
                 k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)
@@ -169,7 +210,7 @@ def _inside(module: nn.Module, *, root: bool) -> nn.Module:
 
 def _adapts(key: str) -> bool:
     """Whether a tensor or module of this name is of an adapter, beside the weight that it adapts."""
-    return key.lower().startswith("lora_")
+    return key.lower().startswith("lora")
 
 
 def _parametrised(inner: nn.Module, path: str) -> Iterator[Computed]:

@@ -45,7 +45,7 @@ def matrices(module: nn.Module) -> list[Matrix]:
     out = []
     for path, inner in module.named_modules():
         for key, bias in _weights(inner):
-            weight = getattr(inner, key)
+            weight = getattr(inner, key, None)
             if weight is None or id(weight) in seen:
                 continue
             seen.add(id(weight))

@@ -63,8 +63,8 @@ SCHEMES: tuple[Scheme, ...] = (
 )
 
 
-# Small MLPs that compute relative position biases are not MLPs of the residual stream.
-POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*)\.")
+# MLPs that compute relative position biases, and those of MLP-Mixers over tokens, do not read the residual stream.
+POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*|mlp_tokens|token_mixing\w*|tokens_mlp)\.")
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.torch_random import seeded
 from weightscope.errors import AnatomyError, SpecError
 from weightscope.networks.building import build_for
 from weightscope.recipe import Recipe
@@ -372,7 +373,7 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
 def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
     """`check_permutations` of a recipe's network, whose tensors are all made to differ between units."""
     generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
+    with seeded(0):
         module = build_for(recipe).double().eval()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point():

@@ -64,25 +64,29 @@ class SSMPart(InSlots):
         self._slot(part).write(self._tensors, value)
 
 
-# Version -> the tensors that tell it, relative to the mixer.
+# Version -> the tensors that tell it, relative to the mixer, and their numbers of axes.
 _NAMES = {
-    1: ("A_log", "x_proj.weight", "dt_proj.weight", "dt_proj.bias", "conv1d.weight"),
-    2: ("A_log", "in_proj.weight", "out_proj.weight", "dt_bias", "conv1d.weight"),
+    1: {"A_log": 2, "x_proj.weight": 2, "dt_proj.weight": 2, "dt_proj.bias": 1, "conv1d.weight": 3},
+    2: {"A_log": 1, "in_proj.weight": 2, "out_proj.weight": 2, "dt_bias": 1, "conv1d.weight": 3},
 }
 
 
 def find(tensors: NamedTensors) -> Parts[SSMPart]:
     """All Mamba layers, in order."""
-    found = list(places(tensors, _NAMES, lambda prefix, version: _BUILD[version](tensors, prefix)))
+
+    def build(prefix: str, version: int) -> SSMPart | None:
+        fits = all(len(tensors.shape(prefix + name)) == axes for name, axes in _NAMES[version].items())
+        return _BUILD[version](tensors, prefix) if fits else None
+
+    found = places(tensors, {version: tuple(names) for version, names in _NAMES.items()}, build)
     known = {place.path for place in found}
     for name in tensors.names:
         path = name.removesuffix("A_log").removesuffix(".")
         if name.endswith("A_log") and path not in known:
             mine = min(_NAMES.values(), key=lambda keys: sum(f"{path}.{k}".lstrip(".") not in tensors for k in keys))
             missing = ", ".join(f"`{path}.{k}`" for k in mine if f"{path}.{k}".lstrip(".") not in tensors)
-            found.append(
-                Place(path, None, f"`{name}` belongs to a Mamba layer, but {missing} is missing", name, error=True)
-            )
+            why = f"`{name}` belongs to a Mamba layer, but {missing} is missing"
+            found.append(Place(path, None, f"({why})", name, error=why))
     return in_layers(found)
 
 
@@ -95,7 +99,9 @@ def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:
 def _mamba1(tensors: NamedTensors, prefix: str) -> SSMPart:
     channels, state = tensors.shape(f"{prefix}A_log")
     rank = tensors.shape(f"{prefix}dt_proj.weight")[1]
-    rows = tensors.shape(f"{prefix}x_proj.weight")[0]
+    rows, width = tensors.shape(f"{prefix}x_proj.weight")
+    if width != channels or tensors.shape(f"{prefix}dt_proj.weight")[0] != channels:
+        raise AnatomyError(f"`{prefix}A_log`: expected {width} channels as of `x_proj` and `dt_proj`, found {channels}")
     if rows != rank + 2 * state:
         raise AnatomyError(f"`{prefix}x_proj.weight`: expected rank + 2 N = {rank} + 2 * {state} rows, found {rows}")
     slots = {

@@ -6,15 +6,16 @@ attributes, never on classes.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from weightscope.anatomy.effective import plain
+from weightscope.anatomy.effective import keep, plain
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
@@ -60,9 +61,10 @@ class NamedTensors:
         value = self._tensors[name]
         if getattr(value, "is_meta", False):
             raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
-        kept = isinstance(self._tensors, MutableMapping) and self._tensors[name] is value
+        kept = isinstance(self._tensors, (dict, MutableMapping)) and self._tensors[name] is value
         if not kept or not isinstance(value, Tensor):
             raise DataError(f"`{name}` is read from a file and cannot be written; load a state dict or a module first")
+        keep(value)
 
     def identity(self, name: str) -> Any:
         """Equal for two names of one tied tensor."""
@@ -182,12 +184,14 @@ class MappingTensors(NamedTensors):
         """See `NamedTensors.own`; known of ONNX models."""
         return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
 
-    def rope(self, path: str) -> bool:
-        tower = path.split(".")[0]
+    @cached_property
+    def _rotated(self) -> set[str]:
+        """The towers that have tables of rotations."""
         tables = (name for name in self.every if re.search(r"(rotary_emb|rope)\b.*(inv_freq|freqs)", name))
-        if any(name.split(".")[0] == tower for name in tables):
-            return True
-        return any(_rope_config(scope) for scope in list(self._scopes(path))[:1])
+        return {name.split(".")[0] for name in tables}
+
+    def rope(self, path: str) -> bool:
+        return path.split(".")[0] in self._rotated or any(_rope_config(scope) for scope in list(self._scopes(path))[:1])
 
 
 # Attributes under which a module holds the rotation of queries and keys (transformers, timm, others).
@@ -412,50 +416,67 @@ class Place:
     why: str = ""
     name: str = ""  # of the tensor at fault
     sure: bool = False  # whether it is a part; else it is one if others with such a path are
-    error: bool = False  # whether nothing can be read without knowing more
+    error: str = ""  # for the user, if no other part can be read, either
 
 
 def places(
     tensors: NamedTensors, schemes: Mapping[Any, Sequence[str]], build: Callable[[str, Any], Any]
-) -> Iterator[Place]:
-    """Where the names of a scheme are, in order, with the part that `build(prefix, scheme)` reads there.
+) -> list[Place]:
+    """Where the names of a scheme are, in order, with the parts that `build(prefix, scheme)` reads, tied ones once.
 
-    A prefix has the first scheme of which all tensors `prefix + name` are there, readable or not. Where some of them
-    are missing it is a place if there is another one of the same scheme that differs in numbers only. `build` returns
-    None if shapes are those of something else.
+    A prefix has the first scheme of which all tensors `prefix + name` are there, readable or not; `build` returns None
+    if shapes are those of something else. A prefix that differs from that of a part in numbers only, and has some of
+    its tensors, is a place where others are missing.
     """
-    found: dict[str, list[Any]] = {}
-    for name in tensors.every:
-        for scheme, keys in schemes.items():
-            for key in keys:
-                prefix = name.removesuffix(key)
-                if name.endswith(key) and (not prefix or prefix.endswith(".")):
-                    found.setdefault(prefix, []).append(scheme)
-    whole = {p: [s for s in schemes if s in mine and _all(tensors, p, schemes[s])] for p, mine in found.items()}
-    alike = {template(prefix): known[0] for prefix, known in whole.items() if known}
+    anchors = {(key, scheme) for scheme, keys in schemes.items() for key in keys}
+    found: dict[str, tuple[int, set[Any]]] = {}  # prefix -> place in the order of names, schemes
+    for i, name in enumerate(tensors.every):
+        for prefix, scheme in ((name.removesuffix(key), scheme) for key, scheme in anchors if name.endswith(key)):
+            if not prefix or prefix.endswith("."):
+                found.setdefault(prefix, (i, set()))[1].add(scheme)
+    out: dict[str, tuple[int, Place]] = {}
     seen: set[Any] = set()
-    for prefix, mine in found.items():
-        scheme = whole[prefix][0] if whole[prefix] else alike.get(template(prefix))
-        if scheme not in mine:
-            continue
-        path, names = prefix.removesuffix("."), [prefix + key for key in schemes[scheme]]
-        bad = next((name for name in names if name not in tensors), None)
-        if bad is not None:
-            yield Place(path, None, f"({tensors.every.get(bad, 'missing')})", bad, sure=bad in tensors.every)
-            continue
-        try:
-            part = build(prefix, scheme)
-        except AnatomyError as error:
-            yield Place(path, None, str(error), path, error=True)
-            continue
-        tied = tuple((tensors.identity(slot.name), str(slot.rows)) for slot in part._weights.values()) if part else path
-        if tied not in seen:
+    like: dict[str, Any] = {}  # template of a part's prefix -> its scheme
+    members: dict[str, set[str]] = {}  # name of a part's tensor, relative to the prefix -> such templates
+    for prefix, (i, possible) in found.items():
+        whole = (s for s in schemes if s in possible and all(prefix + key in tensors.every for key in schemes[s]))
+        if (scheme := next(whole, None)) is not None:
+            place = _read(tensors, prefix, schemes[scheme], partial(build, prefix, scheme))
+            out[prefix] = i, place
+            if (part := place.part) is not None:
+                like[template(prefix)] = scheme
+                for slot in (*part._weights.values(), *part._biases.values()):
+                    members.setdefault(slot.name.removeprefix(prefix), set()).add(template(prefix))
+    for i, name in enumerate(tensors.every):
+        for key in [key for key in members if name.endswith(key)]:
+            prefix = name.removesuffix(key)
+            if prefix not in out and (alike := template(prefix)) in members[key]:
+                missing = next(prefix + key for key in schemes[like[alike]] if prefix + key not in tensors.every)
+                out[prefix] = i, Place(prefix.removesuffix("."), None, "(missing)", missing)
+    kept = []
+    for _, place in sorted(out.values(), key=lambda pair: pair[0]):
+        slots = place.part._weights.values() if place.part else ()
+        tied = tuple((tensors.identity(slot.name), str(slot.rows)) for slot in slots)
+        if not tied or tied not in seen:
+            kept.append(place)
             seen.add(tied)
-            yield Place(path, part, "" if part else "(its shapes are not those of such a part)", path)
+    empty = [p for p in kept if p.part and any(0 in tensors.shape(s.name) for s in p.part._weights.values())]
+    if len(empty) < sum(place.part is not None for place in kept):
+        kept = [replace(p, part=None, why="(a matrix without entries)") if p in empty else p for p in kept]
+    return kept
 
 
-def _all(tensors: NamedTensors, prefix: str, keys: Sequence[str]) -> bool:
-    return all(prefix + key in tensors.every for key in keys)
+def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callable[[], Any]) -> Place:
+    """The part at a prefix, or why it cannot be read."""
+    path, names = prefix.removesuffix("."), [prefix + key for key in keys]
+    if bad := next((name for name in names if name not in tensors), None):
+        return Place(path, None, f"({tensors.every[bad]})", bad, sure=True)
+    try:
+        part = build()
+    except AnatomyError as error:
+        return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, error=str(error))
+    shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
+    return Place(path, part, f"(of shapes {shapes})" if shapes else "", path)
 
 
 def template(path: str) -> str:
@@ -470,7 +491,7 @@ def in_layers(
     given = list(found)
     good = {template(place.path) for place in given if place.part is not None}
     kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
-    if not good and (wrong := [place.why for place in given if place.error]):
+    if not good and (wrong := [place.error for place in given if place.error]):
         raise AnatomyError(wrong[0])
     out, unread, last, layer = Parts[Any](), [], None, -1
     for place in kept:

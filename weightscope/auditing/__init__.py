@@ -12,8 +12,9 @@ from operator import itemgetter
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
-from weightscope.anatomy import FINDERS, ModuleTensors, NamedTensors, named_tensors, require_read
+from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
 from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.probing import find_attention
 
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
@@ -76,7 +77,17 @@ def audit(
     shares = distribute([_signature(one) for one in wanted], parameters)
     found = [_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True)]
     left = dict.fromkeys(name for _, names in found for name in names)
-    return AuditReport(tuple(check for checks, _ in found for check in checks), unparsed=tuple(left))
+    checks = tuple(check for some, _ in found for check in some)
+    return AuditReport(checks, unparsed=tuple(left), unconfirmed=_unconfirmed(tensors, checks))
+
+
+def _unconfirmed(tensors: NamedTensors, checks: tuple[Check, ...]) -> tuple[str, ...]:
+    """Packed projections of a checkpoint that were checked: it has no code that confirms the order of their rows."""
+    if isinstance(tensors, ModuleTensors) or not {"qk", "vo", "map", "q"} & {check.part for check in checks}:
+        return ()
+    named = {check.name for check in checks}
+    found = [part.parameters for part in find_attention(tensors) if part.name in named]
+    return tuple(names["q"][0] for names in found if names["q"] == names["k"])
 
 
 def _signature(init: Any) -> Signature:
@@ -101,10 +112,16 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     """
     function, signature = EXPECTATIONS.find(init), _signature(init)
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
-    kinds = details.get("reads", ())
-    left = [*require_read(kinds(given) if callable(kinds) else kinds, tensors, strict=strict, caller=label_of(init))]
-    odd = FINDERS["depthwise convolutions"](tensors) if details.get("square") and not strict else []
-    left += [name for part in odd if not part.square for name in part.parameters]
+    kinds = details.get("reads")
+    # Initialisers of all matrices read no parts: what counts for these are weights.
+    left = [name for name, why in tensors.every.items() if kinds is None and why and name.endswith("weight")]
+    if left and strict:
+        why = f"`{left[0]}` cannot be read: {tensors.every[left[0]]}"
+        raise AnatomyError(f"{label_of(init)}: {why}; strict=False audits the others")
+    for kind in kinds(given) if callable(kinds) else kinds or ():
+        parts = parts_of(kind, tensors, strict=strict or None, caller=label_of(init))
+        odd = (part for part in parts if details.get("square") and not strict and not part.square)
+        left += [*(unread.name for unread in parts.unread), *(name for part in odd for name in part.parameters)]
     own, values = Signature.of(function, signature.name), {**signature.defaults, **given, "strict": strict}
     if not own.open:
         values = {key: values[key] for key in own.defaults}
@@ -133,4 +150,5 @@ def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
         if variants:
             skipped.pop(name, None)
             checks += min(variants, key=itemgetter(0))[1]
-    return AuditReport(tuple(checks), skipped, everything=True, unparsed=tuple(dict.fromkeys(unparsed)))
+    names = tuple(dict.fromkeys(unparsed))
+    return AuditReport(tuple(checks), skipped, True, unparsed=names, unconfirmed=_unconfirmed(tensors, tuple(checks)))

@@ -21,11 +21,12 @@ from weightscope.anatomy import (
     NamedTensors,
     PositionEmbedding,
     chosen_layers,
+    parts_of,
     positions,
     self_attention,
 )
 from weightscope.anatomy.attention_modules import chosen_heads
-from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
+from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import (
     DRAWS,
@@ -162,7 +163,7 @@ def mimetic_attention_checks(
     choice("parts", parts, PARTS)
     if preset is not None:
         alpha_qk, beta_qk, alpha_vo, beta_vo = PRESETS[choice("preset", preset, PRESETS)]
-    found = list(chosen_heads(chosen_layers(self_attention(source), layers), heads))
+    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), layers), heads))
     checks: list[Check] = []
     if parts != "vo":
         checks += _checks("qk", [p for part in found for p in _query_key(part)], alpha_qk, beta_qk, construction)
@@ -241,7 +242,7 @@ DISTANCE = (0.0, 0.01)
 _STARTS = 4  # draws of what an untouched table starts from
 
 
-@EXPECTATIONS.register("sinusoidal_positions")
+@EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
 def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
     """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
@@ -252,7 +253,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     choice("special", special, ("keep", "zero"))
     checks = []
     limits = (0.99 * abs(gamma), 1.01 * abs(gamma))
-    for i, table in enumerate(positions(source)):
+    for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
         scale, distance = _likeness(ordinary, codes)
@@ -336,8 +337,8 @@ def impulse_attention_checks(
     The offset of a head is the one to which most of its tokens attend. Layers solved for another pseudo input than
     positions are not checked, since their maps on the codes are arbitrary.
     """
-    found = self_attention(source)
-    wanted, tables = chosen_layers(found, layers), find_positions(source)
+    found = self_attention(source, strict=None)
+    wanted, tables = chosen_layers(found, layers), parts_of("position embeddings", source, strict=None)
     checks: list[Check] = []
     for i, part in enumerate(found):
         kind = pseudo_input if i == 0 or following is None else following

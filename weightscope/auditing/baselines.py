@@ -11,10 +11,8 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.names import matching
-from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.anatomy.attention_modules import find as find_attention
+from weightscope.anatomy import ModuleTensors, NamedTensors, parts_of
 from weightscope.anatomy.matrices import Matrix, fans, matrices
-from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_in, normal, outside
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
@@ -111,11 +109,11 @@ def entries(w: Tensor, law: Any, default: str = "") -> list[Row]:
 
 def _branches(source: NamedTensors, parts: str) -> Iterator[tuple[int, str, str, Tensor]]:
     """Layer, name, letter and matrix (out, in) of the projections of attention and the matrices of MLPs."""
-    for attention in find_attention(source) if parts != "mlp" else []:
+    for attention in parts_of("attention modules", source, strict=None) if parts != "mlp" else []:
         for letter in QKVO:
             w = attention.read(letter).cpu()
             yield attention.layer, attention.name, letter, (w if letter == "o" else w.mT).flatten(0, 1)
-    for mlp in find_mlps(source) if parts != "attention" else []:
+    for mlp in parts_of("MLPs", source, strict=None) if parts != "attention" else []:
         for name in matrices_of(mlp):
             yield mlp.layer, mlp.name, name, mlp.read(name).cpu()
 
@@ -124,7 +122,7 @@ def _branches(source: NamedTensors, parts: str) -> Iterator[tuple[int, str, str,
 def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
     """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
-    attention, mlps = find_attention(source), find_mlps(source)
+    attention, mlps = (parts_of(kind, source, strict=None) for kind in ("attention modules", "MLPs"))
     if not attention or not mlps:
         raise AnatomyError(f"expected attention and MLPs, found {len(attention)} and {len(mlps)}")
     layers = len({part.layer for part in attention if part.kind == "self"})

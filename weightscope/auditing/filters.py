@@ -22,9 +22,9 @@ from weightscope.auditing.intervals import (
     chi_squared,
     error_in,
     normal,
-    outside,
+    powers,
 )
-from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.auditing.report import EXPECTATIONS, Check, each
 from weightscope.init import INITIALISERS, convolution
 
 _KINDS = ("depthwise convolutions",)
@@ -52,29 +52,29 @@ def conv_covariance_checks(
     positive("scale", scale)
     choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
-    found = depthwise(source)
+    found = depthwise(source, strict=None)
     square = [part for part in found if part.square] if not strict else []
     parts = convolution.checked_filters(square or found, convolution.BUMP)
-    checks: list[Check] = []
-    for part, depth in zip(parts, convolution.relative_depths(parts, schedule), strict=True):
-        given = {"sigma0": float(curve(depth)), "v": 0.0, "a": 0.0, "scale": scale, "psd": psd}
-        rows = _covariance_rows(part, "conv_covariance", given)
-        checks += checks_of("conv_covariance", "filters", part.layer, None, part.name, rows)
-    return checks
+    sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, schedule)), strict=True))
+
+    def rows(part: DepthwisePart) -> list[Row]:
+        given = {"sigma0": float(sigmas[part]), "v": 0.0, "a": 0.0, "scale": scale, "psd": psd}
+        return _covariance_rows(part, "conv_covariance", given)
+
+    return each("conv_covariance", "filters", parts, rows)
 
 
 @EXPECTATIONS.register("random_filters", reads=_KINDS)
 def random_filters_checks(source: NamedTensors, *, distribution: str, gain: float) -> list[Check]:
     """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
     choice("distribution", distribution, ("normal", "uniform"))
-    checks = []
-    for part in depthwise(source):
-        rows = _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain})
-        if distribution == "uniform":
-            largest = float(part.read().abs().max()) * math.sqrt(math.prod(part.kernel)) / gain
-            rows.append(("largest", largest, (0.0, math.sqrt(3) * 1.01)))
-        checks += checks_of("random_filters", "filters", part.layer, None, part.name, rows)
-    return checks
+
+    def rows(part: DepthwisePart) -> list[Row]:
+        largest = float(part.read().abs().max()) * math.sqrt(math.prod(part.kernel)) / gain
+        known: list[Row] = [("largest", largest, (0.0, math.sqrt(3) * 1.01))] if distribution == "uniform" else []
+        return _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain}) + known
+
+    return each("random_filters", "filters", depthwise(source, strict=None), rows)
 
 
 def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, Any]) -> list[Row]:
@@ -187,42 +187,39 @@ def _draws(
 @EXPECTATIONS.register("impulse_filters", reads=_KINDS)
 def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
     """Checks that every filter has one pixel of 1 and the others 0, with the central pixels used evenly."""
-    checks = []
     one = (1.0, 1.0)
-    for part in depthwise(source):
+
+    def rows(part: DepthwisePart) -> list[Row]:
         x = part.read().cpu()
         sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
-        rows, columns = (slice((n - f) // 2, (n - f) // 2 + f) for n, f in zip(part.kernel, sizes, strict=True))
-        central, taps = x[:, rows, columns].flatten(1), math.prod(sizes)
+        middle = (slice((n - f) // 2, (n - f) // 2 + f) for n, f in zip(part.kernel, sizes, strict=True))
+        central, taps = x[(slice(None), *middle)].flatten(1), math.prod(sizes)
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
         most = max(float(stats.binom.isf(LEVEL / taps, part.channels, 1 / taps)), math.ceil(part.channels / taps))
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are within +-edge
-        power = {UNTOUCHED: outside(one, edge), error_in("the impulses"): outside(one, 1.2)}
-        found: list[Row] = [
-            ("largest entry", _worst(x.flatten(1).amax(1), one), one, power),
+        return [
+            ("largest entry", _worst(x.flatten(1).amax(1), one), one, powers(one, edge, {"the impulses": 1.2})),
             ("sum", _worst(x.flatten(1).abs().sum(1), one), one),
             ("central sum", _worst(central.sum(1), one), one),
             ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
         ]
-        checks += checks_of("impulse_filters", "filters", part.layer, None, part.name, found)
-    return checks
+
+    return each("impulse_filters", "filters", depthwise(source, strict=None), rows)
 
 
 @EXPECTATIONS.register("box_filters", reads=_KINDS)
 def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
     """Checks that every entry of every filter is the value."""
-    checks = []
     low, high = limits = value - 0.004 * abs(value), value + 0.004 * abs(value)  # half precision
-    for part in depthwise(source):
+
+    def rows(part: DepthwisePart) -> list[Row]:
         x = part.read().cpu()
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are uniform within +-edge
         within = max(0.0, min(edge, high) - max(-edge, low)) / (2 * edge)
-        power = {UNTOUCHED: 1 - within ** x.numel()}
-        if value:
-            power[error_in("value")] = outside(limits, 1.2 * value)
-        rows: list[Row] = [("entry", _worst(x, limits), limits, power)]
-        checks += checks_of("box_filters", "filters", part.layer, None, part.name, rows)
-    return checks
+        power = powers(limits, None, {"value": 1.2 * value} if value else {})
+        return [("entry", _worst(x, limits), limits, {UNTOUCHED: 1 - within ** x.numel(), **power})]
+
+    return each("box_filters", "filters", depthwise(source, strict=None), rows)
 
 
 def _worst(found: Tensor, limits: Interval) -> float:

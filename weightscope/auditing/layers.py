@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
+from weightscope.anatomy import FilterMLP, MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
 from weightscope.anatomy.matrices import default_deviation
 from weightscope.auditing.intervals import (
     FISHER,
-    LEVEL,
     UNTOUCHED,
     Interval,
     Row,
@@ -25,8 +24,9 @@ from weightscope.auditing.intervals import (
     f_ratio,
     normal,
     outside,
+    powers,
 )
-from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.auditing.report import EXPECTATIONS, Check, checks_of, each
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.mlp import MODES, correlated, first_and_last
 
@@ -51,7 +51,7 @@ def mimetic_mlp_checks(
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
     checks: list[Check] = []
     tables: dict[str, list[Table]] = {}
-    for part in chosen_layers(mlps(source), layers):
+    for part in chosen_layers(mlps(source, strict=None), layers):
         for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
             fc1 = part.read(name).cpu().double()
             if not fc1.numel():
@@ -103,9 +103,8 @@ class Table:
         """The mode "scalar": the mean is b units."""
         rest, b = (self.p - 1) * (self.n - 1), b * self.unit
         limits = normal(b, self.error, slack=0.005 * abs(b))
-        power = {UNTOUCHED: outside(limits, 0.0, self.error), error_in("b"): outside(limits, 1.2 * b, self.error)}
         return [
-            ("mean", self.mean, limits, power),
+            ("mean", self.mean, limits, powers(limits, 0.0, {"b": 1.2 * b}, self.error)),
             ("input means", self.inputs, f_ratio(self.n - 1, rest)),
             ("unit means", self.units, f_ratio(self.p - 1, rest)),
         ]
@@ -129,7 +128,7 @@ def _all_means(tables: list[Table], b: float) -> list[Row]:
     found = sum(w * t.mean / t.unit for w, t in zip(weights, tables, strict=True)) / sum(weights)
     error = 1 / math.sqrt(sum(weights))
     limits = normal(b, error, slack=0.005 * abs(b))
-    return [("mean", found, limits, {error_in("b"): outside(limits, 1.2 * b, error)})]
+    return [("mean", found, limits, powers(limits, None, {"b": 1.2 * b}, error))]
 
 
 def _all_row_means(tables: list[Table], sigma: float) -> list[Row]:
@@ -156,7 +155,7 @@ def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
     """`(fc1 - fc2^T) / 2` has the slope -1/2 on fc2^T, and independent residuals of the variance of fc1 / 4."""
     slope, rest, error = _regression(part.read("fc2").cpu().double().mT, fc1)
     limits = normal(-0.5, error, slack=0.005)
-    power = {UNTOUCHED: outside(limits, 0.0, error), error_in("the factor 1/2"): outside(limits, -0.6, error)}
+    power = powers(limits, 0.0, {"the factor 1/2": -0.6}, error)
     # In packed gates the residuals are tiny, not zero.
     return [("slope", slope, limits, power), ("own share of variance", rest / float(fc1.var() or 1), (1e-12, 0.999))]
 
@@ -173,17 +172,16 @@ def _regression(x: Tensor, y: Tensor) -> tuple[float, float, float]:
 @EXPECTATIONS.register("constant_mlp_bias", reads=("MLPs",))
 def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: int | list[int] | None) -> list[Check]:
     """Checks of the entry of each fc1's bias that is farthest from the value; biases usually start around 0."""
-    checks = []
     slack = 0.01 * abs(value) + 1e-6  # rounding of half precision
     limits = (value - slack, value + slack)
-    power = {UNTOUCHED: outside(limits, 0.0), error_in("value"): outside(limits, 1.2 * value)}
-    for part in chosen_layers(mlps(source), layers):
+
+    def rows(part: MLPPart) -> list[Row]:
         bias = part.read_bias("fc1")
         if bias is None or not bias.numel():
             raise UsageError(f"`{part.name}`: expected an MLP whose first layer has a bias, found none")
-        rows: list[Row] = [("farthest", farthest(bias, value), limits, power)]
-        checks += checks_of("constant_mlp_bias", "fc1 bias", part.layer, None, part.name, rows)
-    return checks
+        return [("farthest", farthest(bias, value), limits, powers(limits, 0.0, {"value": 1.2 * value}))]
+
+    return each("constant_mlp_bias", "fc1 bias", chosen_layers(mlps(source, strict=None), layers), rows)
 
 
 def farthest(values: Tensor, target: float) -> float:
@@ -198,27 +196,27 @@ _SLACK = 0.005  # rounding in half precision
 _MOST = 4096  # pairs that are simulated; the deviation of more is scaled
 
 
-@EXPECTATIONS.register("mimetic_conv_mlp")
+@EXPECTATIONS.register("mimetic_conv_mlp", reads=("depthwise convolutions", "MLPs"))
 def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: int | list[int] | None) -> list[Check]:
     """Checks of the correlation between central pixels and diag(W2 W1), in each block and pooled over blocks.
 
     Only the pooled correlation decides between right and untouched networks; one block alone has too few channels.
     """
-    parts = chosen_layers(filter_mlps(source), layers)
+    name, what, parts = "mimetic_conv_mlp", "filters and MLP", chosen_layers(filter_mlps(source, strict=None), layers)
     sizes = tuple(part.filters.channels for part in parts)
-    limits, power = _expected("mimetic_conv_mlp", "channels", correlation, sizes)
-    found = [_correlation(part.diagonal(), part.centres()) for part in parts]
-    rows: list[Row] = [("correlation", pooled_correlation(found, sizes), limits, power)]
-    checks = checks_of("mimetic_conv_mlp", "filters and MLP", None, None, "all blocks", rows)
-    for part, value, size in zip(parts, found, sizes, strict=True):
-        if size > 4:
-            limits = _expected("mimetic_conv_mlp", "channels", correlation, (size,))[0]
-            rows = [("correlation", value, limits)]
-            checks += checks_of("mimetic_conv_mlp", "filters and MLP", part.layer, None, part.name, rows)
-    return checks
+    limits, power = _expected(name, "channels", correlation, sizes)
+    found = {part.name: _correlation(part.diagonal(), part.centres()) for part in parts}
+    pooled: Row = ("correlation", pooled_correlation([*found.values()], sizes), limits, power)
+    large = [part for part in parts if part.filters.channels > 4]
+
+    def rows(part: FilterMLP) -> list[Row]:
+        limits = _expected(name, "channels", correlation, (part.filters.channels,))[0]
+        return [("correlation", found[part.name], limits)]
+
+    return [*checks_of(name, what, None, None, "all blocks", [pooled]), *each(name, what, large, rows)]
 
 
-@EXPECTATIONS.register("mimetic_first_last_mlp", variants=({}, {"mode": "rows"}))
+@EXPECTATIONS.register("mimetic_first_last_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}))
 def mimetic_first_last_mlp_checks(
     source: NamedTensors, *, correlation: float, mode: str, layers: list[int]
 ) -> list[Check]:
@@ -272,15 +270,12 @@ def simulated_correlations(rho: float, sizes: tuple[int, ...], draws: int = 192)
 
 # --- state-space layers -----------------------------------------------------------------------------------------------
 
-_HALF_WIDTH = normal(0.0, 1.0, level=LEVEL)[1]  # of an interval, in standard deviations
-# Mean and standard deviation of log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2.
+# log U for U uniform in [1, 16], from which mamba_ssm draws A in Mamba-2
 _A_RANGE = 16.0
-_LOG_MEAN = (_A_RANGE * math.log(_A_RANGE) - _A_RANGE + 1) / (_A_RANGE - 1)
-_LOG_SQUARE = (_A_RANGE * (math.log(_A_RANGE) ** 2 - 2 * math.log(_A_RANGE) + 2) - 2) / (_A_RANGE - 1)
-_LOG_STD = math.sqrt(_LOG_SQUARE - _LOG_MEAN**2)
+_LOG_A = np.log(np.linspace(1.0, _A_RANGE, 100_001))
 
 
-@EXPECTATIONS.register("mimetic_ssm", variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
+@EXPECTATIONS.register("mimetic_ssm", reads=("state-space layers",), variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
 def mimetic_ssm_checks(
     source: NamedTensors,
     *,
@@ -300,49 +295,44 @@ def mimetic_ssm_checks(
     - C on B: slope of W_C on W_B, 1/2, and their correlation, 1/sqrt(2);
     - current tap, other taps: of the convolution.
     """
-    checks: list[Check] = []
-    for part in chosen_layers(ssms(source), layers):
-        rows = _decay(part, c) if a else []
+
+    def rows(part: SSMPart) -> list[Row]:
+        out = _decay(part, c) if a else []
         if delta:
             step = farthest(F.softplus(part.read("dt_bias").double()), 1.0)
-            rows += [("W_Delta", float(part.read("dt_weight").abs().max()), (0.0, 0.0)), ("Delta", step, (0.99, 1.01))]
-        rows += _readout(part) if cb else []
+            out += [("W_Delta", float(part.read("dt_weight").abs().max()), (0.0, 0.0)), ("Delta", step, (0.99, 1.01))]
+        out += _readout(part) if cb else []
         if part.version == 2 if convolution is None else convolution:
             taps = part.read("conv_weight").cpu()
             zeros = [taps[:, :-1].flatten()] + ([part.read("conv_bias").cpu()] if "conv_bias" in part.parts else [])
-            rows.append(("current tap", farthest(taps[:, -1], 1.0), (0.999, 1.001)))
-            rows.append(("other taps and bias", float(F.pad(torch.cat(zeros), (0, 1)).abs().max()), (0.0, 1e-6)))
-        checks += checks_of("mimetic_ssm", "ssm", part.layer, None, part.name, rows)
-    return checks
+            out.append(("current tap", farthest(taps[:, -1], 1.0), (0.999, 1.001)))
+            out.append(("other taps and bias", float(F.pad(torch.cat(zeros), (0, 1)).abs().max()), (0.0, 1e-6)))
+        return out
+
+    return each("mimetic_ssm", "ssm", chosen_layers(ssms(source, strict=None), layers), rows)
 
 
 def _decay(part: SSMPart, c: float) -> list[Row]:
+    """The c estimated from A_log, given how A was initialised, and the range of A: from the largest start^-c to 1."""
     a_log = part.read("A_log").cpu().double()
-    rate = a_log.exp()
-    floor = _A_RANGE if part.version == 2 else float(part.state)
-    slowest = 0.98 * max(floor, float(part.heads) if part.version == 2 else 0.0) ** -c
-    factor, limits = _factor(part, a_log, c)
-    # -A is between the largest initial value to the power -c, and 1.
-    spread = (limits[1] - limits[0]) / 2 / _HALF_WIDTH if part.version == 2 else 0.0
-    power = {UNTOUCHED: outside(limits, -1.0, spread / c), error_in("c"): outside(limits, 1.2 * c, 1.2 * spread)}
-    return [
-        ("decay factor", factor, limits, power),
-        ("slowest -A", float(rate.min()), (slowest, 1.02)),
-        ("fastest -A", float(rate.max()), (slowest, 1.02)),
-    ]
-
-
-def _factor(part: SSMPart, a_log: Tensor, c: float) -> tuple[float, Interval]:
-    """The c estimated from A_log, and its interval, given how A was initialised."""
     count = part.state if part.version == 1 else part.heads
-    counted = torch.arange(1, count + 1, dtype=torch.float64).log()
+    slowest = 0.98 * (max(_A_RANGE, count) if part.version == 2 else count) ** -c
+    mean, std = float(_LOG_A.mean()), float(_LOG_A.std())
+    factor, sd = -float(a_log.mean()) / mean, c * std / (mean * math.sqrt(count))
+    limits = normal(c, sd, slack=0.01 * c)
     if count > 1:
+        counted = torch.arange(1, count + 1, dtype=torch.float64).log()
         slope = -float((a_log * counted).sum() / (counted.square().sum() * (a_log.numel() / count)))
         error = float((a_log + slope * counted).abs().max()) / (c * float(counted[-1]))
-        if part.version == 1 or error < 0.01:
-            return (slope if error <= 0.02 else math.nan), (0.99 * c, 1.01 * c)  # else A_log has no factor at all
-    mean = -float(a_log.mean()) / _LOG_MEAN
-    return mean, normal(c, c * _LOG_STD / (_LOG_MEAN * math.sqrt(count)), slack=0.01 * c)
+        if part.version == 1 or error < 0.01:  # if large, A_log has no factor at all
+            factor, sd, limits = slope if error <= 0.02 else math.nan, 0.0, (0.99 * c, 1.01 * c)
+    power = {UNTOUCHED: outside(limits, -1.0, sd / c), error_in("c"): outside(limits, 1.2 * c, 1.2 * sd)}
+    rate, bounds = a_log.exp(), (slowest, 1.02)
+    return [
+        ("decay factor", factor, limits, power),
+        ("slowest -A", float(rate.min()), bounds),
+        ("fastest -A", float(rate.max()), bounds),
+    ]
 
 
 def _readout(part: SSMPart) -> list[Row]:
@@ -353,5 +343,5 @@ def _readout(part: SSMPart) -> list[Row]:
     limits = normal(math.sqrt(0.5), 0.5 * spread, slack=0.01)
     return [
         ("C on B", slope, normal(0.5, error, slack=0.005)),
-        ("C-B correlation", _correlation(write, read), limits, {UNTOUCHED: outside(limits, 0.0, spread)}),
+        ("C-B correlation", _correlation(write, read), limits, powers(limits, 0.0, {}, spread)),
     ]

@@ -12,6 +12,7 @@ from weightscope._util.results import Result, text_table
 from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Row
 
 K = TypeVar("K", bound=Hashable)
+P = TypeVar("P", bound=Any)  # a part of `weightscope.anatomy`
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,11 @@ def checks_of(
     ]
 
 
+def each(initialiser: str, what: str, parts: Iterable[P], rows: Callable[[P], Iterable[Row]]) -> list[Check]:
+    """The checks of every part, which has a layer and a name."""
+    return [check for p in parts for check in checks_of(initialiser, what, p.layer, None, p.name, rows(p))]
+
+
 EXPECTATIONS: Registry[Callable[..., list[Check]]] = Registry("audit")
 """Initialiser -> `f(tensors: NamedTensors, **parameters) -> list[Check]`.
 
@@ -86,6 +92,7 @@ class AuditReport(Result):
         everything: whether all initialisers were tried, so that one that fits is enough.
         level: probability that a check of a correctly initialised model fails.
         unparsed: tensors that look like parts and were not audited (with `strict=False`).
+        unconfirmed: packed projections of a checkpoint, whose rows were read in the order that their names suggest.
     """
 
     checks: tuple[Check, ...]
@@ -93,6 +100,7 @@ class AuditReport(Result):
     everything: bool = False
     level: float = LEVEL
     unparsed: tuple[str, ...] = ()
+    unconfirmed: tuple[str, ...] = ()
 
     @property
     def outcomes(self) -> dict[str, str]:
@@ -163,6 +171,7 @@ class AuditReport(Result):
             "outcomes": self.outcomes,
             "skipped": dict(self.skipped),
             "unparsed": list(self.unparsed),
+            "unconfirmed": list(self.unconfirmed),
             "false_alarm_rate": self.false_alarm_rate,
             "powers": self.powers,
             "undecidable": {name: list(parts) for name, parts in self.undecidable.items()},
@@ -204,6 +213,9 @@ class AuditReport(Result):
             lines += [*self._power_lines(name), *_tables(mine)]
         if self.unparsed:
             lines.append(f"not audited, look like parts and were not read: {', '.join(self.unparsed)}")
+        if self.unconfirmed:
+            names = listing(self.unconfirmed, 3)
+            lines.append(f"read by name, without the code of a module to confirm the order of rows: {names}")
         return "\n".join([*lines, *self._reasons()])
 
     def _reasons(self) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util.checks import choice, count
+from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
@@ -193,10 +194,10 @@ def parse_init(text: str) -> InitConfig:
     """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`."""
     names: list[str] = []
     numbers: dict[str, Any] = {}
-    for part in re.split(r"\+(?![^(]*\))", text):
+    for part in parts_of(text):
         found = _FORM.fullmatch(part)
         if found is None:
-            raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {text!r}")
+            raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {shortened(text)!r}")
         names.append(found[1])
         for key, value in _keywords(found[2] or "", text).items():
             if key in numbers:

@@ -1,5 +1,6 @@
 """`choose_gain`: how much to amplify a population's correlations, chosen by short paired trainings."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from weightscope._util import atomic
 from weightscope._util.checks import count, number
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.seeding import Purpose, torch_seed
@@ -67,13 +69,17 @@ class GainChoice(Result):
                 ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
                 shown(row, metric.key, ""),
                 *(f"{shown(row, key)} +- {shown(row, f'{key}_se', '')}" for key in ("difference", "to_best")),
-                f"{row['log_prob']:.1f}",
+                f"{row['log_prob']:.4g}",
             )
             for row in self.curve
         ]
         value = f"{metric.label} {metric.unit}".strip()
-        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "held-out")
-        rule = f"* the smallest within one standard error of the best{metric.direction}"
+        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "log-likelihood")
+        rule = (
+            f"* the smallest within one standard error of the best{metric.direction}\n"
+            "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
+            "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
+        )
         return f"{self.summary()}\n{text_table(head, cells)}\n{rule}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def choose_gain(
     Args:
         population: a population, whose recipe is trained; or its folder.
         select: patterns of tensors that the initialiser sets.
-        out: folder of the candidates and their trainings. Calling again resumes.
+        out: folder of the candidates and their trainings, in a folder for each content. Calling again resumes.
         gains: candidates, >= 0; 0 has the variances of all parts and no correlation.
         seeds: networks for each candidate.
         epochs: of each training; by default a quarter of the recipe's.
@@ -133,17 +139,19 @@ def choose_gain(
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
     recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
-    folder = Path(out)
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})
     fits = [
         fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **fitting)
         for gain in candidates
     ]
-    folder.mkdir(parents=True, exist_ok=True)
+    # A folder for each content, so that a population that has grown replaces nothing.
+    folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
+    atomic.make_folder(folder)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
-    trainings = bench(recipe, files, folder, seeds=seeds, seed=settings["seed"], **training)
+    options = {"seeds": seeds, "seed": settings["seed"], "overwrite": True, **training}
+    trainings = bench(recipe, files, folder / "bench", **options)
     metric = trainings.metric
     found = [np.nan if run[metric.key] is None else run[metric.key] for run in trainings.runs]
     values = np.array(found).reshape(len(candidates), seeds)

@@ -38,9 +38,14 @@ def of(
     places = {(cell_key(run), run["epochs"]) for run in runs}
     curves = [[v for v in run.get("curve") or [] if v is not None] for run in runs if run.get(metric.key) is not None]
     if len(places) == 1 and not axes and len(arms) == len(all_arms) and all(len(curve) > 1 for curve in curves):
-        out["curves"] = partial(_of_runs, plots.metric_curves, mean_curves, runs, metric), found
+        curves_of = partial(mean_curves, chance=arms[0].get("chance"))
+        last = f"After {arms[0]['epochs']} epochs: {found}" if found else None
+        out["curves"] = partial(_of_runs, plots.metric_curves, curves_of, runs, metric), last
     if not axes and (by_length := _by_length(runs, metrics)):
-        drawn = {length: [row for row in rows if row["mean"] is not None] for length, rows in by_length.items()}
+        chance = {"chance": all_arms[0].get("chance")}  # of a token, at every length
+        drawn = {
+            length: [row | chance for row in rows if row["mean"] is not None] for length, rows in by_length.items()
+        }
         said = finding(by_length[max(by_length)])
         said = said and f"At {max(by_length)}x the length: {said}"
         out["accuracy-by-length"] = partial(plots.accuracy_by_length, drawn), said
@@ -154,11 +159,14 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
 
 def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | None]:
     """What `finding` says of the differences, and the arm that it is about, if it is about one."""
-    rows = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
+    tested = [row for row in arms if row.get("p_holm") is not None]
+    rows = [row for row in tested if control_of(row["init"]) is None]
     sure = [row for row in rows if row["p_holm"] < LEVEL]
     if not sure:
         references = " or ".join(dict.fromkeys(str(row["reference"]) for row in rows))
-        return f"No initialiser differs significantly from {references}" if rows else None, None
+        controls = list(dict.fromkeys(row["init"] for row in tested if row["p_holm"] < LEVEL))
+        but = f", but {', '.join(controls)} does" if len(controls) == 1 else f", but {', '.join(controls)} do"
+        return f"No initialiser differs significantly from {references}{but * bool(controls)}" if rows else None, None
     best = max(sure, key=lambda row: metric.sign * row["difference"])
     if not metric.better(best["difference"]):
         best = min(sure, key=lambda row: metric.sign * row["difference"])

@@ -12,7 +12,8 @@ from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import Design, train_arms
 from weightscope.population import shards
 from weightscope.recipe import Recipe
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training.measuring import TileCost
+from weightscope.training.planning import tile_costs
 from weightscope.training.request import Request
 from weightscope.training.workers import Workers
 

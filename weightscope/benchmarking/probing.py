@@ -15,9 +15,10 @@ from weightscope._util import atomic
 from weightscope._util.environment import environment
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope._util.sources import read_regular
+from weightscope._util.torch_random import seeded
 from weightscope.benchmarking.design import Axis, Init, axes_of, default_folder
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.run import RUNS, Design
+from weightscope.benchmarking.run import PROBES, RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import DataError, UsageError
@@ -33,7 +34,6 @@ from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
 from weightscope.training.request import own_code_hashes, weight_hashes
 
-PROBES = "probes"
 _ABOUT = "arm.json"
 _LARGEST = 16 * 2**20
 _log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _probed(recipe: Recipe, path: Path, data: str | Path | None, device: torch.d
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
     """Train the classifiers of some networks; returns `_METRICS`, each (T,) or (T, E)."""
     weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
-    with torch.random.fork_rng(devices=[]):
+    with seeded(0):
         network = build_for(recipe).to(device)
     train, test = (
         torch.stack([_features(network, row, part, data) for row in weights])

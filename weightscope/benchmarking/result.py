@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "markdown", "latex")
 _LARGEST = 2**31  # bytes of a results.json
-_COMPARED = ("difference", "95 % interval", "p (Holm)", "")
+_COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
 _SCALE_HEADER = (
-    *("initialiser", "epochs", "pairs", "effect of scale", "95 % interval", "p (Holm)"),
-    *("beyond scale", "95 % interval", "p (Holm)"),
+    *("initialiser", "epochs", "pairs", "effect of scale", "interval (Holm)", "p (Holm)"),
+    *("beyond scale", "interval (Holm)", "p (Holm)"),
 )
 
 
@@ -119,7 +119,7 @@ class BenchResult(Result):
         """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
 
         One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
-        `difference_ci95`, `p`, `pairs` and `p_holm`, adjusted over these rows.
+        `difference_ci95`, `p`, `pairs`, and `p_holm` and `difference_ci_holm`, adjusted over these rows.
 
         Example:
             >>> BenchResult.load("bench/results.json").between("distillation.alpha")
@@ -185,8 +185,8 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     """A difference, its interval and adjusted p-value; empty without one."""
     if row[key] is None:
         return ["", "", ""]
-    p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
-    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci95"], metric, "+"), f"{p:.2g}"]
+    p = f"{row['p_holm' if key == 'difference' else f'{key}_p_holm']:.2g}".replace("e-0", "e-")
+    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci_holm"], metric, "+"), p]
 
 
 def _number(value: float, metric: Metric, form: str = "") -> str:
@@ -203,8 +203,8 @@ def _interval(interval: list[float] | None, metric: Metric, sign: str = "") -> s
 def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: Metric = ACCURACY) -> str:
     """Means with the half width of their paired intervals, one column for each cell and length.
 
-    An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the 95 % interval of its
-    difference from the reference on the same seeds; the reference, in the first row, has none. The best mean of a
+    An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the adjusted interval of
+    its difference from the reference on the same seeds; the reference, in the first row, has none. The best mean of a
     column is bold (`*` in text), of the arms with the most seeds: a mean over the networks that did not diverge is not
     comparable with one over all. A dagger marks a difference from the reference at an adjusted level of 0.05.
     """
@@ -240,7 +240,7 @@ def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, 
 
 def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     note = f"{metric.title[0].upper()}{metric.title[1:]} of {count_range([row['n'] for row in arms])} seeds"
-    note += "; +- half the 95 % interval of the paired difference from the first row"
+    note += "; +- half the 95 % interval (Holm) of the paired difference from the first row"
     if any(row["n"] != row["pairs"] for row in arms if row["pairs"] is not None):
         note += f" on {count_range([row['pairs'] for row in arms if row['pairs'] is not None])} seeds of both"
     return f"{note}; dagger: p < 0.05, adjusted (Holm){metric.direction}"
@@ -259,9 +259,9 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: 
     mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if best is not None and (row["n"], row["mean"]) == best:
         mean = {"latex": rf"\textbf{{{mean}}}", "markdown": f"**{mean}**", "text": f"*{mean}"}[form]
-    if row["difference_ci95"] is None:
+    if row["difference_ci_holm"] is None:
         return mean
-    low, high = row["difference_ci95"]
+    low, high = row["difference_ci_holm"]
     half = f"{metric.factor / 2 * (high - low):.{decimals}f}"
     sure = row["p_holm"] is not None and row["p_holm"] < LEVEL
     if form == "latex":

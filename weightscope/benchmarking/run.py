@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from weightscope._util.checks import count
 from weightscope._util.environment import environment
 from weightscope._util.names import unknown
 from weightscope._util.results import finite_or_none
-from weightscope._util.sources import is_population
+from weightscope._util.sources import as_path, is_population
+from weightscope._util.trust import trusting
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Chance, chance_of, summarise
+from weightscope.benchmarking.statistics import Chance, cell_key, chance_of, summarise
 from weightscope.data.metrics import Metric
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -30,15 +32,15 @@ from weightscope.population import Population, recipe_of
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
-from weightscope.training.devices import resolve_device
+from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
+from weightscope.training.measuring import choose_tile
 from weightscope.training.request import Request, check_sources
-from weightscope.training.tile_size import choose_tile
 from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
-RUNS, TIMES = "runs", "times"
+RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
 Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None]
 """Of an arm the metrics of its networks (n,), the environment, and the seconds of each (n,)."""
 
@@ -56,6 +58,7 @@ def bench(
     vary: Mapping[str, Any] | Sequence[Axis] = (),
     grid: Mapping[str, Any] | Sequence[Axis] = (),
     metric: str | None = None,
+    overwrite: bool = False,
     collector: Callable[..., Any] | None = None,
     workers: int | None = None,
     backend: str = "loky",
@@ -63,16 +66,18 @@ def bench(
     device: str = "auto",
     data: str | Path | None = None,
     progress: bool = True,
+    trust: bool = False,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
 
     `recipe` is a recipe, a .toml file, the name of a shipped one, or the folder of a population; what is not given here
     is taken from its [bench] table. `inits`, `epochs`, `seeds`, `frozen`, `control`, `vary` and `grid` are those of
     `plan_arms`; the first initialiser is the reference of the others, and `control="scale"` tells what structure adds
-    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data` and `progress` are those of `collect`, and
-    `collector`, a function with its signature, trains the arms one after the other in its place.
+    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data`, `progress` and `trust` are those of
+    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
+    Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
     `seed` is the root of the random streams. By default it is not the recipe's but 1,000,000 more, since a population
     of the recipe, from which an artifact may come, has the recipe's. `metric` is the task's metric that is compared,
     such as "test_loss"; the primary one if None.
@@ -87,10 +92,11 @@ def bench(
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     asked = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control, "vary": vary}
-    design = Design.of(recipe, inits, out, data=data, grid=grid, metric=metric, **asked)
     where: dict[str, Any] = {"workers": workers, "backend": backend, "scheduler": scheduler, "device": device}
-    if collector is None:
-        return train_arms(design, *design.requests(**where), progress=progress)
+    with trusting(trust):
+        design = Design.of(recipe, inits, out, data=data, grid=grid, metric=metric, overwrite=overwrite, **asked)
+        if collector is None:
+            return train_arms(design, *design.requests(**where), progress=progress)
     design.check()
     options = {**where, "data": data, "progress": progress}
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
@@ -116,14 +122,12 @@ class Design:
         out: str | Path | None = None,
         *,
         data: str | Path | None = None,
+        overwrite: bool = False,
         **given: Any,
     ) -> "Design":
         """The design of a benchmark with these arguments of `bench`; what is None or empty is taken from [bench]."""
-        folder = default_folder(recipe) if out is None else Path(out)
-        if is_population(folder) or folder.is_file():
-            what = "a file" if folder.is_file() else "a population"
-            raise UsageError(f"{folder}: expected a folder for the results, found {what}; give another one (-o)")
-        recipe = recipe_of(recipe)
+        folder, recipe = default_folder(recipe) if out is None else as_path(out), recipe_of(recipe)
+        _check_folder(folder)
         given = {key: value for key, value in {**given, "init": inits}.items() if value not in (None, (), [], {})}
         wanted = (recipe.bench or BenchConfig()).model_dump() | given
         own, inits, metric = (wanted.pop(key) for key in ("seed", "init", "metric"))
@@ -147,12 +151,36 @@ class Design:
         while seed in used:
             seed += SEED_OFFSET
             arms = arms_with(seed)
-        return cls(folder, recipe.replace({"population.seed": seed}), tuple(arms), *metrics, data)
+        design = cls(folder, recipe.replace({"population.seed": seed}), tuple(arms), *metrics, data)
+        if not overwrite and (folder / RESULTS).exists():
+            design._check_results()
+        return design
+
+    def _check_results(self) -> None:
+        """UsageError unless these results will hold all that is in the stored ones."""
+        stored = BenchResult.load(self.folder)
+        there, here = (json.loads(json.dumps(e)) for e in (stored.environment["recipe"], self.recipe.to_dict()))
+        for recipe in (there, here):  # of which arms have their own
+            recipe["training"].pop("epochs"), recipe["population"].pop("networks")
+        trained = (self.folder / RUNS).exists()  # a probe compares what it uses of a recipe
+        what = [f"another {key}" for key in sorted({*there, *here}) if trained and there.get(key) != here.get(key)]
+        mine = {(cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init): arm for arm in self.arms}
+        rows = {(cell_key(row), row["epochs"], row["init"]): row["networks"] for row in stored.arms}
+        if lost := list(dict.fromkeys(key[2] for key in rows if key not in mine)):
+            what.append(f"arms that are missing here: {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}")
+        elif (most := max(rows.values(), default=0)) > self.arms[0].recipe.population.networks:
+            what.append(f"{most} seeds")
+        if what:
+            raise UsageError(
+                f"{self.folder} holds the results of another benchmark ({'; '.join(what)}); give another folder (-o), "
+                "or --overwrite to replace them"
+            )
 
     def check(self) -> None:
         """Apply the initialiser of each arm to one network; RecipeError names the arm's cell."""
         for arm in self.arms:
             recipe = arm.recipe.completed(self.data)
+            _in_cell(arm, partial(check_memory, recipe.replace({"population.tile": 1}), torch.device("cpu")))
             _in_cell(arm, partial(check_initialisers, recipe, partial(build_for, recipe)))
 
     def requests(
@@ -202,7 +230,7 @@ class Design:
         result = BenchResult(runs, summarise(runs, self.metric, self._chances()), about, self.metric, self.metrics)
         atomic.make_folder(self.folder)
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False)
-        atomic.write(self.folder / "results.json", text.encode() + b"\n")
+        atomic.write(self.folder / RESULTS, text.encode() + b"\n")
         return result
 
     def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
@@ -230,6 +258,19 @@ class Design:
         levels = {key: chance_of(recipe, self.metric, self.data) for key, recipe in distinct.items()}
         found = {place: levels[recipe.data.model_dump_json()] for place, recipe in sections.items()}
         return {place: level for place, level in found.items() if level is not None}
+
+
+def _check_folder(folder: Path) -> None:
+    """UsageError unless a folder is new, empty, or that of a benchmark or probe."""
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = "a file" if folder.is_file() else "a population" if is_population(folder) else ""
+    arms = chain(folder.glob(f"{RUNS}/**/{manifests.NAME}"), folder.glob(f"{PROBES}/**/arm.json"))
+    if not found and not set(there) <= {RUNS, TIMES, PROBES} and RESULTS not in there and not any(arms):
+        found = ", ".join(there[:3]) + " ..." * (len(there) > 3)
+    if found:
+        raise UsageError(
+            f"{folder}: expected a new folder for the results, or that of a benchmark, found {found}; give another (-o)"
+        )
 
 
 def train_arms(design: Design, requests: Sequence[Request], workers: Workers, *, progress: bool = True) -> BenchResult:

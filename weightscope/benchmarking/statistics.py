@@ -63,11 +63,14 @@ def summarise(
     finite value of both arms. Differences keep their sign, whichever direction is better. The reference of an arm is
     the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm with a control is
     also compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference`
-    the effect of scale. p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate
-    of the whole table (Holm 1979). `chances` maps cells (`cell_key`) to chance levels; rows then have `chance` and
-    `chance_p`, see `above_chance`. For the intervals see `mean_interval` and `paired`.
+    the effect of scale. For the intervals see `mean_interval` and `paired`.
+
+    p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
+    (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
+    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05. `chances` maps cells (`cell_key`) to
+    chance levels; rows then have `chance` and `chance_p`, see `above_chance`.
     """
-    groups, rows = _groups(runs), list[dict[str, Any]]()
+    groups, rows, tests = _groups(runs), list[dict[str, Any]](), list[_Test]()
     controls = {(*key[:2], control_of(key[2])): key for key in groups}  # an arm -> its control
     for (cell, epochs, init), group in groups.items():
         values, first = _values(group, metric), _reference(groups, (cell, epochs, init))
@@ -76,16 +79,17 @@ def summarise(
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
         base = _values(groups[first], metric) if first[2] != init else {}
-        row |= {"reference": first[2] if first[2] != init else None, **_compared(values, base, metric)}
+        row["reference"] = first[2] if first[2] != init else None
+        _compare(row, "difference", values, base, metric, tests)
         control = controls.get((cell, epochs, init))
-        found = _compared(values, _values(groups[control], metric) if control else {}, metric)
-        row |= {"control": control and control[2], "beyond_scale": found.pop("difference")}
-        row |= {f"beyond_scale_{key.removeprefix('difference_')}": value for key, value in found.items()}
+        row["control"] = control and control[2]
+        _compare(row, "beyond_scale", values, _values(groups[control], metric) if control else {}, metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(np.array(list(values.values())), level) if values else None
             row |= {"chance": level.accuracy, "chance_p": p}
         rows.append(row)
-    return _adjusted(rows, ("", "beyond_scale_"))
+    _adjust(tests, metric)
+    return rows
 
 
 def _groups(runs: Runs) -> dict[tuple[str, int, str], Runs]:
@@ -106,21 +110,31 @@ def _values(runs: Runs, metric: Metric) -> dict[int, float]:
     return {run["seed"]: run[metric.key] for run in runs if run.get(metric.key) is not None}
 
 
-def _compared(values: dict[int, float], base: dict[int, float], metric: Metric) -> dict[str, Any]:
-    """`paired` on the seeds that both have, and `pairs`, their number; None where there is none."""
-    shared = [k for k in values if k in base]
-    if not shared:
-        return dict.fromkeys(("difference", "difference_ci95", "p", "pairs", "p_holm"))
-    found = paired(np.array([values[k] for k in shared]), np.array([base[k] for k in shared]), metric)
-    return {**found, "pairs": len(shared), "p_holm": None}
+_Test = tuple[dict[str, Any], str, np.ndarray, np.ndarray]
+"""A row, what it compares, and the values on the seeds that both have."""
 
 
-def _adjusted(rows: list[dict[str, Any]], prefixes: Sequence[str] = ("",)) -> list[dict[str, Any]]:
-    """The rows with `p_holm`, adjusted over all p-values of the table."""
-    tested = [(row, prefix) for row in rows for prefix in prefixes if row[f"{prefix}p"] is not None]
-    for (row, prefix), p in zip(tested, holm([row[f"{prefix}p"] for row, prefix in tested]), strict=True):
-        row[f"{prefix}p_holm"] = p
-    return rows
+def _compare(
+    row: dict[str, Any], key: str, values: dict[int, float], base: dict[int, float], metric: Metric, tests: list[_Test]
+) -> bool:
+    """Write `paired` and `pairs`, the number of seeds that both have, into the row; None, and False, without any."""
+    shared, p = [k for k in values if k in base], "" if key == "difference" else f"{key}_"
+    mine, others = (np.array([each[k] for k in shared]) for each in (values, base))
+    found = paired(mine, others, metric) if shared else dict.fromkeys(("difference", "difference_ci95", "p"))
+    row |= {key: found["difference"], f"{key}_ci95": found["difference_ci95"], f"{p}p": found["p"]}
+    row |= {f"{p}pairs": len(shared) or None, f"{p}p_holm": None, f"{p}level": None, f"{key}_ci_holm": None}
+    if shared:
+        tests.append((row, key, mine, others))
+    return bool(shared)
+
+
+def _adjust(tests: Sequence[_Test], metric: Metric) -> None:
+    """Write adjusted p-values and intervals into the rows of all tests of a table."""
+    p_values = [row["p" if key == "difference" else f"{key}_p"] for row, key, _, _ in tests]
+    found = zip(tests, holm(p_values), holm_levels(p_values), strict=True)
+    for (row, key, values, base), adjusted, level in found:
+        p, interval = "" if key == "difference" else f"{key}_", paired(values, base, metric, level)["difference_ci95"]
+        row |= {f"{p}p_holm": adjusted, f"{p}level": level, f"{key}_ci_holm": interval}
 
 
 def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -132,25 +146,32 @@ def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dic
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
         raise UsageError(unknown("field", field, known))
-    first, groups, rows = runs[0]["cell"][field], _groups(runs), []
+    first, groups, rows, tests = runs[0]["cell"][field], _groups(runs), [], list[_Test]()
     for (cell, epochs, init), group in groups.items():
         place = json.loads(cell)
         base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
-        found = _compared(_values(group, metric), _values(base, metric), metric)
-        if place[field] != first and found["difference"] is not None:
-            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}, **found})
-    return _adjusted(rows)
+        row = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
+        values = _values(group, metric), _values(base, metric)
+        if place[field] != first and _compare(row, "difference", *values, metric, tests):
+            rows.append(row)
+    _adjust(tests, metric)
+    return rows
 
 
 def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
     """The differences of each arm of one cell from its reference on each seed, for `plots.paired_differences`.
 
     For each arm at each length that has seeds of its reference, see `summarise`: `init`, `epochs`, `reference`,
-    `differences` (n,), `diverged` (n,), whether one of the two did, `ci95` of their mean (None if they are equal up to
-    rounding), and `left_out`, the number of networks without a finite value (of the reference, too, in its first row).
-    A frozen arm has `variant_of`, the label without that suffix. A difference that is not finite is a DataError.
+    `differences` (n,), `diverged` (n,), whether one of the two did, the adjusted `interval` of their mean (None if they
+    are equal up to rounding), and `left_out`, the number of networks without a finite value (of the reference, too, in
+    its first row). A frozen arm has `variant_of`, the label without that suffix. A difference that is not finite is a
+    DataError.
     """
     groups, rows = _groups(runs), []
+    for run in runs:
+        if run.get(metric.key) is not None and not np.isfinite(run[metric.key]):
+            raise DataError(f"`{run['init']}` after {run['epochs']:g} epochs: {metric.label} is not finite")
+    compared = {(cell_key(row), row["epochs"], row["init"]): row for row in summarise(runs, metric)}
     lost = {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
     for place, group in groups.items():
         first, (_, epochs, init) = _reference(groups, place), place
@@ -159,26 +180,23 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
         if first == place or not pairs:
             continue
         values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
-        if not np.isfinite(values - others).all():
-            raise DataError(f"`{init}` after {epochs:g} epochs: {metric.label} is not finite")
         row = {"init": init, "epochs": epochs, "reference": first[2], "differences": values - others}
         row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
-        equal = same_differences(values, others)
-        row["ci95"] = None if equal else paired(values, others, metric)["difference_ci95"]
+        row["interval"] = None if same_differences(values, others) else compared[place]["difference_ci_holm"]
         row["left_out"] = lost[place] + lost.pop(first, 0)
         rows.append(row | ({"variant_of": init.removesuffix(FROZEN)} if init.endswith(FROZEN) else {}))
     return rows
 
 
-def mean_curves(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = None) -> list[dict[str, Any]]:
     """The mean of the metric after each epoch, for `plots.metric_curves`, of runs of one cell and one length.
 
     For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and `band`
-    (2, E), the 95 % interval of the difference from the first one on the seeds of both, drawn around its mean and
-    inside the metric's bounds; None for the first one and for a single seed. It is a UsageError if the runs are of
-    several cells or lengths, or an initialiser has no `curve` on a seed of the first.
+    (2, E), the interval of the difference from the first one on the seeds of both, at the arm's level in the table of
+    `summarise`, drawn around its mean and inside the metric's bounds; None for the first one and for a single seed.
+    Several cells or lengths, or an initialiser without a `curve` on a seed of the first, are a UsageError.
     """
-    groups = _groups(runs)
+    groups, levels = _groups(runs), {row["init"]: row["level"] for row in summarise(runs, metric)}
     places = {key[:2] for key in groups}
     if len(places) != 1:
         raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")
@@ -194,9 +212,10 @@ def mean_curves(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
         shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
         if mine is not first and len(shared) > 1:
             differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
-            half = stats.t.ppf(0.975, len(shared) - 1) * stats.sem(differences, axis=0)
+            half = stats.t.ppf(1 - levels[key[2]] / 2, len(shared) - 1) * stats.sem(differences, axis=0)
             band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
-        rows.append({"init": key[2], "mean": mean, "band": band, "n": len(mine), "networks": len(group)})
+        row = {"init": key[2], "mean": mean, "band": band, "n": len(mine), "networks": len(group)}
+        rows.append(row | {"chance": chance})
     return rows
 
 
@@ -247,27 +266,27 @@ def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, An
     return {"n": n, "mean": mean, "ci95": np.clip(ends, low, high).tolist()}
 
 
-def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
+def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, level: float = LEVEL) -> dict[str, Any]:
     """The mean of the paired differences `values - base`, its interval, and the p-value of the paired t-test.
 
         t = mean sqrt(n) / s,   p = P(|T| > |t|) for Student's T with n - 1 degrees of freedom
 
-    The interval is Student's, intersected with the possible range, [-1, 1] for accuracies, which does not change how
-    often it covers the true difference.
+    The interval is Student's, of confidence 1 - level, intersected with the possible range, [-1, 1] for accuracies,
+    which does not change how often it covers the true difference.
 
     Differences that are equal up to rounding have no s. Their p is that of the sign test, 2^(1 - n), and 1 if they are
-    zero; the interval has no width from six on, where that is below 0.05, and is the possible range below (None without
-    an upper bound), as for a single difference.
+    zero; the interval has no width where 2^(1 - n) is below the level, and is the possible range otherwise (None
+    without an upper bound), as for a single difference.
     """
     differences = values - base
     n, mean = len(differences), float(differences.mean())
     if same_differences(values, base):
         # a difference of zero beside them is the same only if they are zero
         p = 1.0 if same_differences(np.append(values, 0.0), np.append(base, 0.0)) else 2.0 ** (1 - n)
-        half = 0.0 if n >= _FEWEST_EQUAL else np.inf
+        half = 0.0 if 2.0 ** (1 - n) < level else np.inf
     else:
         error = float(differences.std(ddof=1)) / np.sqrt(n)
-        p, half = float(2 * stats.t.sf(abs(mean) / error, n - 1)), float(stats.t.ppf(0.975, n - 1) * error)
+        p, half = float(2 * stats.t.sf(abs(mean) / error, n - 1)), float(stats.t.ppf(1 - level / 2, n - 1) * error)
     most = metric.bounds[1] - metric.bounds[0]
     ends = [max(-most, mean - half), min(most, mean + half)]
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
@@ -280,6 +299,13 @@ def holm(p_values: Sequence[float]) -> list[float]:
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = running
     return adjusted
+
+
+def holm_levels(p_values: Sequence[float]) -> list[float]:
+    """What Holm's procedure compares m p-values with: 0.05 / (m - rank), up to the first that is not below it."""
+    ranks, m = np.argsort(np.argsort(p_values, kind="stable")), len(p_values)
+    rejected = sum(p < LEVEL for p in holm(p_values))
+    return [LEVEL / (m - min(int(rank), rejected)) for rank in ranks]
 
 
 def chance_note(arms: list[dict[str, Any]]) -> str:

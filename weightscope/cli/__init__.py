@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
+from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
 from weightscope.cli.catalogue import list_
 from weightscope.cli.training import bench, collect, demo, fit_init
-from weightscope.errors import WeightscopeError
+from weightscope.errors import WeightscopeError, one_line
 
 INTERRUPTED = 130
 
@@ -59,20 +60,17 @@ def cli(debug: bool) -> None:
     """
 
 
-for _command in (
-    demo,
-    collect,
-    inspect,
-    verify,
-    export,
-    covariance,
-    products,
-    attention_maps,
-    fit_init,
-    bench,
-    audit,
-    list_,
-):
+_TRUST = click.Option(
+    ["--trust"],
+    is_flag=True,
+    expose_value=False,
+    callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
+    help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
+)
+_RUNNING = (collect, inspect, covariance, products, attention_maps, fit_init, bench, audit)
+for _command in (demo, *_RUNNING[:2], verify, export, *_RUNNING[2:], list_):
+    if _command in _RUNNING:
+        _command.params.append(_TRUST)
     cli.add_command(_command)
 
 
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         command = getattr(getattr(error, "ctx", None), "info_name", None)
         where = "" if command in (None, "weightscope") else f" {command}"
-        click.echo(f"weightscope{where}: {' '.join(error.format_message().split())}", err=True)
+        click.echo(f"weightscope{where}: {one_line(' '.join(error.format_message().split()))}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         sys.stderr.close()
@@ -105,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if isinstance(error, WeightscopeError):
             text, code = str(error), error.exit_code
         else:
-            text, code = f"internal error, {type(error).__name__}: {error} (--debug shows the traceback)", 1
+            text = f"internal error, {type(error).__name__}: {one_line(str(error))} (--debug shows the traceback)"
+            code = 1
         click.echo(f"weightscope: {' '.join(text.split())}", err=True)
         sys.exit(code)

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.sources import is_population
+from weightscope._util.sources import is_population, population_member
 from weightscope.cli.options import (
     Named,
     OutputFile,
     choice_option,
+    command,
     data_option,
     figure_option,
     json_option,
@@ -22,10 +23,13 @@ from weightscope.cli.options import (
 from weightscope.errors import UsageError
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
+@click.option(
+    "--source", "code", is_flag=True, help="Print the code of one's own that a population names, and run nothing."
+)
 @json_option
-def inspect(source: str, json_file: Path | None) -> None:
+def inspect(source: str, code: bool, json_file: Path | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
 
     \b
@@ -34,13 +38,20 @@ def inspect(source: str, json_file: Path | None) -> None:
       weightscope inspect vit/model.safetensors
     """
     from weightscope.analysis.inspection import inspect as contents
+    from weightscope.analysis.inspection import population_contents
 
+    if code:
+        member = population_member(source)
+        population = population_contents(Path(source if member is None else member[0]))
+        click.echo(population.code())
+        write_json(json_file, population.to_dict())
+        return
     description = contents(source)
     click.echo(description.text())
     write_json(json_file, description.to_dict())
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
 @json_option
@@ -64,7 +75,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
     found.raise_if_damaged()
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
@@ -85,7 +96,7 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
 @click.option(
@@ -156,7 +167,7 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    from weightscope.analysis.covariances import covariance as compute
+    from weightscope.analysis.across_networks import covariance as compute
 
     found: Any
     sources = tuple(maybe_partial(source, partial) for source in sources)
@@ -214,7 +225,7 @@ def _with_initialisers(
     first: Any = sources[0]
     if isinstance(first, Population) or is_population(first):
         population = first if isinstance(first, Population) else population_in(first)
-        first = population.network(options.get("network", 0))
+        first = population.opened(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part")) for _ in named]
@@ -222,7 +233,7 @@ def _with_initialisers(
     return [*sources, *networks], [*(None for _ in sources), *(label for label, _ in named)]
 
 
-@click.command()
+@command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
 @choice_option("--view", "auto grid depth", "Matrices in a grid, or alpha and beta against depth.", "auto")
@@ -272,7 +283,7 @@ def products(
     _show(found, out, json_file, view=view, heads=draw_heads, values=values)
 
 
-@click.command("attention-maps")
+@command("attention-maps")
 @click.argument("source", type=Named())
 @figure_option("attention.png")
 @choice_option(
@@ -336,7 +347,7 @@ def attention_maps(
     _show(maps(model, batch, filter_size=filter_size), out, json_file, notes, **drawing)
 
 
-@click.command()
+@command()
 @click.argument("source", type=Named())
 @click.option(
     "--init",

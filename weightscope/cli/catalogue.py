@@ -14,7 +14,7 @@ import click
 
 from weightscope._util.names import unknown
 from weightscope._util.results import Result
-from weightscope.cli.options import Named, json_option, write_json
+from weightscope.cli.options import Named, command, json_option, write_json
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,65 +104,56 @@ def _wrapped(text: str, first: str, others: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
+def _functions(kind: str, registry: Any, skip: tuple[str, ...], about: str = "") -> Iterator[Entry]:
+    """The entries of a registry of functions, or of classes with a function `fit`."""
+    for name, item in registry.items():
+        known = inspect.signature(getattr(item, "fit", item)).parameters.values()
+        chosen = [p for p in known if p.name not in skip and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        defaults = {p.name: p.default for p in chosen if p.default is not p.empty}
+        required = tuple(p.name for p in chosen if p.default is p.empty)
+        yield Entry(kind, name, about + _first_line(item), defaults, required, _source(registry, name, item))
+
+
 def _initialisers() -> Iterator[Entry]:
     from weightscope.init import INITIALISERS
 
-    for name, function in INITIALISERS.items():
-        defaults, required = _parameters(function, skip=("module", "generator"))
-        source = _source(INITIALISERS, name, function)
-        yield Entry("initialisers", name, _first_line(function), defaults, required, source)
+    return _functions("initialisers", INITIALISERS, ("module", "generator"))
 
 
 def _structures() -> Iterator[Entry]:
     from weightscope.fits import STRUCTURES
     from weightscope.fits.one_network import NETWORK_FITS
 
-    for name, structure in STRUCTURES.items():
-        defaults, required = _parameters(structure.fit, skip=("cls", "data", "spec"))
-        source = _source(STRUCTURES, name, structure)
-        yield Entry("structures", name, _first_line(structure), defaults, required, source)
-    for name, function in NETWORK_FITS.items():
-        first = next(iter(inspect.signature(function).parameters))
-        defaults, required = _parameters(function, skip=(first,))
-        source = _source(NETWORK_FITS, name, function)
-        yield Entry("structures", name, f"Of one network. {_first_line(function)}", defaults, required, source)
+    yield from _functions("structures", STRUCTURES, ("cls", "data", "spec"))
+    yield from _functions("structures", NETWORK_FITS, ("source",), "Of one network. ")
 
 
 def _networks() -> Iterator[Entry]:
     from weightscope.recipe.networks import SECTIONS
 
     for name, section in SECTIONS.items():
-        defaults, required = _fields(section, "type")
-        yield Entry("networks", name, _first_line(section), defaults, required)
+        yield Entry("networks", name, _first_line(section), *_fields(section, "type"))
 
 
 def _datasets() -> Iterator[Entry]:
     from weightscope.data.image_section import DATASETS, dataset_info
     from weightscope.data.registry import FOLDER
-
-    for name in DATASETS:
-        if name == FOLDER:
-            text = "images of one's own, any number of classes"
-            yield Entry("datasets", name, text, {}, source=DATASETS.details[name]["how_to_get"])
-            continue
-        info = dataset_info(name)
-        text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
-        text += f"{info.train:,} training and {info.test:,} test images"
-        where = info.how_to_get.replace("one of these", _DATA_FOLDERS)  # which an error lists before it
-        yield Entry("datasets", name, text, {}, source=where)
-    yield from _sequences()
-
-
-def _sequences() -> Iterator[Entry]:
     from weightscope.data.sequence_config import MARKOV, TEXT, MarkovConfig, TaskConfig, TextConfig
     from weightscope.data.sequences import TASKS
 
+    for name in DATASETS:
+        text, where = "images of one's own, any number of classes", DATASETS.details[name].get("how_to_get", "")
+        if name != FOLDER:
+            info = dataset_info(name)
+            text = f"{info.classes} classes, {info.channels} x {info.size} x {info.size} pixels, "
+            text += f"{info.train:,} training and {info.test:,} test images"
+            where = info.how_to_get.replace("one of these", _DATA_FOLDERS)  # which an error lists before it
+        yield Entry("datasets", name, text, {}, source=where)
     configs: dict[str, Any] = {**dict.fromkeys(TASKS, TaskConfig), TEXT: TextConfig, MARKOV: MarkovConfig}
     for name, config in configs.items():
         about, source = (TASKS[name], _source(TASKS, name, TASKS[name])) if name in TASKS else (config, "")
-        defaults, required = _fields(config, "name")
-        text = _first_line(about).replace("`", "").partition(";")[0].removesuffix(".")
-        yield Entry("datasets", name, f"Sequences. {text}.", defaults, required, source)
+        text = _first_line(about).replace("`", "").partition(";")[0]
+        yield Entry("datasets", name, f"Sequences. {text.removesuffix('.')}.", *_fields(config, "name"), source)
 
 
 def _recipes() -> Iterator[Entry]:
@@ -186,14 +177,6 @@ KINDS: dict[str, Callable[[], Iterator[Entry]]] = {
     "datasets": _datasets,
     "recipes": _recipes,
 }
-
-
-def _parameters(function: Callable[..., Any], skip: tuple[str, ...]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Defaults of the optional parameters, and names of the required ones."""
-    known = inspect.signature(function).parameters.values()
-    chosen = [p for p in known if p.name not in skip and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    required = tuple(p.name for p in chosen if p.default is p.empty)
-    return {p.name: p.default for p in chosen if p.default is not p.empty}, required
 
 
 def _fields(config: "type[BaseModel]", tag: str) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -220,7 +203,7 @@ def _json(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
-@click.command("list")
+@command("list")
 @click.argument("kind", required=False, type=Named("kinds", files=False))
 @json_option
 def list_(kind: str | None, json_file: Path | None) -> None:

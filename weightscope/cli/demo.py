@@ -54,6 +54,8 @@ def run_demo(
     out = Path(out)
     if out.suffix == ".pop" or (out / "shards").is_dir():
         raise UsageError(f"{out} is a population; give another folder for the demo, which makes its own in it")
+    if out.is_dir() and any(out.iterdir()) and not (out / "digits.pop").is_dir():
+        raise UsageError(f"{out}: expected a new or empty folder, or that of an earlier demo, found other files in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(
@@ -83,7 +85,7 @@ def run_demo(
     say(f"5/5  the report -> {out / 'report.html'}")
     title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
     drawn: dict[str, Any] = {
-        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"]),
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=0.1),
         "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
         "whole": found.plot(),
         "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),
@@ -98,6 +100,7 @@ def run_demo(
         fits=compared.to_dict(),
         benchmarks={name: result.arms for name, result in benchmarks.items()},
         gain=GAIN,
+        drawn=fitted.table[0]["log_prob"],
     )
 
 

@@ -4,6 +4,7 @@ Names are found without importing torch, which would take seconds for each key p
 """
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -103,20 +104,10 @@ class OutputFile(click.Path):
         self.suffixes = suffixes
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path, whose folder exists and can be written to."""
-        from weightscope._util import atomic
+        """The path, see `weightscope._util.outputs.checked`."""
+        from weightscope._util import outputs
 
-        path = Path(value)
-        if self.suffixes and path.suffix not in self.suffixes:
-            raise UsageError(f"{path}: expected a file name ending in {', '.join(self.suffixes)}")
-        if path.is_dir():
-            raise UsageError(f"{path}: expected a file name, found a folder")
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: its folder {path.parent} does not exist; create it first")
-        if path.exists() and not path.is_file():
-            raise UsageError(f"{path}: expected the name of a file, found a pipe or a device")
-        atomic.check_writable(path)
-        return path
+        return outputs.checked(value, *self.suffixes)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Paths, completed by the shell."""
@@ -133,6 +124,33 @@ class _JSONFile(OutputFile):
             ctx.meta[_STDOUT] = sys.stdout
             ctx.with_resource(contextlib.redirect_stdout(sys.stderr))
         return Path("-")
+
+
+class Command(click.Command):
+    """A command that refuses to write a file which it also reads, or writes as something else."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run it."""
+        values = [(p, v) for p in self.params for v in _each(ctx.params.get(p.name or ""))]
+        for param, path in values:
+            if isinstance(param.type, OutputFile) and str(path) != "-":
+                for other, value in values:
+                    if other is not param and os.path.realpath(path) == os.path.realpath(value):
+                        raise UsageError(f"{path}: is both {_named(param)} and {_named(other)}; name two files")
+        return super().invoke(ctx)
+
+
+command = functools.partial(click.command, cls=Command)
+
+
+def _each(value: Any) -> list[str]:
+    """The texts and paths among the values of a parameter."""
+    values = value if isinstance(value, tuple) else (value,)
+    return [os.fspath(v) for v in values if isinstance(v, str | Path) and "\0" not in str(v)]
+
+
+def _named(param: click.Parameter) -> str:
+    return param.opts[-1] if isinstance(param, click.Option) else str(param.human_readable_name)
 
 
 json_option = click.option(

@@ -28,12 +28,13 @@ def write_report(
     fits: Mapping[str, Any],
     benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
     gain: float,
+    drawn: float,
 ) -> Path:
     """Write the page, beside the files that it links to; see `report.html`, the template.
 
     `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
     folder; `contents` is in `inspection.json`, `fits` in `structures.json`, and `pairs` are rows of the exchangeable
-    covariance, strongest first.
+    covariance, strongest first. `drawn` is the held-out log-likelihood of the amplified distribution.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -47,8 +48,8 @@ def write_report(
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
-        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci95", "_p_holm", "_pairs")))
-        default = verdict(row["difference"], row["difference_ci95"], row["p_holm"], row["pairs"])
+        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci_holm", "_p_holm", "_pairs")))
+        default = verdict(row["difference"], row["difference_ci_holm"], row["p_holm"], row["pairs"])
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
         sections.append(about | {"beyond": beyond, "default": default})
     text = environment.get_template("report.html").render(
@@ -59,6 +60,7 @@ def write_report(
         scores=[row for row in fits["table"] if row["group"] == "all" and row["failed"] is None],
         benchmarks=sections,
         gain=gain,
+        drawn=drawn,
         control=CONTROL,
         fitted=FITTED,
     )
@@ -77,7 +79,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     if value is None:
         return "–"
     if not math.isfinite(value):
-        return "not finite"
+        return "no spread" if math.isinf(value) else "not finite"
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 

@@ -10,6 +10,7 @@ import click
 from weightscope.cli.options import (
     Named,
     OutputFile,
+    command,
     json_option,
     maybe_partial,
     out_option,
@@ -20,7 +21,7 @@ from weightscope.cli.options import (
 from weightscope.errors import UsageError
 
 
-@click.command()
+@command()
 @out_option("Folder for everything.", "weightscope-demo")
 @click.option("--networks", type=int, default=256, help="Size of the population, at least 16.")
 @click.option("--epochs", type=int, default=12, help="Epochs of the population's training.")
@@ -42,7 +43,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     click.echo(f"\nThe report: {report}")
 
 
-@click.command()
+@command()
 @click.argument("recipe", type=Named("recipes"))
 @out_option("The population's folder.")
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
@@ -81,7 +82,7 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
     click.echo(population_contents(out).brief())
 
 
-@click.command("fit-init")
+@command("fit-init")
 @click.argument("source", type=Named())
 @out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
 @click.option(
@@ -141,13 +142,20 @@ def fit_init(
     """
     from click.core import ParameterSource
 
+    from weightscope._util import outputs
     from weightscope.fits import PopulationFit, write_standalone
     from weightscope.fits.fitting import fit_init as run
     from weightscope.fits.fitting import parsed_options
+    from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
     number = _checked_gain(gain, structure, training)
+    picture = out.with_name(f"{out.stem}-gain.png")
+    if gain == "auto":
+        outputs.checked(picture)
+    if standalone is not None:
+        outputs.checked(standalone.with_name(out.name))  # a copy of the artifact, unless it is there already
     options = parsed_options(texts)
     curve: dict[str, Any] = {}
     result: Any
@@ -158,15 +166,16 @@ def fit_init(
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
         select = fitting.pop("select", settings["select"])
         choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
-        picture = out.with_name(f"{out.stem}-gain.png")
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
         options |= {} if number is None else {"gain": number}
         result = run(maybe_partial(source, partial), structure, options=options or None, **given)
-    if standalone is not None and not isinstance(result, PopulationFit):
-        raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
+    if standalone is not None:
+        if not isinstance(result, PopulationFit):
+            raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
+        standalone_source(result, out.name)  # what cannot be written is an error before anything is
     click.echo(result.text())
     result.save(out)
     click.echo(f"wrote {out}")
@@ -196,7 +205,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     return number
 
 
-@click.command()
+@command()
 @click.argument("recipe", type=Named("recipes"))
 @click.option(
     "--init",
@@ -221,6 +230,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
+@click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
 @training_options
 @json_option
 def bench(

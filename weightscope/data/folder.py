@@ -29,7 +29,7 @@ _TRAINS = ("train", "training")  # in upper or lower case
 _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
 _MOST_ENTRIES = 1024
-_MOST_IMAGES = 2**25  # of an .npz file, whose labels are all read
+_MOST_IMAGES = 2**24  # of an .npz file, whose labels are all read
 _HEADER = 2**16  # bytes that hold the header of an array
 _BLOCK = 2**24  # bytes of an array that are in memory at once
 

@@ -2,8 +2,10 @@
 
 import io
 import multiprocessing
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", 
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # not EPS, for which Pillow starts Ghostscript
 _AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
 _MOST_PIXELS = 2**26  # of one image, by its header: 8192 x 8192
+_MANY_PIXELS, _PIXEL_BYTES = 2**22, 12  # above which the memory matters, of one thread
 _MOST_BYTES = 2**28  # of one file
 _SHOWN = 3  # files in a message
 _DELAY = 2.0  # seconds until progress is shown
@@ -56,9 +59,11 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"a file of {path.stat().st_size} bytes, more than {_MOST_BYTES}")
         with Image.open(io.BytesIO(path.read_bytes()), formats=_FORMATS) as image:
-            width, height = image.size
-            if width * height > _MOST_PIXELS:
-                raise DataError(f"{width} x {height} pixels by its header, more than {_MOST_PIXELS}")
+            pixels, text = prod(image.size), "{} x {} pixels by its header".format(*image.size)
+            if pixels > _MOST_PIXELS:
+                raise DataError(f"{text}, more than {_MOST_PIXELS}")
+            if pixels > _MANY_PIXELS and pixels * _PIXEL_BYTES * usable_cores() > available_memory():
+                raise DataError(f"{text}, more than fit the free memory")
             deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _AT_MOST_16_BITS)
             return _pixels(ImageOps.exif_transpose(image), deep, size, channels)
     except DataError:
@@ -104,10 +109,14 @@ def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
             bar.update()
 
 
+class _Bar(tqdm):
+    _lock = threading.RLock()  # tqdm's own is a semaphore shared between processes, which would leak
+
+
 def progress(total: int, doing: str, unit: str) -> tqdm:
     """A progress bar that appears after 2 seconds if standard error is a terminal; only in the main process."""
     main = multiprocessing.parent_process() is None
-    return tqdm(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
+    return _Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
 
 
 def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:

@@ -394,6 +394,7 @@ def _lines(path: Path, info: DatasetInfo) -> list[str]:
 
 # --- the Hugging Face Hub, which has Parquet files of PNG images -----------------------------------------------------
 
+_PARQUET_ROWS = 16  # of which the images are in memory at once: equal ones are stored once
 TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
 
 
@@ -464,11 +465,15 @@ def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, 
                 )
             held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
             check_memory(held, str(path), f"{rows} compressed images")
-            taken = file.read(columns=columns).slice(0, count).to_pylist()
-    except (ArrowException, OSError, ValueError) as error:
+            images = np.empty((count, info.channels, info.size, info.size), np.uint8)
+            labels = np.empty(count, np.int64)
+            batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
+            for i, row in zip(range(count), (row for batch in batches for row in batch.to_pylist()), strict=False):
+                images[i] = _decoded(row[location.image], info, f"{path}: row {i}")
+                labels[i] = row[location.label]
+    except (ArrowException, OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it to download it again") from error
-    images = np.stack([_decoded(row[location.image], info, f"{path}: row {i}") for i, row in enumerate(taken)])
-    return checked_part(images, np.array([row[location.label] for row in taken]), info, path)
+    return checked_part(images, labels, info, path)
 
 
 def _decoded(cell: dict[str, Any], info: DatasetInfo, where: str) -> np.ndarray:

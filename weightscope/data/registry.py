@@ -13,6 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import Registry
+from weightscope._util.sources import as_path
 from weightscope.errors import DataError
 
 FOLDER = "folder"
@@ -84,12 +85,12 @@ the fields of its `DatasetInfo`."""
 def places(root: str | Path | None) -> list[Path]:
     """The folders that are searched, in order."""
     named = os.environ.get("WEIGHTSCOPE_DATA")
-    return [*([Path(root)] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
+    return [*([as_path(root)] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
 
 
 def first_place(path: str, searched: Iterable[Path], accepted: Callable[[Path], bool], expected: str) -> Path:
     """The first accepted place of a path in the searched folders; DataError if there is none."""
-    candidates = list(dict.fromkeys(place / path for place in searched))  # one, if the path is absolute
+    candidates = list(dict.fromkeys(as_path(place / path) for place in searched))  # one, if the path is absolute
     for candidate in candidates:
         if accepted(candidate):
             return candidate

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from weightscope._util.checks import count
 from weightscope._util.names import unknown
@@ -76,6 +76,7 @@ Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
 MOST_TOKENS = 2**28  # of an epoch, or of the held-out sequences of one length: 2 GiB as int64
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
+_FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 
 
@@ -151,8 +152,11 @@ class SequenceConfig(Task):
         source = changed.load(root)
         return changes, {"train": source.train, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
 
-    def _check_tokens(self) -> None:
-        """Refuse sequences that are drawn at once and would not fit into memory."""
+    @model_validator(mode="after")
+    def _tokens(self) -> "SequenceConfig":
+        """Refuse sequences that are drawn at once, as those of text are not, and would not fit into memory."""
+        if self.name not in (*TASK_SIZES, MARKOV):
+            return self
         shortest = sequence_length(self.name, self.length) if self.name in TASK_SIZES else self.length
         for what, number, tokens in (("training", self.train, shortest), ("held-out", self.test, self.longest)):
             if number is not None and number * tokens > MOST_TOKENS:
@@ -160,6 +164,7 @@ class SequenceConfig(Task):
                     f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {number} sequences "
                     f"of {tokens}; use fewer or shorter ones"
                 )
+        return self
 
 
 class TaskConfig(SequenceConfig):
@@ -172,12 +177,7 @@ class TaskConfig(SequenceConfig):
     train: Size = 2000
     test: Size = 100
     # multiples of the training length at which networks are evaluated; the first is 1
-    lengths: Annotated[tuple[Size, ...], Field(min_length=1)] = (1, 2, 4)
-
-    @field_validator("lengths", mode="before")
-    @classmethod
-    def _tuples(cls, value: object) -> object:
-        return tuple(value) if isinstance(value, list) else value
+    lengths: Annotated[tuple[Size, ...], Field(min_length=1), _FROM_LIST] = (1, 2, 4)
 
     @model_validator(mode="after")
     def _sizes(self) -> "TaskConfig":
@@ -189,7 +189,6 @@ class TaskConfig(SequenceConfig):
             except UsageError as error:
                 at = f" (at {multiple} times the length; see `lengths`)" if multiple > 1 else ""
                 raise ValueError(f"{error}{at}") from None
-        self._check_tokens()
         return self
 
     def check_new(self) -> None:
@@ -269,8 +268,3 @@ class MarkovConfig(SequenceConfig):
     test: Size = 100
     concentration: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
     source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the transitions
-
-    @model_validator(mode="after")
-    def _sizes(self) -> "MarkovConfig":
-        self._check_tokens()
-        return self

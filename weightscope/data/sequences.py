@@ -338,12 +338,23 @@ class MarkovSource:
 # --- what a recipe's section [data] describes -------------------------------------------------------------------------
 
 
+class GeneratedTask(NamedTuple):
+    """A task with its vocabulary."""
+
+    name: str
+    vocabulary: int
+
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
+        """Draw sequences, whose strings have `length` tokens."""
+        return TASKS[self.name](generator, batch, length, self.vocabulary)
+
+
 @dataclass(frozen=True, eq=False)
 class SequenceSource:
     """Sequences of tokens by a recipe's section [data]."""
 
     config: SequenceConfig
-    corpus: Text | MarkovSource | None  # None for a task
+    corpus: Text | MarkovSource | GeneratedTask
     train: int  # sequences of an epoch
     held_out: dict[int, tuple[ScoredSequences, ...]]  # multiple of the length -> batches of sequences of equal length
 
@@ -356,28 +367,28 @@ class SequenceSource:
         Held-out sequences of tasks and of the Markov source have streams of their own, which depend on nothing but the
         multiple of the length; so they are the same for all populations with these settings.
         """
-        corpus: Text | MarkovSource | None = None
-        if isinstance(config, TextConfig):
+        corpus: Text | MarkovSource | GeneratedTask
+        train, lengths = config.train or 0, config.lengths if isinstance(config, TaskConfig) else (1,)
+        if isinstance(config, TaskConfig):
+            corpus = GeneratedTask(config.name, config.vocabulary)
+        elif isinstance(config, MarkovConfig):
+            corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
+        else:
+            assert isinstance(config, TextConfig)
             corpus = Text.read(config.located(root), config.unit)
             if config.vocabulary not in (None, corpus.vocabulary):
                 raise DataError(
                     f"{config.path}: expected a text with a vocabulary of {config.vocabulary}, "
                     f"found {corpus.vocabulary}"
                 )
-            windows = (len(corpus.train) - 1) // config.length
-            if windows < 1:
+            tokens = len(corpus.train)
+            if tokens <= config.length:
                 raise UsageError(
-                    f"data.length: expected less than the {len(corpus.train)} tokens of the text, found {config.length}"
+                    f"data.length: expected less than the {tokens} tokens of the text, found {config.length}"
                 )
-            train = config.train or windows
-        else:
-            assert config.train is not None
-            train = config.train
-        if isinstance(config, MarkovConfig):
-            corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
+            train = config.train or (tokens - 1) // config.length
         made = cls(config, corpus, train, {})
-        for multiple in config.lengths if isinstance(config, TaskConfig) else (1,):
-            made.held_out[multiple] = made.part(config.held_out, multiple)
+        made.held_out.update({multiple: made.part(config.held_out, multiple) for multiple in lengths})
         return made
 
     def part(self, name: Part, multiple: int = 1) -> tuple[ScoredSequences, ...]:
@@ -389,17 +400,12 @@ class SequenceSource:
         assert self.config.test is not None
         purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
         generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
-        return (self._drawn(generator, self.config.test, multiple * self.config.length),)
+        return (self.corpus.batch(generator, self.config.test, multiple * self.config.length),)
 
     @property
     def vocabulary(self) -> int:
         """The number of tokens, v."""
-        return self.config.vocabulary if isinstance(self.config, TaskConfig) else self._corpus.vocabulary
-
-    @property
-    def _corpus(self) -> Text | MarkovSource:
-        assert self.corpus is not None
-        return self.corpus
+        return self.corpus.vocabulary
 
     @property
     def examples(self) -> int:
@@ -411,11 +417,6 @@ class SequenceSource:
         """Whether each target of a training sequence is scored, (n,); the same in all."""
         return self.held_out[1][0].mask[0]
 
-    def _drawn(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
-        if isinstance(self.config, TaskConfig):
-            return TASKS[self.config.name](generator, batch, length, self.config.vocabulary)
-        return self._corpus.batch(generator, batch, length)
-
     def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
         """Draw B training sequences in a compact form, int32 (B, m) on the generator's device.
 
@@ -423,7 +424,7 @@ class SequenceSource:
         """
         if isinstance(self.corpus, Text):
             return self.corpus.starts(generator, batch, self.config.length).int()
-        found = self._drawn(generator, batch, self.config.length)
+        found = self.corpus.batch(generator, batch, self.config.length)
         return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
 
     def expanded(self, compact: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from weightscope._util.plugins import Registry, imported
+from weightscope._util.plugins import Registry, member
 from weightscope.data.metrics import Metric
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Task(BaseModel):
 
     def load(self, root: str | Path | None = None) -> Any:
         """Read the data; a folder is searched first."""
-        return imported(self.source)(self, root)
+        return member(self.source)(self, root)
 
     def sizes(self) -> dict[str, int]:
         """The keyword arguments of a network's factory, in the order in which users' factories take them."""

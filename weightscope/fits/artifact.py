@@ -43,11 +43,19 @@ class Artifact(Result):
 
     def save(self, path: str | Path) -> Path:
         """Write the artifact atomically; a WeightscopeError if that fails."""
-        header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
-        # Not `ascontiguousarray`, which makes a scalar a vector.
-        arrays = {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
+        header, arrays = self._contents()
         atomic.write(path, _ordered(to_bytes(arrays, metadata={KEY: header, DIGEST: digest(header, arrays)})))
         return Path(path)
+
+    @property
+    def fingerprint(self) -> str:
+        """The SHA-256 that `save` writes."""
+        return digest(*self._contents())
+
+    def _contents(self) -> tuple[str, dict[str, np.ndarray]]:
+        header = json.dumps(self.to_dict(), allow_nan=False, sort_keys=True, separators=(",", ":"))
+        # Not `ascontiguousarray`, which makes a scalar a vector.
+        return header, {name: np.asarray(array, order="C") for name, array in self.arrays().items()}
 
 
 def read_contents(path: str | Path) -> tuple[Any, dict[str, np.ndarray]]:
@@ -127,7 +135,7 @@ class Numbers(StrictModel):
 
     structure: str
     layers: tuple[Any, ...]
-    left_out: tuple[str, ...] = Field((), strict=False)  # layers whose filters are not square, with their sizes
+    left_out: tuple[str, ...] = Field((), strict=False)  # layers that are not fitted, and why
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:

@@ -325,6 +325,11 @@ class Exchangeable(Structure):
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
         labels = [label_of(kind.groups) for kind in self.permutations.types]
         lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels if label in self.diagnostics]
+        if any(self.diagnostics.get(label, {}).get("gain", 0) > 1 for label in labels):
+            lines.append(
+                "correlations were enlarged on purpose: what is drawn from, and scored above, is no density of trained "
+                "networks, and its log-likelihood does not tell how well it initialises"
+            )
         return [*lines, *self.diagnostics.get("resized", ())]
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -3,17 +3,17 @@
 import itertools
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from scipy.interpolate import CubicSpline
-from scipy.optimize import OptimizeResult, minimize, minimize_scalar
+from scipy.optimize import OptimizeResult, minimize
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.results import row_table
-from weightscope.anatomy import DepthwisePart, depthwise
+from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
@@ -53,9 +53,19 @@ class FilterDistribution(_Layer):
     dead: int = Field(0, ge=0)  # number of filters whose norm is negligible; mean and covariance include them
 
     @property
+    def relative_depth(self) -> float:
+        """As of `DepthwisePart`."""
+        return self.depth
+
+    @property
     def usable(self) -> bool:
         """Whether at least two filters are alive; otherwise the covariance says nothing about filters."""
         return self.count - self.dead >= 2
+
+    @property
+    def constant(self) -> bool:
+        """Whether all filters are equal up to the rounding of float32, so that there is no covariance to draw from."""
+        return self.covariance.trace() <= (1e-6 * np.linalg.norm(self.mean)) ** 2
 
     @model_validator(mode="after")
     def _arrays(self) -> "FilterDistribution":
@@ -115,13 +125,12 @@ class FilterFit(Numbers):
 
     def remarks(self) -> tuple[str, ...]:
         """What of the network is not used, and which distributions stand in for it."""
-        used, out = self.used, []
-        for usable in (False, True):
-            does = "its distribution includes them" if usable else "and not used"
-            for x in self.layers:
-                if self.kernel in (None, x.kernel) and x.usable == usable and x.dead:
-                    join = ";" if usable else ""
-                    out.append(f"`{x.name}`: {x.dead} of {x.count} filters are dead{join} {does}")
+        used, dead = self.used, [x for x in self.layers if self.kernel in (None, x.kernel) and x.dead]
+        does = {False: " and not used", True: "; its distribution includes them"}
+        out = [
+            f"`{x.name}`: {x.dead} of {x.count} filters are dead{does[x.usable]}"
+            for x in sorted(dead, key=lambda x: x.usable)
+        ]
         if 0 < len(used) < len(self.layers):
             span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
             out.append(
@@ -210,7 +219,20 @@ def _least(curve: Schedule) -> float:
 
 
 def _left_out_line(layers: tuple[str, ...]) -> list[str]:
-    return [f"left out, not square: {', '.join(layers)}"] if layers else []
+    unread = [layer for layer in layers if layer.endswith(")")]
+    odd = [layer for layer in layers if layer not in unread]
+    lines = [f"left out, not square: {', '.join(odd)}"] if odd else []
+    return lines + [f"left out, cannot be read: {layer}" for layer in unread]
+
+
+def refuse_constant(layers: Sequence[FilterDistribution], means: bool = False) -> None:
+    """A DataError if the filters of a layer are all equal, unless their mean is drawn: new ones would be zero."""
+    for layer in layers:
+        if layer.constant and not means:
+            raise DataError(
+                f"`{layer.name}`: its {layer.count} filters are all equal and have no covariance to draw from, new "
+                "ones would be zero; means=true draws their mean, and kernel=K uses the layers of one size only"
+            )
 
 
 _DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
@@ -225,7 +247,8 @@ def filter_distributions(
     the network's layers (the median of their largest). A layer whose filters are one-dimensional, not square or of even
     size is a UsageError (`strict`), or is left out with a warning.
     """
-    found, others = square_and_others(source, config)
+    parts = depthwise(source, config, strict=strict, caller="filter_distributions")
+    found, others = square_distributions(parts), [part for part in parts if not part.square]
     if others and strict:
         raise UsageError(f"expected square filters of odd size in every layer, found {listed(others)}")
     if others:
@@ -233,11 +256,8 @@ def filter_distributions(
     return found
 
 
-def square_and_others(
-    source: Any, config: Mapping[str, Any] | None = None
-) -> tuple[list[FilterDistribution], list[DepthwisePart]]:
-    """The distributions of the layers with square filters of odd size, and the other layers."""
-    parts = depthwise(source, config)
+def square_distributions(parts: Parts[DepthwisePart]) -> list[FilterDistribution]:
+    """The distributions of the layers with square filters of odd size."""
     square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
     if not square:
         raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
@@ -247,7 +267,7 @@ def square_and_others(
     for (part, filters), norm in zip(square, norms, strict=True):
         dead = int((norm <= _DEAD * max(norm.max(), typical)).sum())
         found.append(_distribution(part, filters, dead))
-    return found, [part for part in parts if not part.square]
+    return found
 
 
 def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> FilterDistribution:
@@ -296,13 +316,15 @@ def fit_filters(
     flag("means", means)
     choice("schedule", schedule, ("depth", "stage"))
     choice("psd", psd, ("abs", "clip"))
-    layers, others = square_and_others(source)
+    parts = depthwise(source, strict=None)
+    layers = square_distributions(parts)
     chosen = _of_size(layers, kernel)
     options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
-    fit = FilterFit.model_validate({"layers": layers, "left_out": _described_kernels(others), **options})
+    fit = FilterFit.model_validate({"layers": layers, "left_out": _left_out(parts), **options})
     if not fit.used:
         size = "" if kernel is None else f" in layers of size {kernel}"
         raise DataError(f"all filters are dead{size}: `{chosen[0].name}`, ...")
+    refuse_constant(fit.used, means)
     return NetworkFit(fit)
 
 
@@ -331,11 +353,12 @@ def fit_conv_schedule(
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
     choice("psd", psd, ("abs", "clip"))
-    everything, others = square_and_others(source)
+    parts = depthwise(source, strict=None)
+    everything = square_distributions(parts)
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
     filters = _of_size(everything, kernel)
     for layer in filters:
-        if not layer.covariance.any():
+        if layer.constant:
             raise DataError(f"`{layer.name}`: its filters are all equal and have no covariance to fit")
     depths = [depth_of[layer.name] for layer in filters]
     fits = _layer_fits(filters, psd)
@@ -353,14 +376,15 @@ def fit_conv_schedule(
         "schedule": schedule,
         "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
         "layers": layers,
-        "left_out": _described_kernels(others),
+        "left_out": _left_out(parts),
     }
     return NetworkFit(ScheduleFit.model_validate(numbers))
 
 
-def _described_kernels(parts: list[DepthwisePart]) -> list[str]:
-    """The layers with other than square filters, each with its size."""
-    return [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts]
+def _left_out(parts: Parts[DepthwisePart]) -> list[str]:
+    """The layers with other than square filters, each with its size, and those that cannot be read."""
+    sizes = [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts if not part.square]
+    return [*sizes, *(f"{unread.name} {unread.why}" for unread in parts.unread)]
 
 
 def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
@@ -386,34 +410,33 @@ def _drawn_covariance(k: int, sigma: float, psd: str) -> np.ndarray:
     return root @ root.T
 
 
-class _LayerFit:
+class _LayerFit(NamedTuple):
     """How well each sigma fits one layer: the cosine of C and S(sigma), smooth in log sigma."""
 
-    def __init__(self, logs: np.ndarray, cosines: np.ndarray) -> None:
-        self.low, self.high, self.cosine = float(logs[0]), float(logs[-1]), CubicSpline(logs, cosines)
-        i = int(cosines.argmax())
-        around = (logs[max(0, i - 1)], logs[min(len(logs) - 1, i + 1)])
-        found = minimize_scalar(lambda x: -float(self.cosine(x)), bounds=around, method="bounded")
-        self.best = math.exp(found.x)  # sigma with the largest cosine
+    cosine: CubicSpline  # of log sigma
+    best: float  # sigma with the largest cosine
 
     def at(self, sigma: float) -> float:
         """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
-        return max(0.0, float(self.cosine(min(max(math.log(sigma), self.low), self.high))))
+        return max(0.0, float(self.cosine(np.clip(math.log(sigma), *self.cosine.x[[0, -1]]))))
 
 
 def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
     """The fit of each layer. The closed form is computed once for each kernel size and sigma, and not kept."""
-    out: dict[int, _LayerFit] = {}
+    out: dict[str, _LayerFit] = {}
     for k in {layer.kernel for layer in layers}:
-        alike = [(i, x.covariance / np.linalg.norm(x.covariance)) for i, x in enumerate(layers) if x.kernel == k]
+        alike = {x.name: x.covariance / np.linalg.norm(x.covariance) for x in layers if x.kernel == k}
         logs = np.linspace(math.log(_NARROWEST), math.log(_WIDEST * k * k), _GRID if k <= _LARGE else _COARSE)
-        cosines = np.empty((len(alike), len(logs)))
-        for g, log in enumerate(logs):
+        rows = []
+        for log in logs:
             closed = _drawn_covariance(k, math.exp(log), psd)
             closed /= np.linalg.norm(closed)
-            cosines[:, g] = [np.vdot(closed, covariance) for _, covariance in alike]
-        out |= {i: _LayerFit(logs, row) for (i, _), row in zip(alike, cosines, strict=True)}
-    return [out[i] for i in range(len(layers))]
+            rows.append([np.vdot(closed, covariance) for covariance in alike.values()])
+        for name, cosines in zip(alike, np.transpose(rows), strict=True):
+            spline = CubicSpline(logs, cosines)
+            places = np.r_[logs, spline.derivative().roots(extrapolate=False)]
+            out[name] = _LayerFit(spline, math.exp(places[np.nanargmax(spline(places))]))
+    return [out[layer.name] for layer in layers]
 
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:

@@ -101,7 +101,7 @@ def fit(
     for name, part in grouped(spec, joint).items():
         columns = spec.columns(part)
         varying = networks.varying[columns]
-        frozen = () if varying.all() else (networks.first[columns], varying)
+        frozen = () if varying.all() else (networks.first[columns].astype(np.float64), varying)
         if not varying.any():
             groups.append(Group(name, part, None, {}, *frozen))
             continue
@@ -193,7 +193,7 @@ class _UsableNetworks:
             size += rows.nbytes
             self._held = None if self._held is None or size > HELD else [*self._held, rows.copy()]
             if len(rows):
-                self.first = self.first if self.n else rows[0].astype(np.float64)
+                self.first = self.first if self.n else rows[0].copy()
                 self.varying |= (rows != self.first).any(axis=0)
             self.n += len(rows)
         self._finite = np.concatenate(finite)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.results import row_table
-from weightscope.anatomy import AttentionPart, named_tensors, self_attention
+from weightscope.anatomy import named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import DataError
@@ -84,7 +84,9 @@ class ProductFit(Numbers):
             f"mimetic_attention_ with these numbers, parts {self.parts}\n"
             "beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n"
             "R2 is the identity's share of the product, 'of' the most that its rank allows, 'spectrum' the relative "
-            f"residual of its singular values{_NOTES[self.layer_scale]}\n\n"
+            f"residual of its singular values{_NOTES[self.layer_scale]}\n"
+            + "".join(f"left out: {layer}\n" for layer in self.left_out)
+            + "\n"
             f"{row_table(_COLUMNS, [dict(layer) for layer in self.layers])}"
         )
 
@@ -127,42 +129,39 @@ def fit_identity_product(
     """
     choice("parts", parts, ("both", "qk", "vo"))
     network = named_tensors(source, config)
-    found = self_attention(network)
+    found = self_attention(network, strict=None)
     scales = [layer_scale(network, part) for part in found]
     layers = []
-    for i, part in enumerate(found):
-        depth = i / max(1, len(found) - 1)
-        name = scales[i] if fold_scales else None
-        scale = None if name is None else _checked(name, network.get(name)).flatten()  # (d,)
-        qk, vo = _query_key(part), _value_output(part, scale)
-        layers.append(ProductLayer(name=part.name, depth=depth, width=part.width, heads=part.heads, qk=qk, vo=vo))
+    left_out = [f"{unread.name} {unread.why}" for unread in found.unread]
+    lost = {unread.layer for unread in found.unread if unread.layer is not None}
+    known = sorted(lost | {part.layer for part in found})
+    for part, scale in zip(found, scales, strict=True):
+        # (H, d, r), (kv, d, r), (kv, d, r), (H, r, d)
+        q, k, v, o = (_finite(part.parameters[name][0], part.read(name)) for name in get_args(PartName))
+        group = part.heads // part.kv_heads
+        values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
+        outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
+        if fold_scales and scale is not None:
+            outputs = outputs * _finite(scale, network.get(scale)).flatten()[:, None]
+        heads = range(part.heads)
+        qk = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in heads]
+        vo = [_fitted(values, outputs, 1, f"`{part.name}` values and outputs")]
+        facts = {
+            "name": part.name,
+            "depth": known.index(part.layer) / max(1, len(known) - 1),
+            "width": part.width,
+            "heads": part.heads,
+        }
+        layers.append(ProductLayer.model_validate(facts | {"qk": _joined(qk), "vo": _joined(vo)}))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
     return NetworkFit(
-        ProductFit.model_validate({"signs": "products", "parts": parts, "layer_scale": state, "layers": layers})
+        ProductFit.model_validate(
+            {"signs": "products", "parts": parts, "layer_scale": state, "layers": layers, "left_out": left_out}
+        )
     )
 
 
-def _query_key(part: AttentionPart) -> ProductNumbers:
-    q, k = _finite(part, "q"), _finite(part, "k")  # (H, d, r), (kv, d, r)
-    group = part.heads // part.kv_heads
-    fits = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in range(part.heads)]
-    return _joined(fits)
-
-
-def _value_output(part: AttentionPart, scale: Tensor | None) -> ProductNumbers:
-    v, o = _finite(part, "v"), _finite(part, "o")  # (kv, d, r), (H, r, d)
-    group = part.heads // part.kv_heads
-    values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
-    outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
-    outputs = outputs if scale is None else outputs * scale[:, None]
-    return _joined([_fitted(values, outputs, 1, f"`{part.name}` values and outputs")])
-
-
-def _finite(part: AttentionPart, name: PartName) -> Tensor:
-    return _checked(part.parameters[name][0], part.read(name))
-
-
-def _checked(name: str, value: Tensor) -> Tensor:
+def _finite(name: str, value: Tensor) -> Tensor:
     value = value.cpu().double()
     if bad := int((~value.isfinite()).sum()):
         raise DataError(

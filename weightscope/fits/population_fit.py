@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.plugins import imported, is_reference, source_hash
+from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError
 from weightscope.fits.artifact import NETWORK_FORMAT, VERSION, Artifact, NetworkFit, checked_header, read_contents
 from weightscope.fits.structure import STRUCTURES, Structure, checked, matrix_shapes, structure_reference
@@ -79,7 +80,7 @@ class Group:
             "diagnostics": {} if kind is None else kind.diagnostics,
             "fixed": self.fixed,
         }
-        return out | ({"source_hash": source_hash(type(kind))} if is_reference(reference) else {})
+        return out | ({"source_hash": source_hash(reference)} if reference and is_reference(reference) else {})
 
 
 @dataclass(frozen=True, repr=False)
@@ -270,27 +271,29 @@ def _group(
 
 
 def _class(described: _GroupHeader, structures: Sequence[str | type[Structure]]) -> type[Structure]:
-    """The structure's class; one that is not part of weightscope is imported only if the caller allowed it."""
+    """The structure's class; one that is not part of weightscope is imported only if the user trusts it."""
     name = described.structure or ""
     if name in STRUCTURES:
         return STRUCTURES[name]
     if not is_reference(name):
         raise DataError(f"no structure {name!r}; there are {', '.join(STRUCTURES)}")
-    for allowed in structures:
-        if name == (allowed if isinstance(allowed, str) else structure_reference(allowed)):
-            found = imported(allowed) if isinstance(allowed, str) else allowed
-            if not (isinstance(found, type) and issubclass(found, Structure)):
-                raise DataError(f"{name}: expected a subclass of weightscope.fits.Structure, found {found!r}")
-            if (now := source_hash(found)) != described.source_hash:
-                raise DataError(
-                    f"{name}: its source changed since the fit (hash {described.source_hash or 'none'}, now {now}); "
-                    "restore that version or fit again"
-                )
-            return found
-    raise DataError(
-        f"its structure {name} is not part of weightscope and is not imported because a file says so; if you trust "
-        f"it, pass structures=[{name!r}]"
-    )
+    names = [known if isinstance(known, str) else structure_reference(known) for known in structures]
+    try:
+        with trusting(name in names):
+            found = imported(name)
+    except CannotRun as error:
+        raise DataError(
+            f"its structure {name} is not part of weightscope and is not imported because a file says so; if you trust "
+            f"it, pass structures=[{name!r}], or --trust"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Structure)):
+        raise DataError(f"{name}: expected a subclass of weightscope.fits.Structure, found {found!r}")
+    if (now := source_hash(name)) != described.source_hash:
+        raise DataError(
+            f"{name}: its source changed since the fit (hash {described.source_hash or 'none'}, now {now}); "
+            "restore that version or fit again"
+        )
+    return found
 
 
 def _of_length(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:

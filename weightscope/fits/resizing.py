@@ -2,9 +2,8 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
 from itertools import permutations as permutations_of
 from math import floor, prod, sqrt
 
@@ -17,7 +16,7 @@ from weightscope.fits.exchangeable import Exchangeable, mean_vector
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
-from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed
+from weightscope.statistics.permutations import PermutationSpec, View, bare, is_signed
 
 _BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default deviation 1 at any width
@@ -58,13 +57,10 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
     mine, theirs = _depths(source), _depths(target)
     out = {}
     for name in target.names:
-        found = _BLOCK.fullmatch(name)
-        stack = found["stack"] if found else ""
-        if found and stack in mine:
+        found, origin = _BLOCK.fullmatch(name), name
+        if found and (stack := found["stack"]) in mine:
             index = floor(int(found["index"]) * (mine[stack] - 1) / max(1, theirs[stack] - 1) + 0.5)
             origin = f"{stack}{index}{found['rest']}"
-        else:
-            origin = name
         if origin in source:
             out[name] = origin
     return out
@@ -117,27 +113,29 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
 
 def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
     """The factor of each type, and the pairs of views whose covariance the fitted network does not have."""
-    old = plan.structure.permutations.types
+    old, roots = plan.structure.permutations.types, plan.structure.factors
+    starts = np.cumsum([0, *map(len, roots)])
     factors, apart = [], dict[str, None]()
     for kind in plan.permutations.types:
-        origins = [plan.origins[view.name] for view in kind.views]
-        sources = [_source(kind, view, origin) for view, origin in zip(kind.views, origins, strict=True)]
-        weights = _weights(kind, origins, sources)
-        matrix = np.zeros((kind.copies, kind.copies))
-        for source in dict.fromkeys(sources):
-            at, theirs = next((i, t) for i, t in enumerate(old) if set(t.groups) == set(source))
-            there = [i for i, s in enumerate(sources) if s == source]
-            rows = np.concatenate([np.r_[kind.slices[kind.views[i].name]] for i in there])
-            copies = np.concatenate([np.r_[theirs.slices[origins[i].name]] for i in there])
-            scale = np.concatenate([np.full(kind.views[i].copies, plan.ratios[kind.views[i].name]) for i in there])
-            times = [kind.views[i].copies for i in there]
-            weight = np.repeat(np.repeat(weights[np.ix_(there, there)], times, 0), times, 1)
-            root = plan.structure.factors[at][copies] * scale[:, None]
-            matrix[np.ix_(rows, rows)] = weight * (root @ root.T)
-        factors.append(cholesky(matrix, lower=True))
-        for (a, one), (b, other) in combinations(zip(kind.views, sources, strict=True), 2):
-            if one != other:
-                apart[f"{a.name} and {b.name}"] = None
+        rows, places = [], []
+        for view in kind.views:
+            origin = plan.origins[view.name]
+            there = dict(zip(view.axes, origin.axes, strict=True))
+            source = {there[group] for group in kind.groups}  # the groups that stand there in the fitted network
+            at = next(i for i, type_ in enumerate(old) if set(type_.groups) == source)
+            row = np.zeros((view.copies, starts[-1]))  # of different types, rows are orthogonal
+            row[:, starts[at] : starts[at + 1]] = plan.ratios[view.name] * roots[at][old[at].slices[origin.name]]
+            rows.append(row)
+            places.append((_block(view.tensor), (_block(origin.tensor), at)))
+        times = Counter(taken for _, taken in set(places))
+        weights = np.ones((len(rows), len(rows)))  # of the covariances between views, see `resized`
+        for (i, (block, taken)), (j, (other, others)) in permutations_of(enumerate(places), 2):
+            if block != other:
+                weights[i, j] = 0.0 if taken == others else 1 / sqrt(times[taken] * times[others])
+            if i < j and taken[1] != others[1]:
+                apart[f"{kind.views[i].name} and {kind.views[j].name}"] = None
+        root, copies = np.concatenate(rows), [len(row) for row in rows]
+        factors.append(cholesky(weights.repeat(copies, 0).repeat(copies, 1) * (root @ root.T), lower=True))
     return factors, list(apart)
 
 
@@ -198,24 +196,6 @@ def _problem(view: View, origin: View | None) -> str | None:
     if fixed[0] == fixed[1] and kinds[0] == kinds[1]:
         return None
     return f"expected axes that are not renumbered of {tuple(fixed[0])} as in {origin.shape}, found {view.shape}"
-
-
-def _source(kind: InvariantType, view: View, origin: View) -> tuple[str, ...]:
-    """The groups of the fitted network that stand where a type's groups stand in a view."""
-    there = dict(zip(view.axes, origin.axes, strict=True))
-    return tuple(str(there[group]) for group in kind.groups)
-
-
-def _weights(kind: InvariantType, origins: Sequence[View], sources: Sequence[tuple[str, ...]]) -> np.ndarray:
-    """Factors of the covariances between views, see `resized`."""
-    views = zip(kind.views, origins, sources, strict=True)
-    blocks = [(_block(view.tensor), (_block(origin.tensor), source)) for view, origin, source in views]
-    times = Counter(origin for _, origin in set(blocks))
-    out = np.ones((len(blocks), len(blocks)))
-    for (i, a), (j, b) in permutations_of(enumerate(blocks), 2):
-        if a[0] != b[0]:
-            out[i, j] = 0.0 if a[1] == b[1] else 1 / sqrt(times[a[1]] * times[b[1]])
-    return out
 
 
 def _block(name: str) -> str:

@@ -1,21 +1,22 @@
 """A Python file that applies an artifact and needs torch and safetensors only."""
 
 from collections.abc import Sequence
+from keyword import iskeyword
 from pathlib import Path
 
-from weightscope._util import atomic
+from weightscope._util import atomic, outputs
+from weightscope._util.names import listing
 from weightscope.errors import UsageError
 from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.structure import STRUCTURES, Structure
 
 _FORMS = ("affine", "kronecker", "group_means")  # what the template samples; others bring a function of their own
 
-_TEMPLATE = '''\
-"""Initialise {touched} from {artifact}, in the folder of this file.
+# The texts that come from an artifact are put in as literals, so that no name can become code.
+_HEAD = '''\
+"""Initialise tensors of a network from an artifact that is in the folder of this file.
 
-    {module}.init_(network, generator=torch.Generator().manual_seed(0))
-
-{summary}
+    init_(network, generator=torch.Generator().manual_seed(0))
 """
 
 import json
@@ -25,16 +26,23 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+ARTIFACT = {artifact!a}
+ABOUT = {about!a}
+_FORMS = {{}}
 
+
+'''
+
+_BODY = '''\
 @torch.no_grad()
 def init_(module, generator=None):
     """Set the artifact's tensors in place and leave all others unchanged."""
-    with safe_open(Path(__file__).with_name({artifact!r}), "pt") as file:
+    with safe_open(Path(__file__).with_name(ARTIFACT), "pt") as file:
         groups = json.loads(file.metadata()["weightscope"])["groups"]
-        arrays = {{key: file.get_tensor(key) for key in file.keys()}}
-    own = {{k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}}
+        arrays = {key: file.get_tensor(key) for key in file.keys()}
+    own = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}
     for i, group in enumerate(groups):
-        a = {{key.removeprefix(f"{{i}}."): value for key, value in arrays.items() if key.startswith(f"{{i}}.")}}
+        a = {key.removeprefix(f"{i}."): value for key, value in arrays.items() if key.startswith(f"{i}.")}
         sample = _FORMS.get(group["form"], _sample)
         x = sample(group, a, lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64))
         if "varying" in a:  # entries that are the same in every network
@@ -57,7 +65,7 @@ def _sample(group, a, randn):
     for j, (p, n) in enumerate(matrices):
         z = randn(p, n)
         if group["form"] == "kronecker":
-            z = a[f"rows.{{j}}"] @ z @ a[f"columns.{{j}}"].T
+            z = a[f"rows.{j}"] @ z @ a[f"columns.{j}"].T
         else:  # residual, row, column and grand means, each scaled by its own standard deviation
             row, column, grand = z.mean(1, keepdim=True), z.mean(0, keepdim=True), z.mean()
             parts = z - row - column + grand, row - grand, column - grand, grand
@@ -86,39 +94,39 @@ def write_standalone(
         >>> write_standalone("digits-mlp.safetensors", "digits_mlp.py")
     """
     file = Path(file)
-    if file.suffix != ".py" or not file.stem.isidentifier():
+    if file.suffix != ".py" or not file.stem.isidentifier() or iskeyword(file.stem):
         raise UsageError(
             f"a standalone initialiser needs a file name that Python can import (name.py), found {file.name!r}"
         )
     result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
-    for group in result.groups:
-        if group.structure is not None and group.structure.form not in _FORMS and group.structure.standalone is None:
-            known = [*_FORMS, *(cls.form for cls in STRUCTURES.values() if cls.standalone is not None)]
-            raise UsageError(f"{group.label}: a standalone initialiser needs one of the forms {', '.join(known)}")
+    standalone_source(result, "")  # before anything is written
+    outputs.checked(file)
     if isinstance(artifact, PopulationFit):
-        beside = result.save(file.with_suffix(".safetensors"))
+        beside = result.save(outputs.checked(file.with_suffix(".safetensors")))
     else:
         beside = file.with_name(Path(artifact).name)
         if beside.resolve() != Path(artifact).resolve():
-            atomic.write(beside, Path(artifact).read_bytes())
-    atomic.write(file, _source(result, file.stem, beside.name).encode())
+            atomic.write(outputs.checked(beside), Path(artifact).read_bytes())
+    atomic.write(file, standalone_source(result, beside.name).encode())
     return file
 
 
-def _source(result: PopulationFit, module: str, artifact: str) -> str:
-    names = result.spec.names
-    touched = ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more tensors"
-    kinds = sorted({group.label for group in result.groups})
-    summary = f"Fitted to {result.networks} networks; structures: {', '.join(kinds)}."
-    safe = {
-        key: text.replace("\\", "/").replace('"""', "'''")
-        for key, text in {"touched": touched, "summary": summary}.items()
-    }
-    own = {cls.form: cls.standalone for g in result.groups if g.structure and (cls := type(g.structure)).standalone}
+def standalone_source(result: PopulationFit, artifact: str) -> str:
+    """The text of the file for an artifact of this name; a UsageError if a structure cannot be sampled by it."""
+    own = {}
+    for group in result.groups:
+        kind = group.structure
+        if kind is not None and kind.standalone is not None:
+            own[kind.form] = kind.standalone
+        elif kind is not None and kind.form not in _FORMS:
+            known = [*_FORMS, *(cls.form for cls in STRUCTURES.values() if cls.standalone is not None)]
+            raise UsageError(f"{group.label}: a standalone initialiser needs one of the forms {', '.join(known)}")
+    kinds = ", ".join(sorted({group.label for group in result.groups}))
+    about = f"{listing(result.spec.names)}, fitted to {result.networks} networks; structures: {kinds}"
     needed = {form: own[form] for form in sorted(own)}
     imports = "".join(sorted((code.imports for code in needed.values()), reverse=True))
-    text = _TEMPLATE.format(module=module, artifact=artifact, imports=imports, **safe)
-    functions = ", ".join(f'"{form}": {code.function}' for form, code in needed.items())
-    return text + "".join(code.text for code in needed.values()) + f"\n\n_FORMS = {{{functions}}}\n"
+    text = _HEAD.format(artifact=artifact, about=about, imports=imports) + _BODY
+    functions = "".join(f"{code.text}\n\n_FORMS[{form!a}] = {code.function}\n" for form, code in needed.items())
+    return text + functions

@@ -288,7 +288,6 @@ def sinusoidal_positions_(
     """Set every position embedding to gamma times the sinusoidal codes, 2-D for images and 1-D for sequences.
 
     Args:
-        module: changed in place: its position embeddings (parameters or buffers).
         gamma: scale; about 2 with mimetic attention on CIFAR, 1 on ImageNet.
         special: rows of class, distillation and register tokens: "keep" or "zero".
         temperature: of the frequencies.

@@ -1,6 +1,7 @@
 """What every initialiser uses: the registry, random numbers drawn on the CPU, and writing weights in place."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -8,9 +9,10 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import matching
+from weightscope._util.checks import choice
+from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
-from weightscope.anatomy.effective import writable
+from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.errors import UsageError, WeightscopeError
 
@@ -59,23 +61,24 @@ def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32)
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
+    keep(tensor)
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
-def each_matrix(
-    module: M, select: str, fill: Callable[[Tensor], Tensor], bias: Callable[[Tensor, int], Tensor | None]
-) -> M:
-    """Fill every selected weight, matrix by matrix (out, in, ...), and its bias, given its fan in; None keeps it."""
+def each_matrix(module: M, select: str, fill: Callable[[Tensor], Tensor], bias: str, generator: Generator) -> M:
+    """Fill every selected weight, matrix by matrix (out, in, ...), and set its bias by a rule."""
+    choice("bias", bias, ("uniform", "zero", "keep"))
     found = matrices(module)
     wanted = set(matching(select, (matrix.name for matrix in found)))
-    for matrix in found:
-        if matrix.name not in wanted:
-            continue
+    for matrix in (matrix for matrix in found if matrix.name in wanted):
         blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))
-        if matrix.bias is not None and (new := bias(matrix.bias, fans(blocks[0])[0])) is not None:
-            put(matrix.bias.detach(), new)
+        if matrix.bias is not None and bias != "keep":
+            bound = 1 / math.sqrt(fans(blocks[0])[0])
+            zero = bias == "zero"
+            draws = torch.zeros(()) if zero else uniform(*matrix.bias.shape, bound=bound, generator=generator)
+            put(matrix.bias.detach(), draws)
     return module
 
 
@@ -116,7 +119,8 @@ class UserInitialiser:
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
-            found = self.function(module, **self.parameters, generator=generator)
+            with all_or_nothing():
+                found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:
             raise
         except Exception as error:
@@ -150,7 +154,7 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
         >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
     """
-    steps: list[Any] = [part.strip() for part in init.split("+")] if isinstance(init, str) else [init]
+    steps: list[Any] = [part.strip() for part in parts_of(init)] if isinstance(init, str) else [init]
     signatures = [_signature(step) for step in steps]
     bound: list[Initialiser] = []
     for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):
@@ -173,6 +177,7 @@ def compose(*initialisers: str | Callable[..., Any]) -> Initialiser:
         raise UsageError("compose: expected at least one initialiser, found none")
     steps = [get(step) for step in initialisers]
 
+    @all_or_nothing()
     def composed(module: nn.Module, *, generator: Generator = None) -> nn.Module:
         for step in steps:
             module = step(module, generator=generator)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,43 +10,22 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope._util.names import matching
-from weightscope.anatomy import MLPPart, attention, mlps, named_tensors
+from weightscope.anatomy import MLPPart, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_modules import PartName
-from weightscope.anatomy.attention_modules import find as find_attention
 from weightscope.anatomy.matrices import fans, matrices
 from weightscope.anatomy.mlp import MLPName
-from weightscope.anatomy.mlp import find as find_mlps
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, uniform
-
-_BIASES = ("uniform", "zero", "keep")
 
 
 @INITIALISERS.register("default", source="the module's constructor", needs="nothing")
 def default_(module: M, *, generator: Generator = None) -> M:
     """Leave the module as its constructor made it; the baseline of every comparison.
 
-    Args:
-        module: returned unchanged.
-
     Example:
         >>> default_(vit)
     """
     return module
-
-
-def _bias(rule: str, generator: Generator) -> Callable[[Tensor, int], Tensor | None]:
-    """The function that sets biases: torch's `U(+-1/sqrt(fan in))`, zero, or none."""
-    choice("bias", rule, _BIASES)
-
-    def fill(old: Tensor, fan_in: int) -> Tensor | None:
-        if rule == "keep":
-            return None
-        if rule == "zero":
-            return torch.zeros(old.shape)
-        return uniform(*old.shape, bound=1 / math.sqrt(fan_in), generator=generator)
-
-    return fill
 
 
 @INITIALISERS.register("kaiming_uniform", source="He et al. 2015", needs="linear or convolutional layers")
@@ -72,7 +51,7 @@ def kaiming_uniform_(
     def fill(block: Tensor) -> Tensor:
         return uniform(*block.shape, bound=gain / math.sqrt(fans(block)[0]), generator=generator)
 
-    return each_matrix(module, select, fill, _bias(bias, generator))
+    return each_matrix(module, select, fill, bias, generator)
 
 
 @INITIALISERS.register("xavier", source="Glorot and Bengio 2010", needs="linear or convolutional layers")
@@ -108,7 +87,7 @@ def xavier_(
             return normal(*block.shape, generator=generator).mul_(std)
         return uniform(*block.shape, bound=math.sqrt(3) * std, generator=generator)
 
-    return each_matrix(module, select, fill, _bias(bias, generator))
+    return each_matrix(module, select, fill, bias, generator)
 
 
 @INITIALISERS.register("trunc_normal", source="default of timm's vision models", needs="linear or convolutional layers")
@@ -141,7 +120,7 @@ def trunc_normal_(
     def fill(block: Tensor) -> Tensor:
         return truncated(*block.shape, std=std, cut=cut, generator=generator)
 
-    return each_matrix(module, select, fill, _bias(bias, generator))
+    return each_matrix(module, select, fill, bias, generator)
 
 
 def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tensor:
@@ -152,7 +131,6 @@ def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tens
     return draws.erfinv_().mul_(std * math.sqrt(2)).clamp_(-cut, cut)
 
 
-QKV: tuple[PartName, ...] = ("q", "k", "v")
 QKVO: tuple[PartName, ...] = ("q", "k", "v", "o")
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -192,19 +170,18 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
     every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
     hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
     for heads in every:
-        for letter in QKV:
-            n, d, k = heads.read(letter).shape
-            heads.write(letter, zero_matrix(n * k, d).reshape(n, k, d).mT)
-        heads.write("o", torch.zeros_like(heads.read("o")))
         for letter in QKVO:
-            if (bias := heads.read_bias(letter)) is not None:
-                heads.write_bias(letter, torch.zeros_like(bias))
+            n, d, k = heads.read(letter).shape
+            heads.write(letter, torch.zeros(n, d, k) if letter == "o" else zero_matrix(n * k, d).reshape(n, k, d).mT)
     for mlp in hidden:
         for name in matrices_of(mlp):
-            old = mlp.read(name)
-            mlp.write(name, torch.zeros_like(old) if name == "fc2" else zero_matrix(*old.shape))
-            if (bias := mlp.read_bias(name)) is not None:
-                mlp.write_bias(name, torch.zeros_like(bias))
+            rows, columns = mlp.read(name).shape
+            mlp.write(name, torch.zeros(rows, columns) if name == "fc2" else zero_matrix(rows, columns))
+    ends: list[tuple[Any, Any]] = [(part, QKVO) for part in every] + [(part, matrices_of(part)) for part in hidden]
+    for part, names in ends:
+        for name in names:
+            if (bias := part.read_bias(name)) is not None:
+                part.write_bias(name, torch.zeros_like(bias))
     return module
 
 
@@ -348,7 +325,7 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto",
             put(factor, torch.full(factor.shape, float(value)))
         return module
     named = named_tensors(module)
-    heads, hidden = find_attention(named), find_mlps(named)
+    heads, hidden = parts_of("attention modules", named), parts_of("MLPs", named)
     if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")
     ends: list[tuple[Any, str]] = [*((part, "o") for part in heads), *((mlp, "fc2") for mlp in hidden)]

@@ -82,7 +82,6 @@ def conv_covariance_(
         sigma(d) = sigma0 + v d + a d^2 / 2,   d = i / (D - 1)  for layer i of D  (0 if D = 1)
 
     Args:
-        module: changed in place: the weights of its depthwise convolutions, nothing else.
         sigma0: variance of the bumps in the first layer.
         v: its slope over the relative depth.
         a: its curvature.
@@ -132,7 +131,6 @@ def random_filters_(
     With at least k^2 channels the filters span all filters, so that frozen ones perform as well as trained ones.
 
     Args:
-        module: changed in place: the weights of its depthwise convolutions, of any shape.
         distribution: "normal" or "uniform".
         gain: > 0.
 
@@ -166,7 +164,6 @@ def impulse_filters_(
     The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels.
 
     Args:
-        module: changed in place: the weights of its depthwise convolutions.
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
 
@@ -206,11 +203,7 @@ def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
 def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: Generator = None) -> M:
-    """Set every entry of every depthwise filter to `value`: average pooling up to a factor, a control of rank one.
-
-    Args:
-        module: changed in place: the weights of its depthwise convolutions.
-        value: 1 as published.
+    """Set every entry of every depthwise filter to `value`: average pooling up to a factor; 1 as published.
 
     Source: impulse paper, section 5.6.
 
@@ -253,6 +246,8 @@ def target_distributions(
     parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
+    from weightscope.fits.filters import refuse_constant
+
     chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
     if not chosen:
         sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
@@ -260,6 +255,7 @@ def target_distributions(
             "filters that are not dead" if options.kernel is None else f"{options.kernel} x {options.kernel} filters"
         )
         raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
+    refuse_constant(chosen, options.means)
     if options.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:
@@ -337,7 +333,6 @@ def covariance_transfer_(
     semi-definite, see `psd`.
 
     Args:
-        module: changed in place: the weights of its depthwise convolutions, nothing else.
         kronecker: replace each covariance by the nearest `A (x) A`, after resizing and interpolation.
         means: add the mean filter, resized and interpolated in the same way; otherwise the mean is zero.
         schedule: "depth" over the whole network, or "stage": from the source's same stage, over the depth within it.

@@ -1,14 +1,14 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import listing
+from weightscope._util.names import listing, unwrapped
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
@@ -41,7 +41,28 @@ class InitReport:
         return "; ".join((*lines, *self.notes))
 
 
-class PopulationInit:
+class FittedInit:
+    """A fit as an initialiser; `report` says what the last call did."""
+
+    report: InitReport | None = None
+
+    @torch.no_grad()
+    def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
+        """Set the fitted weights in a module, in place; frozen ones, too. Parameters are those of all initialisers.
+
+        With `strict=False`, tensors that are missing or misshapen are listed in the report; otherwise they are an
+        error, as are drawn numbers that are not finite in a tensor's own dtype. Nothing is changed then.
+        """
+        cpu_generator(generator)
+        with writable(module, "load_init") as inner:
+            self.report = self._set(inner, generator, strict)
+        return module
+
+    def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
+        raise NotImplementedError
+
+
+class PopulationInit(FittedInit):
     """Draws the tensors of a fit to a population into modules: `init(module, generator=g) -> module`.
 
     Standard normal numbers come from the torch generator, in float64 on the CPU, group by group in the order of
@@ -49,37 +70,30 @@ class PopulationInit:
     dtype. The generator's state therefore determines every number, on any device.
 
     The structure `exchangeable` applies to networks of other widths and depths, too, by
-    `weightscope.fits.resized_fit`. `report` says what the last call did, and what was rescaled.
+    `weightscope.fits.resized_fit`.
     """
 
     def __init__(self, result: PopulationFit) -> None:
         self.result = result
-        self.report: InitReport | None = None
         self._last: tuple[WeightSpec, PopulationFit] | None = None
 
-    @torch.no_grad()
-    def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
-        """Set the fitted tensors of a module, in place, by name; frozen parameters, too.
-
-        With `strict=False`, tensors that are missing or misshapen are listed in the report; otherwise they are an
-        error (SpecError), as are drawn numbers that are not finite in a tensor's own dtype (DataError). Nothing is
-        changed then.
-        """
-        with writable(module, "load_init") as inner:
-            self.report = self._set(inner, generator, strict)
-        return module
-
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
-        there = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+        named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
+        there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
         found = self._resized(module)
         problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
         problems |= found.problems
         fits = [name for name in found.spec.names if name not in problems]
         if problems and (strict or not fits):
-            shown = [f"`{name}` {problem}" for name, problem in list(problems.items())[:6]]
-            more = f" and {len(problems) - 6} more" if len(problems) > 6 else ""
-            raise SpecError(f"the artifact is for another network: {'; '.join(shown)}{more}")
-        generator = cpu_generator(generator)
+            shown: dict[str, list[str]] = {}
+            for name, problem in problems.items():
+                shown.setdefault(problem, []).append(name)
+            likewise = {
+                problem: f", likewise {listing(names[1:], 3)}" * (len(names) > 1) for problem, names in shown.items()
+            }
+            texts = [f"`{names[0]}` {problem}{likewise[problem]}" for problem, names in shown.items()]
+            more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+            raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
         values: dict[str, np.ndarray] = {}
         for group in found.groups:
             values |= group.spec.unpack(draw(group, generator))
@@ -93,11 +107,12 @@ class PopulationInit:
             there[name].copy_(drawn[name])
         done = {id(there[name]) for name in fits}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
-        return InitReport(tuple(fits), tuple(others), tuple(problems), found.resized)
+        return InitReport(tuple(fits), tuple(map(unwrapped, others)), tuple(problems), found.resized)
 
     def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""
         spec = WeightSpec.of(module)
+        spec = WeightSpec(replace(tensor, name=unwrapped(tensor.name)) for tensor in spec.tensors)
         if self._last is None or self._last[0] != spec:
             self._last = spec, resized_fit(self.result, spec)
         return self._last[1]
@@ -107,27 +122,16 @@ class PopulationInit:
         return f"PopulationInit({len(self.result.spec)} tensors: {', '.join(kinds)})"
 
 
-class NetworkInit:
+class NetworkInit(FittedInit):
     """Applies a fit to one network to any network that has the part: `init(module, generator=g) -> module`.
 
-        filters            `covariance_transfer_` with the fitted distributions
-        conv_schedule      `conv_covariance_` with the fitted numbers
-        identity_product   `mimetic_attention_` with alpha and beta interpolated linearly over the relative depth
-
-    `report` says what the last call did.
+    filters            `covariance_transfer_` with the fitted distributions
+    conv_schedule      `conv_covariance_` with the fitted numbers
+    identity_product   `mimetic_attention_` with alpha and beta interpolated linearly over the relative depth
     """
 
     def __init__(self, result: NetworkFit) -> None:
         self.result = result
-        self.report: InitReport | None = None
-
-    @torch.no_grad()
-    def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
-        """Set the weights of the part in a module, in place; parameters and errors as for other initialisers."""
-        cpu_generator(generator)
-        with writable(module, "load_init") as inner:
-            self.report = self._set(inner, generator, strict)
-        return module
 
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         numbers, notes = self.result.numbers, tuple[str, ...]()
@@ -139,11 +143,15 @@ class NetworkInit:
             else:
                 options = TransferOptions(**numbers.options)
                 negative = transfer_distributions(module, list(numbers.layers), options, generator, strict=strict)
-                notes = (*numbers.remarks(), *_negative_notes(negative, numbers.psd))
+                notes = numbers.remarks()
+                if negative:
+                    worst = max(negative, key=negative.__getitem__)
+                    done = "taken as their absolute values" if numbers.psd == "abs" else "set to zero"
+                    share = f"{negative[worst]:.1%} of the spectrum (`{worst}`)"
+                    notes += (f"{len(negative)} covariances had negative eigenvalues, at most {share}, {done}",)
             touched = [name for part in depthwise(module) if part.square for name in part.parameters]
-        done = set(touched)
-        others = (name for name, _ in module.named_parameters() if name not in done)
-        return InitReport(tuple(touched), tuple(others), notes=notes)
+        others = tuple(name for name, _ in module.named_parameters() if name not in touched)
+        return InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
 
     def __repr__(self) -> str:
         numbers = self.result.numbers
@@ -181,18 +189,6 @@ def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:
     if tuple(tensor.shape) != shape:
         return f"expected {shape}, found {tuple(tensor.shape)}"
     return None if tensor.is_floating_point() else f"expected floating point, found {tensor.dtype}"
-
-
-def _negative_notes(negative: Mapping[str, float], psd: str) -> list[str]:
-    """What was done to covariances with negative eigenvalues, of layer -> their share of the spectrum."""
-    if not negative:
-        return []
-    worst = max(negative, key=negative.__getitem__)
-    done = "taken as their absolute values" if psd == "abs" else "set to zero"
-    return [
-        f"{len(negative)} covariances had negative eigenvalues, at most {negative[worst]:.1%} of the spectrum "
-        f"(`{worst}`), {done}"
-    ]
 
 
 def _products(module: nn.Module, fit: ProductFit, *, generator: Generator, strict: bool) -> list[str]:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag
 from weightscope._util.environment import single_threaded
-from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, self_attention
+from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
-from weightscope.anatomy.embedding import Offset, TokenGrid, find_positions
+from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
@@ -286,7 +286,8 @@ def impulse_attention_(
     if adam_steps is not None:
         count("adam_steps", adam_steps)
     tensors = named_tensors(module)
-    everything, tables = self_attention(tensors, strict=strict, caller="impulse_attention_"), find_positions(tensors)
+    everything = self_attention(tensors, strict=strict, caller="impulse_attention_")
+    tables = parts_of("position embeddings", tensors, strict=strict, caller="impulse_attention_")
     if tables and grid is not None:
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes

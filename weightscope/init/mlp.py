@@ -43,7 +43,6 @@ def mimetic_mlp_(
     to zero, and "scalar" changes only the gradients of the LayerNorm at the start.
 
     Args:
-        module: changed in place: the first layers' weights only.
         mode: "scalar", "rows" or "anticorrelated".
         b: the mean in the mode "scalar", in units of s.
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
@@ -89,10 +88,6 @@ def constant_mlp_bias_(
     The baseline that tells whether `mimetic_mlp` only makes up for a missing bias; the paper prints no number. The
     other baseline, a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt` and `ViT`).
 
-    Args:
-        module: changed in place: the biases of the first layers only, of gated MLPs not that of the gate.
-        value: of every entry.
-
     Source: MLP paper, section 3 and Fig. 4.
 
     Example:
@@ -135,7 +130,6 @@ def mimetic_conv_mlp_(
     that increases its channel goes with an MLP that decreases it; the thesis prints no size.
 
     Args:
-        module: changed in place: the depthwise filters' central pixels only.
         correlation: rho, from -1 to 1.
 
     Raises:
@@ -193,7 +187,6 @@ def mimetic_first_last_mlp_(
     renumbered, so that across layers only row means can be correlated in a population: "rows" is this part alone.
 
     Args:
-        module: changed in place: the second weight of the last MLP only.
         correlation: rho, from -1 to 1.
         mode: "entries" or "rows".
         layers: the two MLPs, counted from 0; negative numbers count from the end.

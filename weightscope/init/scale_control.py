@@ -9,10 +9,11 @@ from scipy import stats
 from torch import Tensor, nn
 
 from weightscope._util.checks import count
-from weightscope.anatomy import SSMPart, ssms
+from weightscope.anatomy import ssms
 from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import matrices
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import UsageError
+from weightscope.init._trained import found_parts
 from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put
 
 DRAWS = 32
@@ -75,7 +76,7 @@ class ScaleControl:
             for key, bound in bounds.items():
                 shares.setdefault(key, []).append(_share(before[key], bound))
             found = init(module, generator=generator)
-            exponents = {name for part in _state_space(found) for name in part.parameters["A_log"]}
+            exponents = {name for part in found_parts(ssms, found) for name in part.parameters["A_log"]}
             for key, block in _blocks(found).items():
                 if key not in before or not torch.equal(block, before[key]):
                     changed.add(key)
@@ -152,22 +153,11 @@ def _pooled(parts: list[tuple[float, float]]) -> tuple[float, float]:
     return float(means.mean()), float((variances.mean() + means.var(correction=0)).sqrt())
 
 
-def _state_space(module: nn.Module) -> list[SSMPart]:
-    """The state-space layers of a module, none if it has none."""
-    try:
-        return ssms(module)
-    except AnatomyError:
-        return []
-
-
 def _blocks(module: nn.Module) -> dict[tuple[str, int], Tensor]:
     """Views of the parameters, fused projections split."""
     module = plain(module)[0]
-    try:
-        packed = {matrix.name: matrix for matrix in matrices(module)}
-    except AnatomyError:  # no linear layer, so nothing is fused
-        packed = {}
-    heights = {name: rows for part in _state_space(module) for name, rows in part.packed.items()}
+    packed = {matrix.name: matrix for matrix in found_parts(matrices, module)}
+    heights = {name: rows for part in found_parts(ssms, module) for name, rows in part.packed.items()}
 
     def split(name: str, value: Tensor) -> Sequence[Tensor]:
         if name in heights:

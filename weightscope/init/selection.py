@@ -32,14 +32,6 @@ POSITIONS = ("select", "interpolate")
 _DEFAULT = ("embedding", "attention", "mlp", "convolution", "norm", "other")
 
 
-def squeezed(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The entries of largest magnitude, in their order, in a smaller shape (unstructured pruning)."""
-    flat = tensor.reshape(-1)
-    size = int(torch.Size(shape).numel())
-    kept = flat.abs().topk(size).indices.sort().values
-    return flat[kept].reshape(tuple(shape))
-
-
 @INITIALISERS.register("select_weights", source="selection paper", needs="a larger network of the same family")
 def select_weights_(
     module: M,
@@ -206,7 +198,8 @@ class _Selection:
         """The selected elements of the teacher's tensor, in the shape of the student's."""
         tensor, shape = pair.teacher, tuple(pair.value.shape)
         if self.rule == "magnitude":
-            return squeezed(tensor, shape)
+            flat = tensor.reshape(-1)
+            return flat[flat.abs().topk(pair.value.numel()).indices.sort().values].reshape(shape)
         picks = [self._axis(tensor, i, n, pair.blocks if i == pair.packed else 1) for i, n in enumerate(shape)]
         for i, pick in enumerate(picks):
             tensor = tensor if pick is None else tensor.index_select(i, pick)

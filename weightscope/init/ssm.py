@@ -44,7 +44,6 @@ def mimetic_ssm_(
     initialisation; they are not idempotent.
 
     Args:
-        module: changed in place: the named parameters of its state-space layers.
         c: factor on A_log, of the published {2, 4, 8}, > 0.
         a: apply the first component.
         delta: apply the second.
@@ -102,7 +101,6 @@ def ssm_from_attention_(
     (`mimetic_ssm_` with `cb=False`), the layer's map is then close to the attention's logits.
 
     Args:
-        module: changed in place: W_C and W_B of its state-space layers.
         source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`, of the same d.
         head: of the source's layer; in Mamba-2, group g takes head `head + g`.
         source_layer: attention layer for all layers; None takes layer i of the source for state-space layer i.

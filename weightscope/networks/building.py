@@ -14,7 +14,7 @@ from weightscope.networks.sequences import CausalAttention, LinearAttention, Mam
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
 from weightscope.recipe.networks import SECTIONS
 
-NETWORKS: dict[str, type[nn.Module]] = {name: plugins.imported(section.network) for name, section in SECTIONS.items()}
+NETWORKS: dict[str, type[nn.Module]] = {name: plugins.member(section.network) for name, section in SECTIONS.items()}
 """The classes that recipes name in `[network] type`."""
 
 
@@ -46,7 +46,7 @@ def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
             check_patches(config, sizes["image_size"])
         except ValueError as error:
             raise UsageError(str(error)) from None
-    network = plugins.imported(config.network)
+    network = plugins.member(config.network)
     taken = inspect.signature(network).parameters
     return network(**config.options, **{name: size for name, size in sizes.items() if name in taken})
 

@@ -197,11 +197,7 @@ def patchify(channels: int, width: int, patch_size: int) -> nn.Conv2d:
 
 
 def sinusoidal_positions(
-    rows: int,
-    columns: int | None,
-    width: int,
-    temperature: float = TEMPERATURE,
-    dtype: torch.dtype = torch.float32,
+    rows: int, columns: int | None, width: int, temperature: float = TEMPERATURE, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The sinusoidal codes of the cells of a grid, row by row, or of the positions of a sequence.
 

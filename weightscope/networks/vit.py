@@ -119,15 +119,7 @@ class ConvolutionalAttention(PositionalAttention):
     """
 
     def __init__(
-        self,
-        kind: str,
-        filter_size: int,
-        width: int,
-        heads: int,
-        grid: int,
-        *,
-        prefix: int = 0,
-        qkv_bias: bool = True,
+        self, kind: str, filter_size: int, width: int, heads: int, grid: int, *, prefix: int = 0, qkv_bias: bool = True
     ) -> None:
         super().__init__(width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
         if filter_size % 2 == 0 or not 0 < filter_size <= grid:

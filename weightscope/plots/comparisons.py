@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
@@ -23,6 +23,7 @@ from weightscope.plots.text import LABEL, p_value, places, signed, wrap
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
+CI = "95 % intervals (Holm)"
 Row = Mapping[str, Any]
 
 
@@ -41,13 +42,15 @@ def row_height(names: Sequence[str]) -> float:
 def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
 
-    The interval of a paired difference is drawn around the mean of its arm, and the reference has none; means that are
-    compared with nothing have their own.
+    The adjusted interval of a paired difference is drawn around the mean of its arm, so that it holds the mean of the
+    reference exactly where the adjusted p-value is not below 0.05. The reference has none; means that are compared with
+    nothing have their own.
     """
     compared = any(row.get("difference") is not None for row in everything)
     found = []
     for row in rows:
-        interval, shift = row.get("difference_ci95" if compared else "ci95"), row["mean"] - (row.get("difference") or 0)
+        interval = row.get("difference_ci_holm" if compared else "ci95")
+        shift = row["mean"] - (row.get("difference") or 0)
         if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
             found.append((row["mean"], row["mean"]))
         else:
@@ -67,7 +70,7 @@ def seeds_note(rows: Sequence[Row]) -> str:
         text += " with 95 % CI"
     else:
         references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
-        text += f"; bars: 95 % CI of the paired difference from {references}"
+        text += f"; bars: adjusted {CI} of the paired difference from {references}"
         if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
             text += seeds_text([row.get("pairs") for row in compared]) + " of both"
     return f"{text}; {lost}" if lost else text
@@ -87,17 +90,13 @@ def epochs_text(epochs: float) -> str:
 def value_axis(axis: Any, metric: Metric) -> None:
     """Tick labels of an axis of stored values, in the unit of the axis label."""
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    if metric.unit == "%":
-        span = 100 * float(np.ptp(axis.get_view_interval()))
-        axis.set_major_formatter(PercentFormatter(1.0, 0 if span >= 4 else 1 if span >= 0.4 else 2, symbol=""))
-    else:
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:g}".replace("-", "−")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:.6g}".replace("-", "−")))
 
 
 def difference_axis(axis: Any) -> None:
     """Tick labels of an axis of differences as they are shown."""
     axis.set_major_locator(MaxNLocator(6))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}".replace("-", "−")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}".replace("-", "−")))
 
 
 def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
@@ -125,24 +124,29 @@ def _means(
     """
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
     everything = [row for _, _, rows in lines.values() for row in rows]
+    values = sorted({value for _, x, _ in lines.values() for value in x or ()})
+    if values[0] > 0 and values[-1] >= log_from * values[0]:
+        ax.set_xscale("log", base=2)
+        label += " (log scale)"
+    place = ax.xaxis.get_transform()  # to a scale on which bars are set apart
+    ends_of_axis = place.transform(np.array([values[0], values[-1]]))
+    span = float(np.ptp(ends_of_axis)) or 1.0
+    drawn = [name for name, (_, x, _) in lines.items() if x is not None]
     for order, (name, (style, x, rows)) in enumerate(lines.items()):
         if x is None:
             ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
             continue
         mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
         error = [(mean - low).tolist(), (high - mean).tolist()]
+        apart = 0.012 * span * (drawn.index(name) - (len(drawn) - 1) / 2)
+        at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
-        ax.errorbar(np.asarray(x, dtype=float), mean, yerr=error, **options)
-    values = sorted({value for _, x, _ in lines.values() for value in x or ()})
-    if values[0] > 0 and values[-1] >= log_from * values[0]:
-        margin = (values[-1] / values[0]) ** 0.055
-        ax.set_xscale("log", base=2)
-        ax.set_xlim(values[0] / margin, values[-1] * margin)
-        label += " (log scale)"
+        ax.errorbar(at, mean, yerr=error, **options)
+    ax.set_xlim(*place.inverted().transform(ends_of_axis + np.array([-0.07, 0.07]) * span))
     _value_ticks(ax, values, text)
     ax.set_xlabel(label)
     styles = {name: style for name, (style, _, _) in lines.items()}
-    return _finished(canvas, metric, styles, seeds_note(everything), title, after)
+    return _finished(canvas, metric, styles, everything, seeds_note(everything), title, after)
 
 
 def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | None = None) -> None:
@@ -159,10 +163,29 @@ def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | 
     ax.xaxis.set_minor_locator(NullLocator())
 
 
+def chance_line(ax: Axes, rows: Sequence[Row], *, upright: bool = False) -> str:
+    """Draw the chance level of the rows, if they have one and it is near what is drawn; returns a remark on it."""
+    levels = {float(row["chance"]) for row in rows if row.get("chance") is not None}
+    if len(levels) != 1:
+        return ""
+    (level,) = levels
+    low, high = ax.get_xlim() if upright else ax.get_ylim()
+    if level > low - (high - low) / 2:
+        (ax.axvline if upright else ax.axhline)(level, color=theme.MUTED, lw=1, ls=":", zorder=1, gid="chance")
+    return f"; {'dotted' if level > low - (high - low) / 2 else 'far below'}: chance, {100 * level:.3g} %"
+
+
 def _finished(
-    canvas: theme.Canvas, metric: Metric, styles: Mapping[str, Any], note: str, title: str | None, after: str = ""
+    canvas: theme.Canvas,
+    metric: Metric,
+    styles: Mapping[str, Any],
+    rows: Sequence[Row],
+    note: str,
+    title: str | None,
+    after: str = "",
 ) -> Axes:
     """Axes with the metric along y, a grid, a legend of the styles by label, and a title."""
+    note += chance_line(canvas.ax, rows)
     canvas.ax.grid(axis="both")
     value_axis(canvas.ax.yaxis, metric)
     canvas.ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
@@ -174,13 +197,13 @@ def _finished(
 def convergence(
     summary: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
 ) -> Axes:
-    """The test metric against training length with paired 95 % intervals, one line for each initialiser.
+    """The test metric against training length with paired intervals, one line for each initialiser.
 
     Every point is a full schedule of its length, so the ticks are the lengths that were run; the axis is
     logarithmic (base 2) if they span a factor of 4. With a single length the initialisers are rows, with the
     difference from the first. The interval around a mean is that of the paired difference from the first initialiser,
-    which has none itself; a single initialiser has that of its mean. No interval leaves the metric's bounds. Rows have
-    `init`, `epochs`, `n`, `mean`, `ci95`, and `difference` and `p` (None for the reference).
+    at its level in Holm's procedure, so that it agrees with the adjusted p-value; the first one has none, and a single
+    one that of its mean. No interval leaves the metric's bounds. Rows are those of `benchmarking.summarise`.
     """
     rows = list(summary)
     if not rows or len({(row["init"], row["epochs"]) for row in rows}) < len(rows):
@@ -215,6 +238,7 @@ def _single_length(
     theme.columns(ax, range(len(rows)), -0.8, heads)
     value_axis(ax.xaxis, metric)
     label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {seeds_note(rows)}"
+    label += chance_line(ax, rows, upright=True)
     ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
     return canvas.finish(title)
 
@@ -222,7 +246,7 @@ def _single_length(
 def _difference(row: Row, metric: Metric) -> str:
     if row.get("difference") is None:
         return "reference"
-    low, high = row.get("difference_ci95") or (0.0, 0.0)
+    low, high = row.get("difference_ci_holm") or (0.0, 0.0)
     text = signed(metric.factor * row["difference"], places(metric.factor * (high - low)))
     p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
     return text if p is None else f"{text}, {p_value(p)}"
@@ -266,10 +290,9 @@ def metric_curves(
 ) -> Axes:
     """Mean of the test metric after each epoch, one line for each initialiser, with paired intervals.
 
-    A band is the 95 % interval of the difference from the first initialiser, on the seeds of both, around the mean of
-    its own; the first one has none. Bands are of single epochs and initialisers: the more there are, the more often one
-    does not reach the first one's line by chance. Rows are those of `weightscope.benchmarking.mean_curves`: `init`,
-    `n`, `networks`, `mean` (E,), and `band`, the lower and upper ends (2, E), or None.
+    A band is the interval of the difference from the first initialiser, on the seeds of both, around the mean of its
+    own; the first one has none. Bands are adjusted for the number of initialisers and not for that of epochs: in some
+    epoch one may leave out the first one's line by chance. Rows are those of `benchmarking.mean_curves`.
     """
     if not curves:
         raise UsageError("curves: expected at least one initialiser, found none")
@@ -287,8 +310,8 @@ def metric_curves(
     note = f"mean of {count_range([row['n'] for row in curves])} seeds"
     if left_out := sum(row["networks"] - row["n"] for row in curves):
         note += f", {left_out} diverged networks left out"
-    note += f"; bands: 95 % CI of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
-    return _finished(canvas, metric, styles, note, title)
+    note += f"; bands: adjusted {CI} of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
+    return _finished(canvas, metric, styles, curves, note, title)
 
 
 @theme.themed()
@@ -324,8 +347,8 @@ def metric_along(
     """The test metric against a parameter, one line for each initialiser, with paired intervals.
 
     The parameter `axis` is a field of the recipe or a number of an initialiser, such as `"network.kernel_size"` or
-    `"mimetic_mlp.sigma"`. Bars are those of `convergence`. An initialiser without the parameter is a horizontal line.
-    Rows have `init`, `cell`, `numbers`, `epochs`, `n`, `mean`, `ci95`, `difference`, `difference_ci95`, `reference`.
+    `"mimetic_mlp.sigma"`. Bars and rows are those of `convergence`. An initialiser without the parameter is a
+    horizontal line.
     """
     grouped = _lines(summary, axis)
     values = _in_order([place[axis] for row in summary if axis in (place := _place(row))])
@@ -340,6 +363,7 @@ def metric_along(
         if axis in _place(rows[0]):
             rows.sort(key=lambda row: at[repr(_place(row)[axis])])
             x = [at[repr(_place(row)[axis])] for row in rows]
+            style |= {} if numeric else {"ls": "none"}  # nothing lies between two names
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
         lines[", ".join(filter(None, [init, rest]))] = style, x, rows
@@ -392,9 +416,8 @@ def difference_map(
     """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
 
     Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
-    the best is framed. Combinations that were not run are grey. Rows are of one initialiser at one length: `cell`,
-    `numbers`, `difference` (rows without one are left out), `p_holm`, `reference`, `pairs`; `axes` are the parameters
-    along x and y.
+    the best of them is framed if it is an improvement. Combinations that were not run are grey. Rows are of one
+    initialiser at one length, `axes` the parameters along x and y.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
@@ -419,9 +442,8 @@ def difference_map(
             colour = "white" if abs(grid[i, j]) > 0.65 * limit else theme.INK
             weight, text = "bold" if _sure(row) else "normal", signed(grid[i, j], metric.decimals - 1)
             ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
-    best = np.unravel_index(np.nanargmax(metric.sign * grid), grid.shape)
-    corner = float(best[1]) - 0.5, float(best[0]) - 0.5
-    ax.add_patch(Rectangle(corner, 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
+    for i, j in (place for place, row in at.items() if row is _best(list(found.values()), metric)):
+        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
     for axis, places_, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
         axis.set_ticks(range(len(places_)), [_text(value, name) for value in places_])
         axis.set_label_text(name)
@@ -433,6 +455,12 @@ def difference_map(
 
 def _sure(row: Row) -> bool:
     return row.get("p_holm") is not None and row["p_holm"] < LEVEL
+
+
+def _best(rows: Sequence[Row], metric: Metric) -> Row | None:
+    """The largest significant improvement."""
+    better = [row for row in rows if _sure(row) and metric.better(row["difference"])]
+    return max(better, key=lambda row: abs(row["difference"]), default=None)
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:
@@ -454,7 +482,7 @@ def alpha_beta_frontier(
 
     Points of a construction whose ratio of beta and alpha is constant are joined by a line. Rows have `construction`,
     `alpha`, `beta`, and perhaps `difference`, `p_holm`, `reference` and `n` of a benchmark: then they are coloured by
-    their differences, a dark edge means an adjusted p-value below 0.05, and the best is framed.
+    their differences, a dark edge means an adjusted p-value below 0.05, and the best of these is framed.
     `part` is "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
     """
     if not points:
@@ -486,11 +514,13 @@ def alpha_beta_frontier(
 def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     """Points in the colours of their differences, as they are shown."""
     values = metric.factor * np.array([row["difference"] for row in rows])
-    limit, best = theme.colour_limit(values, 1.0), int(np.argmax(metric.sign * values))
+    limit, best = theme.colour_limit(values, 1.0), _best(rows, metric)
     edges = [theme.INK if _sure(row) else theme.FAINT for row in rows]  # points near zero are white
     alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
     drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
-    ax.scatter(alpha[best], beta[best], s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
+    if best is not None:
+        place = best["alpha"], best["beta"]
+        ax.scatter(*place, s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
     theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), height=3.4, beyond=False)
 
 
@@ -502,12 +532,13 @@ def training_curves(
     *,
     metric: Metric = ACCURACY,
     band: tuple[float, float] = (0.05, 0.95),
+    chance: float | None = None,
     title: str | None = None,
 ) -> Axes:
     """The median over networks at each epoch, with a band of quantiles. Call again on the same axes to add a curve.
 
     `per_epoch` (N, E) has the values after each epoch; networks with values that are not finite are excluded and
-    counted. `label` names the curve, and `band` are the lower and upper quantile.
+    counted. `label` names the curve, `band` are the lower and upper quantile, `chance` is the metric's chance level.
     """
     values = np.asarray(per_epoch, dtype=np.float64)
     if values.ndim != 2 or values.size == 0:
@@ -531,7 +562,7 @@ def training_curves(
     ax.plot(epochs, median, label=text, gid="curve", **style)
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
-    ax.set_xlabel("epoch")
+    ax.set_xlabel("epoch" + chance_line(ax, [{"chance": chance}]))
     ax.set_ylabel(metric.title.removeprefix("test "))
     value_axis(ax.yaxis, metric)
     longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == "curve")

@@ -149,6 +149,8 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
             ax.set_yscale(**{"value": "log"} if quantity == "alpha" else {"value": "symlog", "linthresh": linear})
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
             ax.yaxis.set_minor_formatter(NullFormatter())
+            low, high = ax.get_ylim()
+            ax.set_ylim(low * (1.6 if low < 0 else 0.6), high * (1.6 if high > 0 else 0.6))  # markers are drawn whole
         elif quantity == "alpha":
             ax.set_ylim(bottom=0)
         ax.grid(axis="y")

@@ -12,7 +12,7 @@ from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.comparisons import difference_axis, epochs_text, row_height, seeds_text, styles_of
+from weightscope.plots.comparisons import CI, difference_axis, epochs_text, row_height, seeds_text, styles_of
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
@@ -133,12 +133,12 @@ def heldout_scores(
 def paired_differences(
     arms: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
 ) -> Axes:
-    """Each seed's metric minus the reference's on the same seed, with the mean and its 95 % interval.
+    """Each seed's metric minus the reference's on the same seed, with the mean and its adjusted interval.
 
     Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
     values do. Points are seeds, diverged ones are crosses. Rows are those of
     `weightscope.benchmarking.seed_differences`: `init`, `epochs`, `reference`, `differences` (n,), `diverged` (n,),
-    `ci95` of their mean or None, and `left_out`, the number of seeds without a finite value.
+    `interval` of their mean or None, and `left_out`, the number of seeds without a finite value.
     """
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
@@ -155,7 +155,7 @@ def paired_differences(
         style, values = styles[row["init"]], metric.factor * np.asarray(row["differences"], dtype=float)
         _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), style, 72 * height)
         mean = float(values.mean())
-        ends = None if row["ci95"] is None else [metric.factor * end for end in row["ci95"]]
+        ends = row["interval"] and [metric.factor * end for end in row["interval"]]
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
         if ends is None:
             means.append(f"{signed(mean, metric.decimals - 1)} ({'one seed' if len(values) == 1 else 'all equal'})")
@@ -170,7 +170,7 @@ def paired_differences(
     for epochs in lengths if heading else ():
         first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
         theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
-    theme.columns(ax, at, -0.8, [("mean (95 % CI)", means), ("better on", better)])
+    theme.columns(ax, at, -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = f"{metric.label} minus that of {references} on the same seed"
     label += (f" ({metric.difference_unit})" if metric.difference_unit else "") + metric.direction
@@ -207,8 +207,8 @@ def scale_and_structure(
         structure beyond scale  metric(initialiser) - metric(control)
 
     The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
-    means of differences on the same seed, with 95 % intervals; their sum is the difference from the reference. Rows
-    have `init`, `epochs`, `control`, `difference`, `beyond_scale`, their `_ci95`, adjusted p-values and `_pairs`.
+    means of differences on the same seed, with adjusted intervals; their sum is the difference from the reference.
+    Rows are those of `weightscope.benchmarking.summarise`.
     """
     found = {_place(row, row["init"]): row for row in summary}
     pairs = [(row, found[_place(row, row["control"])]) for row in summary if row.get("control") is not None]
@@ -224,7 +224,7 @@ def scale_and_structure(
             texts.append(("reference", ""))
             continue
         value = metric.factor * row[key]
-        low, high = (metric.factor * end for end in row[f"{key}_ci95"] or (row[key], row[key]))
+        low, high = (metric.factor * end for end in row[f"{key}_ci_holm"] or (row[key], row[key]))
         theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
         p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
         texts.append((f"{signed(value, places(high - low))} ({interval(low, high)})", p_value(p)))
@@ -232,7 +232,7 @@ def scale_and_structure(
     several = len({row["epochs"] for row, _ in pairs}) > 1
     names = [wrap(_named(row, several=several), 2.3) for row, _ in pairs]
     theme.list_axis(ax, [(at[2 * i] + at[2 * i + 1]) / 2 for i in range(len(pairs))], names, at[-1] + 1)
-    heads = zip(("mean (95 % CI)", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
+    heads = zip((f"mean, {CI}", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
     theme.columns(ax, at, -0.8, list(heads))
     difference_axis(ax.xaxis)
     label = f"difference of test {metric.label} on the same seed"

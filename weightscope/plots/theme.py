@@ -46,11 +46,11 @@ def look(index: int, *, hollow: bool = False, **more: Any) -> dict[str, Any]:
     return style | more
 
 
-# Without dates and versions a file changes only if the figure does.
-_METADATA: dict[str, dict[str, None]] = {
-    "png": {"Software": None},
-    "pdf": {"CreationDate": None, "ModDate": None, "Creator": None, "Producer": None},
-    "svg": {"Date": None, "Creator": None},
+# Without dates and versions a file changes only if the figure does; the name tells our figures from others.
+_METADATA: dict[str, dict[str, str | None]] = {
+    "png": {"Software": "weightscope"},
+    "pdf": {"CreationDate": None, "ModDate": None, "Creator": "weightscope", "Producer": None},
+    "svg": {"Date": None, "Creator": "weightscope"},
 }
 
 _SETTINGS: dict[str, Any] = {

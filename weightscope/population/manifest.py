@@ -37,6 +37,7 @@ class Manifest:
     sizes: tuple[int, ...]  # numbers of networks that the population has had, ascending; the last is the current one
     # Hashes of what the recipe refers to: the data set's images, files of initialisers, source of users' functions.
     inputs: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # reference to a user's code -> text of its module
 
     @property
     def networks(self) -> int:
@@ -98,7 +99,7 @@ class Manifest:
             "inputs": self.inputs,
             "spec": json.loads(self.spec.to_json()),
             "environment": self.environment,
-        }
+        } | ({"sources": self.sources} if self.sources else {})
         return f"{json.dumps(values, indent=1)}\n".encode()
 
 
@@ -132,6 +133,7 @@ def _parse(values: Any, file: Path) -> Manifest:
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
             inputs={str(k): str(v) for k, v in values["inputs"].items()},
+            sources={str(k): str(v) for k, v in values.get("sources", {}).items()},
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 import h5py
 import numpy as np
 
-from weightscope._util.results import Result
+from weightscope._util import plugins
+from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, population_member
+from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -21,6 +23,7 @@ from weightscope.spec import WeightSpec
 if TYPE_CHECKING:
     import torch
 
+_PER_EPOCH = "_per_epoch"
 _BLOCK_BYTES = 32 * 2**20
 
 
@@ -35,6 +38,7 @@ class Population(Result):
         path: the population's folder.
         partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
             `indices`, in ascending order.
+        trust: run the population's own code where networks are built (docs/what-runs-when.md).
 
     Raises:
         DataError: if the folder is not a population, or it is damaged or incomplete.
@@ -45,8 +49,8 @@ class Population(Result):
         (256, 2048)
     """
 
-    def __init__(self, path: str | Path, *, partial: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
+        self.path, self._trust = Path(path), trust
         self._manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
         self._rows: dict[int, int] = {}
@@ -96,10 +100,20 @@ class Population(Result):
         return torch.from_numpy(self.weights(select))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each network: its index, its seed and its metrics, the last epoch's where there are many."""
-        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in self.metrics.items()}
+        """One record for each network: its index, its seed and its metrics at the end of training; see `curves`."""
+        metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
+        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in metrics.items()}
         columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def curves(self) -> Any:
+        """The metrics after each epoch as a `pandas.DataFrame`: one row for each network and epoch, from 1."""
+        found = {name: values for name, values in self.metrics.items() if values.ndim == 2}
+        epochs = max((values.shape[1] for values in found.values()), default=0)
+        columns: dict[str, Any] = {"network": np.repeat(self.indices, epochs)}
+        columns["epoch"] = np.tile(np.arange(1, epochs + 1), len(self))
+        kept = {name.removesuffix(_PER_EPOCH): x.ravel() for name, x in found.items() if x.shape[1] == epochs}
+        return data_frame(columns | kept)
 
     def summary(self) -> str:
         """One line: the folder and its size."""
@@ -125,6 +139,11 @@ class Population(Result):
     def recipe(self) -> Recipe:
         """What the networks were trained with; `recipe.population.networks` is N of the complete population."""
         return self._manifest.recipe
+
+    @property
+    def manifest(self) -> manifests.Manifest:
+        """What `population.json` holds."""
+        return self._manifest
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -208,7 +227,9 @@ class Population(Result):
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
-        tile, slot = divmod(k, self._manifest.tile)
+        if not hasattr(k, "__index__"):
+            raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
+        tile, slot = divmod(k.__index__(), self._manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
             raise UsageError(
                 f"{self.path}: no network {k}; found {len(self)} of {self._manifest.networks}, counted from 0"
@@ -220,19 +241,34 @@ class Population(Result):
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
 
-        SpecError if this version of weightscope builds another network from the recipe.
+        UsageError if there is no network k, or its own code is not trusted; DataError if the source of that code has
+        changed; SpecError if this version of weightscope builds another network from the recipe.
         """
-        import torch
-
+        from weightscope._util.torch_random import seeded
         from weightscope.networks import build_for
 
-        module = build_for(self.recipe)
+        kind = self.recipe.network.type
+        if (recorded := self._manifest.inputs.get(f"network {kind}")) is not None:
+            plugins.check_source(kind, recorded, self.path)
+        with trusting(self._trust), seeded(0):  # its first weights are replaced
+            module = build_for(self.recipe)
         if lines := self.spec.differences(WeightSpec.of(module)):
             raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
-        tensors = {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}
         # Integer buffers are not in the spec; everything else was compared above.
-        module.load_state_dict(tensors, strict=False)
+        module.load_state_dict(self._tensors(k), strict=False)
         return module.eval()
+
+    def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
+        """The network with index k as a module, or as its tensors if code of one's own is not here or not trusted."""
+        try:
+            return self.network(k)
+        except CannotRun:
+            return self._tensors(k)
+
+    def _tensors(self, k: int) -> "dict[str, torch.Tensor]":
+        import torch
+
+        return {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}
 
     def provenance(self) -> dict[str, int]:
         """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
@@ -366,16 +402,14 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
 def open_network(source: Any) -> Any:
     """Open one network: a module for `"PATH.pop::k"`, a `Checkpoint` for another path, else the given source as it is.
 
-    UsageError if the population, which may be incomplete, has no network k; DataError for a whole population or the
-    artifact of an initialiser.
+    The tensors of a network of a population, if its code is not here or not trusted (`Population.opened`). UsageError
+    if the population, which may be incomplete, has no network k; DataError for a whole population or the artifact of
+    an initialiser.
     """
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        import torch
-
-        with torch.random.fork_rng(devices=[]):  # building the network draws
-            return Population(member[0], partial=True).network(member[1])
+        return Population(member[0], partial=True).opened(member[1])
     if isinstance(source, str | Path):
         from weightscope.checkpoint import open_checkpoint
 

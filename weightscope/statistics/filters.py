@@ -158,8 +158,7 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
 def relative_depths(parts: Sequence[Any], schedule: str) -> list[float]:
     """The relative depth in [0, 1] of each layer: over the network ("depth"), or from 0 in every stage ("sawtooth")."""
     if schedule == "depth":
-        places = [(i, len(parts)) for i in range(len(parts))]
-    else:
-        stages = [part.stage for part in parts]
-        places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
+        return [part.relative_depth for part in parts]  # which counts layers that cannot be read
+    stages = [part.stage for part in parts]
+    places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
     return [i / max(1, n - 1) for i, n in places]

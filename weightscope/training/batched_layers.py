@@ -22,17 +22,7 @@ from weightscope.training.kernels.functions import Kernels, Pair
 
 
 class BatchedLayer(nn.Module):
-    """A leaf layer of T networks.
-
-    Attributes:
-        count: T.
-        leaves: name -> tensor (T, ...), views of the weight matrix; set by `BatchedNetworks`.
-        kernels: the backend of its computations.
-
-    Args:
-        layer: the layer of one network; its settings are used, its weights are not.
-        count: T.
-    """
+    """A leaf layer of T networks."""
 
     kernels: Kernels = "torch"
 
@@ -118,11 +108,7 @@ class _TokenPool(BatchedLayer):
 
 
 class BatchedDropPath(BatchedLayer):
-    """Stochastic depth of tokens (B, ..., T*C).
-
-    Attributes:
-        draws: uniform numbers (T, B); without them nothing is dropped.
-    """
+    """Stochastic depth of tokens (B, ..., T*C)."""
 
     draws: Tensor | None = None
 
@@ -147,13 +133,7 @@ class _SumLinear(BatchedLayer):
 
 
 class Normalisation(BatchedLayer):
-    """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else.
-
-    Attributes:
-        after_gelu: whether the GELU before a BatchNorm is part of it.
-        calibrating: the number of the next batch of a calibration, counted from 1; 0 while training. A layer that is
-            called twice in a forward pass sees two batches.
-    """
+    """LayerNorm over the last axis, LayerNorm2d over the channel axis, BatchNorm2d over everything else."""
 
     after_gelu: bool = False
     calibrating: int = 0

@@ -11,31 +11,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope._util.trust import trusting
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training.request import Request, warn_of_other_builds
-from weightscope.training.spreading import spread
-from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers
+from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers, spread
 
 _log = logging.getLogger(__name__)
-
-
 Item = tuple[int, int]  # index of a request, and a tile of its population
 
 
@@ -51,6 +48,7 @@ def collect(
     data: str | Path | None = None,
     device: str = "auto",
     progress: bool = True,
+    trust: bool = False,
 ) -> Population:
     """Train the networks of a recipe that the population at `path` does not have yet.
 
@@ -63,7 +61,8 @@ def collect(
             Without `population.tile` it takes the population's tile, or one that fits the device.
         path: the population's folder; created if it does not exist.
         networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
-            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size.
+            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size. Of two
+            runs at once the larger number counts, and a warning says so.
         workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
             Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
@@ -73,6 +72,7 @@ def collect(
         data: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: show a progress bar if stderr is a terminal, or in a notebook.
+        trust: run the code of one's own that the recipe names by a text (docs/what-runs-when.md).
 
     Returns:
         The population, opened with `partial=True`, because other processes or job arrays may still be working on it.
@@ -81,15 +81,15 @@ def collect(
         RecipeError: if the population has another recipe; shows the differences.
         UsageError: for an invalid argument, or a network that the recipe's engine cannot train.
         DataError: if data are missing, there is a foreign shard, or one's own functions have changed.
-        Resumable: if interrupted (Ctrl-C or SIGTERM), if tiles failed or lost too many workers while the others were
-            finished, or if a cluster is gone; says what is kept.
+        Resumable: if interrupted, or if tiles or a cluster failed while others were finished; says what is kept.
         WeightscopeError: if the disk is full; finished tiles are kept.
 
     Example:
         >>> population = collect(Recipe.load("populations/digits-convnext.toml"), "digits.pop", networks=512)
     """
     chosen = chosen_workers(backend, workers, scheduler)
-    request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
+    with trusting(trust):
+        request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
     train([request], chosen, progress=progress, shard=shard, resize=networks is not None)
     return Population(path, partial=True)
 
@@ -110,6 +110,7 @@ def train(
     the progress bar. `finished` is called with a request, a tile of it and the seconds that its worker took.
     """
     begun: list[Request] = []
+    sizes: list[int] = []  # that the populations had when this run began
     created: list[tuple[Path, bool]] = []
     try:
         with _terminate_as_interrupt():
@@ -120,6 +121,7 @@ def train(
                 manifest, new = manifests.create_or_match(request.path, request.manifest, resize=resize)
                 created += [(request.path, existed)] if new else []
                 begun.append(replace(request, manifest=manifest))
+                sizes.append(manifests.read(request.path).networks)
                 tiles, rows = _scan(begun[-1], shard)
                 kept += rows
                 todo += zip(repeat(len(begun) - 1), tiles)
@@ -130,16 +132,21 @@ def train(
                 chosen = workers.on_device(requests[0].device, len(todo))
                 total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in begun)
                 bar = _Bar(total, kept, show=progress, desc=label)
-                _spread(begun, todo, chosen, bar, kept, finished)
-        for request in begun:
+                with bar, contextlib.closing(_trained(begun, todo, chosen, bar)) as results:
+                    for (at, tile), seconds in results:
+                        if finished is not None:
+                            finished(begun[at], tile, seconds)
+        for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
-            grown = manifests.read(path).networks < manifest.networks and shards.complete(path, manifest)
-            if shard is None or grown:
+            found = manifests.read(path).networks
+            if shard is None or (found < manifest.networks and shards.complete(path, manifest)):
                 manifests.record_size(path, manifest)
-    except KeyboardInterrupt:
-        raise Resumable(f"stopped: {_kept(begun)}; run the same command again to resume") from None
-    except ClusterLost as error:
-        raise Resumable(f"{error}: {_kept(begun)}; run the same command again to resume") from error
+            if found not in (size, manifest.networks):
+                message = "%s: another run asked for %d networks meanwhile, this one for %d; it has %d now"
+                _log.warning(message, path, found, manifest.networks, manifests.read(path).networks)
+    except (KeyboardInterrupt, ClusterLost) as error:
+        why = str(error) or "stopped"
+        raise Resumable(f"{why}: {_kept(begun)}; run the same command again to resume") from error
     except TilesFailed as error:
         failure = _failure(error.errors, begun)
         _leave_nothing(created)
@@ -152,40 +159,30 @@ def train(
             _sweep(request.path)  # workers that were terminated may have been writing
 
 
-def _spread(
-    requests: Sequence[Request],
-    todo: list[Item],
-    workers: Workers,
-    bar: "_Bar",
-    done: int,
-    finished: Callable[[Request, int, float], None] | None,
-) -> None:
-    """Train tiles with a progress bar in networks, of which some are there already."""
+def _trained(
+    requests: Sequence[Request], todo: list[Item], workers: Workers, bar: "_Bar"
+) -> Generator[tuple[Item, float], None, None]:
+    """Train tiles, with a progress bar in networks; yields each with the seconds that its worker took."""
+    done, running = bar.n, dict[Item, float]()  # networks
+    # paths are absolute for workers in other folders; messages show them as given
+    job = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
 
     def rows(item: Item) -> int:
         return requests[item[0]].manifest.rows(item[1])
 
-    running: dict[Item, float] = {}
-    # paths are absolute for workers in other folders; messages show them as given
-    job = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
-    with bar:
+    def named(item: Item) -> str:
+        return f"{item[1]} of population {item[0]}" if item[0] else str(item[1])
 
-        def show(item: Item, fraction: float) -> None:
-            running[item] = fraction * rows(item)
+    def show(item: Item, fraction: float) -> None:
+        running[item] = fraction * rows(item)
+        bar.move_to(done + sum(running.values()))
+
+    with contextlib.closing(spread(job, todo, workers, show, named)) as results:
+        for item, seconds in results:
+            running.pop(item, None)
+            done += rows(item)
             bar.move_to(done + sum(running.values()))
-
-        with contextlib.closing(spread(job, todo, workers, show, _named)) as results:
-            for item, seconds in results:
-                running.pop(item, None)
-                done += rows(item)
-                bar.move_to(done + sum(running.values()))
-                if finished is not None:
-                    finished(requests[item[0]], item[1], seconds)
-
-
-def _named(item: Item) -> str:
-    at, tile = item
-    return f"{tile} of population {at}" if at else str(tile)
+            yield item, seconds
 
 
 def train_shard(
@@ -254,13 +251,11 @@ def _failure(errors: Mapping[Item, Exception], requests: Sequence[Request]) -> W
     kind = DataError if isinstance(error, DataError) else Resumable
     why = str(error) if died or isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
     advice = "with fewer workers if memory is short" if died else "when the cause is gone"
-    failed: dict[int, list[int]] = {}
-    for at, tile in sorted(errors):
-        failed.setdefault(at, []).append(tile)
-    named = [
-        (f"{requests[at].path.name}: " if len(requests) > 1 else "") + requests[at].manifest.described(tiles)
-        for at, tiles in failed.items()
-    ]
+    named = []
+    for at, request in enumerate(requests):
+        if tiles := [tile for there, tile in errors if there == at]:
+            name = f"{request.path.name}: " if len(requests) > 1 else ""
+            named.append(name + request.manifest.described(tiles))
     return kind(f"{why}, in {'; '.join(named)}: {_kept(requests)}; run the same command again, {advice}")
 
 
@@ -288,23 +283,13 @@ def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """Handle SIGTERM, which batch systems send before they kill, like Ctrl-C."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    handles = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler) if handles else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _in_notebook() -> bool:
-    get_ipython = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)
-    return getattr(get_ipython(), "kernel", None) is not None
+        if handles:
+            signal.signal(signal.SIGTERM, before)
 
 
 class _Bar(tqdm):
@@ -315,8 +300,9 @@ class _Bar(tqdm):
 
     def __init__(self, total: int, initial: int, *, show: bool, **options: Any) -> None:
         form = "{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left"
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
-        disable = not show or (False if _in_notebook() else None)
+        disable = not show or (False if getattr(shell, "kernel", None) is not None else None)
         super().__init__(total=total, initial=initial, disable=disable, bar_format=form, **options)
 
     @property
@@ -330,7 +316,7 @@ class _Bar(tqdm):
 
     def move_to(self, networks: float) -> None:
         """Show this number of finished networks."""
-        if self.disable:  # it does not count, but `n` is used as the start of the next tile
+        if self.disable:  # it does not count
             self.n = networks
         else:
             self.update(networks - self.n)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from weightscope import networks
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import population_member
+from weightscope._util.torch_random import seeded
 from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.init import transfer_
@@ -31,7 +32,7 @@ def teacher_of(recipe: Recipe) -> nn.Module | None:
     if config is None or config.alpha == 0:
         return None
     try:
-        with torch.random.fork_rng(devices=[]):
+        with seeded(0):  # of weights that are replaced
             return _loaded(config, recipe).eval().requires_grad_(False)
     except WeightscopeError as error:
         raise type(error)(f"distillation.teacher: {error}") from error
@@ -76,7 +77,8 @@ class Distillation:
         self.head = head_of(template, classes)
         self.widths = _features(template, self.head), _features(self.teacher, head_of(self.teacher))
         template = copy.deepcopy(template)
-        template.add_module(PROJECTION, _mlp(*self.widths))
+        with seeded(0):  # its weights are not used
+            template.add_module(PROJECTION, _mlp(*self.widths))
         return template
 
     def attach(self, nets: Networks, root: int, ids: Sequence[int]) -> None:
@@ -85,9 +87,8 @@ class Distillation:
         if self.config.kind == "logit":
             return
         views = nets.spec.unpack(nets.weights)
-        with torch.random.fork_rng(devices=[]):
-            for t, k in enumerate(ids):
-                torch.manual_seed(torch_seed(root, k, Purpose.PROJECTION))
+        for t, k in enumerate(ids):
+            with seeded(torch_seed(root, k, Purpose.PROJECTION)):
                 for name, value in _mlp(*self.widths).state_dict().items():
                     views[f"{PROJECTION}.{name}"][t] = value
         for module in nets.submodules(self.head):
@@ -114,14 +115,11 @@ class Distillation:
             mine = F.log_softmax(logits, dim=2)
             divergence = F.kl_div(mine, F.log_softmax(theirs, dim=2), reduction="none", log_target=True)
             return self.config.alpha * divergence.sum(2).mean(1)
-        return self.config.alpha * (theirs - self._projected()).abs().mean((1, 2))
-
-    def _projected(self) -> Tensor:
-        """MLP(O_s) of every network, (T, B, d_t)."""
         inputs, self.mine = self.mine, []
         assert self.nets is not None
         pairs = zip(self.nets.submodules(PROJECTION), inputs, strict=True)
-        return self.nets.of_each([module(features) for module, features in pairs]).float()
+        projected = self.nets.of_each([module(features) for module, features in pairs]).float()  # (T, B, d_t)
+        return self.config.alpha * (theirs - projected).abs().mean((1, 2))
 
 
 def _features(network: nn.Module, head: str) -> int:

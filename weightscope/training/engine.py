@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from weightscope import networks
-from weightscope._util.plugins import imported, is_reference
+from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
+from weightscope._util.torch_random import seeded
 from weightscope.data.registry import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
@@ -25,11 +26,12 @@ from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training.batches import Batches
-from weightscope.training.devices import choose_kernels, current, one_thread, resolve_device
+from weightscope.training.devices import DEFAULT_TILE, current, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
+from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels.functions import Kernels, by_kernels
-from weightscope.training.many_networks import DEFAULT_TILE, networks_for
+from weightscope.training.many_networks import networks_for
 from weightscope.training.network_check import frozen
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
@@ -42,10 +44,8 @@ def spec_of(recipe: Recipe) -> WeightSpec:
 def _template(recipe: Recipe) -> torch.nn.Module:
     """A network of the recipe whose weights are not used; on the meta device if nothing else of it is used either."""
     constants = recipe.data.stacked  # such as position codes
-    if isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants:
-        with torch.random.fork_rng(devices=[]):
-            return networks.build_for(recipe)
-    with torch.device("meta"):
+    used = isinstance(recipe.network, OwnNetworkConfig) or recipe.training.engine == "loop" or constants
+    with seeded(0), torch.device("cpu" if used else "meta"):
         return networks.build_for(recipe)
 
 
@@ -58,7 +58,7 @@ def train_tile(
     progress: Callable[[float], None] | None = None,
     kernels: Kernels | None = None,
 ) -> TrainedTile:
-    """Train the T networks `tile * T, ..., tile * T + T - 1` of a population.
+    """Train the T networks `tile * T, ..., tile * T + T - 1` of a population, as `collect` does.
 
     Args:
         recipe: the population's recipe.
@@ -67,11 +67,6 @@ def train_tile(
         device: "auto", "cpu" or "cuda".
         progress: called with the fraction done after each step.
         kernels: those that were chosen and compared with torch's; by default they are, and the network is checked.
-
-    Raises:
-        DataError: if the data set is missing or damaged.
-        UsageError: if the device, the initialiser or a frozen pattern does not exist, or the engine cannot train the
-            network.
     """
     where = resolve_device(device)
     with one_thread(), current(where):
@@ -102,17 +97,11 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
 
 
 class TileRun:
-    """The training of one tile: `train` runs all of it, `epoch` one pass over the data.
+    """The training of one tile: `train` runs all of it, `epoch` one pass over the data."""
 
-    `batches` has what the networks are trained and evaluated on.
-    """
-
-    def __init__(
-        self, recipe: Recipe, tile: int, data: Source, device: torch.device, kernels: Kernels | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, tile: int, data: Source, device: torch.device, kernels: Kernels) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
-        kernels = choose_kernels(recipe, device).kernels if kernels is None else kernels
         count = population.tile or DEFAULT_TILE
         self.ids = range(tile * count, (tile + 1) * count)
         template = _template(recipe)
@@ -127,25 +116,21 @@ class TileRun:
         if distillation is not None:
             distillation.attach(self.nets, population.seed, self.ids)
         self.nets.freeze(left_out)
-        swept_values = (training.learning_rate, training.weight_decay)
         self.rates, self.decays = (
             np.array([swept(value, population.seed, k, position) for k in self.ids])
-            for position, value in enumerate(swept_values)
+            for position, value in enumerate((training.learning_rate, training.weight_decay))
         )
+        trained = torch.zeros(self.nets.spec.size, dtype=torch.bool)
+        for tensor in self.nets.spec.tensors:
+            trained[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in left_out
+        each = (torch.from_numpy(values).to(device, torch.float32) for values in (self.rates, self.decays))
         self.optimiser = BatchedAdamW(
-            self.nets.weights,
-            self.nets.gradient,
-            self._trained(set(left_out)),
-            learning_rate=torch.from_numpy(self.rates).to(device, torch.float32),
-            weight_decay=torch.from_numpy(self.decays).to(device, torch.float32),
-            betas=training.betas,
-            kernels=kernels,
+            self.nets.weights, self.nets.gradient, trained.to(device), *each, betas=training.betas, kernels=kernels
         )
-        self.plateau = None
-        if training.schedule == "plateau":
-            self.plateau = Plateau(self.rates, training.factor, training.patience)
+        follows = training.schedule == "plateau"
+        self.plateau = Plateau(self.rates, training.factor, training.patience) if follows else None
         teacher = {} if distillation is None else {"distillation": distillation}
-        self.batches: Batches = imported(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
+        self.batches: Batches = member(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
@@ -154,12 +139,6 @@ class TileRun:
         self.sums = torch.zeros(len(self.batches.reported), count, device=device)  # of each, over the steps
         self.losses = by_kernels(self.batches.losses, kernels)
         self.update = by_kernels(self.optimiser.step, kernels)
-
-    def _trained(self, frozen: set[str]) -> Tensor:
-        mask = torch.zeros(self.nets.spec.size, dtype=torch.bool)
-        for tensor in self.nets.spec.tensors:
-            mask[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in frozen
-        return mask.to(self.device)
 
     def train(self, progress: Callable[[float], None] | None) -> TrainedTile:
         """Train all epochs; returns the weights and metrics of the tile."""
@@ -181,9 +160,8 @@ class TileRun:
         weights = np.take(kept.cpu().numpy(), self.stored, axis=1)
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
-        finite = (
-            np.isfinite(weights).all(axis=1) & np.isfinite(metrics["train_loss"]) & np.isfinite(metrics["test_loss"])
-        )
+        losses = np.stack([metrics["train_loss"], metrics["test_loss"]])
+        finite = np.isfinite(weights).all(axis=1) & np.isfinite(losses).all(axis=0)
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         return TrainedTile(self.tile, weights, self.seeds, metrics)
@@ -196,7 +174,11 @@ class TileRun:
         """
         training = self.recipe.training
         self.nets.train()
-        self._upload({**(self.ready or self.batches.draw()), **self._scalars(epoch)})
+        for name, values in ((self.ready or self.batches.draw()) | self._scalars(epoch)).items():
+            if name in self.numbers:
+                self.numbers[name].copy_(values)  # a CUDA graph reads them at this address
+            else:
+                self.numbers[name] = values.to(self.device)
         self.now.zero_()
         self.sums.zero_()
         for done in range(self.steps_per_epoch * epoch, self.steps_per_epoch * (epoch + 1)):
@@ -206,14 +188,6 @@ class TileRun:
         self.ready = self.batches.draw() if epoch + 1 < training.epochs else None
         means = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
         return dict(zip(self.batches.reported, means, strict=True))
-
-    def _upload(self, numbers: dict[str, Tensor]) -> None:
-        """Copy the epoch's numbers to the device, always to the same address."""
-        for name, values in numbers.items():
-            if name in self.numbers:
-                self.numbers[name].copy_(values)
-            else:
-                self.numbers[name] = values.to(self.device)
 
     def _step(self) -> None:
         """One step of all networks.
@@ -235,11 +209,7 @@ class TileRun:
         self.now += 1
 
     def _scalars(self, epoch: int) -> dict[str, Tensor]:
-        """What each step of an epoch has of its own, whatever the network.
-
-        `scalars` (steps, 3): the arguments of the optimiser.
-        `new` (steps,): the weight of the new weights in their average, if there is one; 1 in the first step.
-        """
+        """Of each step, the optimiser's arguments (steps, 3), and the weight (steps,) of new weights in an average."""
         training, steps = self.recipe.training, self.steps_per_epoch
         rows = []
         for step in range(epoch * steps, (epoch + 1) * steps):
@@ -255,14 +225,11 @@ class TileRun:
     @torch.no_grad()
     def evaluate(self) -> dict[str, np.ndarray]:
         """Return the metrics of held-out data, each (T,); of the averaged weights, if there are any."""
-        if self.average is None:
-            return self._evaluate()
-        trained = self.nets.weights.clone()
-        self.nets.weights.copy_(self.average)
-        found = self._evaluate()
-        self.average.copy_(self.nets.weights)  # with the statistics of BatchNorm
-        self.nets.weights.copy_(trained)
+        if self.average is not None:
+            trained = self.nets.weights.clone()
+            self.nets.weights.copy_(self.average)
+        found = {name: values.cpu().numpy().astype(np.float64) for name, values in self.batches.evaluate().items()}
+        if self.average is not None:
+            self.average.copy_(self.nets.weights)  # with the statistics of BatchNorm
+            self.nets.weights.copy_(trained)
         return found
-
-    def _evaluate(self) -> dict[str, np.ndarray]:
-        return {name: values.cpu().numpy().astype(np.float64) for name, values in self.batches.evaluate().items()}

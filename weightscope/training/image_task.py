@@ -50,12 +50,9 @@ class ImageBatches:
     def draw(self) -> dict[str, Tensor]:
         """The numbers of the next epoch, a row for each step.
 
-        `order` (steps, T, B): indices of training images; an incomplete last batch is left out.
-        `draws` (steps, T, B, P): uniform numbers of the augmentation, if any.
-        `shares` (steps, T): the share of each image in its mixture, if mixup or CutMix is used: a draw from
-        Beta(mixup, mixup), or 1 where the batch has CutMix.
-        `boxes` (steps, T, 4): the rectangles of CutMix, if it is used; empty where the batch has mixup.
-        `paths` (steps, T, B, L): uniform numbers of the DropPath layers, if any.
+        Indices of training images `order` (steps, T, B); uniform numbers of the augmentation, `draws` (steps, T, B, P),
+        and of the DropPath layers, `paths` (steps, T, B, L); `shares` (steps, T) of the images in their mixtures, 1
+        where the batch has CutMix; its rectangles `boxes` (steps, T, 4), empty where the batch has mixup.
         """
         steps, training = self.steps, self.recipe.training
         needed = draws_needed(self.augment)
@@ -152,10 +149,7 @@ def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:
 
 
 def cutmix_boxes(shares: np.ndarray, centres: np.ndarray, size: int) -> np.ndarray:
-    """Rectangles of CutMix: sides `floor(S sqrt(1 - share))` around a random pixel, clipped at the border.
-
-    Of shares (steps,) of the image that is kept and centres (steps, 2) in [0, 1): (steps, 4) int64, first row, row
-    after the last, first column, column after the last.
+    """Rectangles of CutMix (steps, 4), rows and columns from and to: sides `floor(S sqrt(1 - share))`, clipped.
 
     Source: Yun et al., CutMix, 2019, section 3.1; timm's Mixup in mode "batch".
     """

@@ -11,6 +11,7 @@ Networks do not interact: one that diverges does not affect the others.
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, get_args
 
@@ -20,11 +21,12 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from weightscope._util.seeding import Purpose, kept_generators, seed_generators, torch_seed
+from weightscope._util.seeding import Purpose, torch_seed
+from weightscope._util.torch_random import seeded
 from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
-from weightscope.networks.layers import DropPath, Mlp
+from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences import TokenEmbedding, check_tokens
 from weightscope.networks.vit import Block
 from weightscope.recipe import OwnNetworkConfig, Recipe
@@ -43,39 +45,24 @@ from weightscope.training.batched_layers import (
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels, Pair
 
-DEFAULT_TILE = 32  # networks, on a CPU
+Device = torch.device | str
 USE_LOOP = 'use training.engine = "loop", which trains any network, one at a time'
 
 
 class Networks(nn.Module):
-    """T networks of one architecture.
-
-    Attributes:
-        weights: (T, D) float32, one row per network in the order of `spec`; parameters are views of it.
-        gradient: (T, D) float32, filled by `backward`; zero for what is not trained.
-        spec: the `WeightSpec` of one network.
-        leaves: name -> tensor (T, ...), views of `weights`.
-        kernels: the backend that computes them.
-        drop_paths: L, how many DropPath layers one network has.
-        input_axes: number of axes of one input, `Task.input_axes`; inputs of each network have two more, T and B.
-
-    Args:
-        template: a module of the architecture; its weights are not used.
-        count: T.
-        device: of all tensors.
-    """
+    """T networks of one architecture; the weights of the template are not used."""
 
     kernels: Kernels = "torch"
-    drop_paths: int = 0
-    input_axes: int = 1
+    drop_paths: int = 0  # L, how many DropPath layers one network has
+    input_axes: int = 1  # of one input, `Task.input_axes`; inputs of each network have two more, T and B
 
-    def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, template: nn.Module, count: int, device: Device = "cpu") -> None:
         super().__init__()
         self.count: int = count
         self.spec = WeightSpec.of(template)
-        self.weights = torch.zeros(count, self.spec.size, device=device)
-        self.gradient = torch.zeros_like(self.weights)
-        self.leaves: dict[str, Tensor] = {
+        self.weights = torch.zeros(count, self.spec.size, device=device)  # (T, D), rows in the order of `spec`
+        self.gradient = torch.zeros_like(self.weights)  # (T, D), filled by `backward`; zero for what is not trained
+        self.leaves: dict[str, Tensor] = {  # name -> (T, ...), views of `weights`
             name: view.detach().requires_grad_(self.spec[name].role == "parameter")
             for name, view in self.spec.unpack(self.weights).items()
         }
@@ -92,10 +79,7 @@ class Networks(nn.Module):
         """Set the uniform numbers (T, v) of embeddings with dropout."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (T, B, classes) of images (T, B, C, H, W), or of (B, C, H, W) shared by all networks.
-
-        Of tokens (T, B, n), or (B, n) shared by all, they are (T, B, n, v).
-        """
+        """Logits (T, B, K) of images (T, B, C, H, W), (T, B, n, v) of tokens (T, B, n); without T, shared by all."""
         raise NotImplementedError
 
     def backward(self, loss: Tensor) -> None:
@@ -117,31 +101,16 @@ class Networks(nn.Module):
 
 
 def networks_for(
-    recipe: Recipe,
-    template: nn.Module,
-    ids: Sequence[int],
-    device: torch.device | str = "cpu",
-    kernels: Kernels = "torch",
+    recipe: Recipe, template: nn.Module, ids: Sequence[int], device: Device = "cpu", kernels: Kernels = "torch"
 ) -> Networks:
-    """Networks `ids` of a recipe as one.
-
-    Args:
-        recipe: its engine, data and root seed.
-        template: a module of the architecture; its weights are not used.
-        ids: indices of the T networks in their population.
-        device: of all tensors.
-        kernels: the backend, see `kernels/functions.py`.
-
-    Raises:
-        UsageError: if the recipe's engine cannot train the module.
-    """
+    """Networks `ids` of a recipe as one."""
     nets: Networks
-    if recipe.training.engine == "loop":
-        seeds = [torch_seed(recipe.population.seed, k, Purpose.FORWARD) for k in ids]
+    own = isinstance(recipe.network, OwnNetworkConfig)
+    if recipe.training.engine == "loop":  # only users' networks draw random numbers by themselves
+        seeds = [torch_seed(recipe.population.seed, k, Purpose.FORWARD) for k in ids] if own else None
         nets = LoopNetworks(template, len(ids), device, seeds=seeds)
     else:
-        if isinstance(recipe.network, OwnNetworkConfig):  # its constants, too
-            template = template.to(device)
+        template = template.to(device) if own else template  # its constants, too
         if recipe.data.stacked:
             nets = StackedNetworks(template, len(ids), device)
         else:
@@ -153,15 +122,11 @@ def networks_for(
 class StackedNetworks(Networks):
     """Networks for sequences as one function of their stacked weights, by `torch.vmap`; tied parameters stay tied.
 
-    `BatchedNetworks` runs a module's forward once on activations whose channel axis holds all networks. Code that cuts
-    its channels into parts, as Mamba's does, cannot run on such an axis. Here every tensor has an axis of its own for
-    the networks, which the forward code does not see.
-
-    Raises:
-        UsageError: if the module keeps running statistics.
+    Every tensor has an axis of its own for the networks, which the forward code does not see: code that cuts its
+    channels into parts, as Mamba's does, cannot run on a channel axis that holds all networks.
     """
 
-    def __init__(self, template: nn.Module, count: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, template: nn.Module, count: int, device: Device = "cpu") -> None:
         super().__init__(template, count, device)
         for tensor in self.spec:
             if tensor.role == "statistic":
@@ -179,16 +144,11 @@ class StackedNetworks(Networks):
     def drop_tokens(self, draws: Tensor) -> None:
         """Set the uniform numbers (T, v) of embeddings with dropout."""
         layers = self.network.named_modules()
-        self._draws = {
-            f"{n}.draws": draws for n, layer in layers if isinstance(layer, TokenEmbedding) and layer.dropout
-        }
+        dropping = [name for name, layer in layers if isinstance(layer, TokenEmbedding) and layer.dropout]
+        self._draws = {f"{name}.draws": draws for name in dropping}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks.
-
-        Raises:
-            UsageError: if a token is outside the vocabulary.
-        """
+        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks."""
         if self._vocabulary is not None:
             check_tokens(tokens, self._vocabulary)
 
@@ -206,22 +166,13 @@ class StackedNetworks(Networks):
 class LoopNetworks(Networks):
     """T plain modules, copies of the template; each runs its own forward and backward pass.
 
-    Args:
-        template: see `Networks`.
-        count: T.
-        device: of all tensors.
-        seeds: one seed per network. The n-th forward pass of network t in training mode sees the global generators of
-            torch, NumPy and Python seeded with `seeds[t] + n`, so that dropout does not depend on the other networks.
-
-    Raises:
-        UsageError: if a weight is not float32.
+    In the n-th forward pass in training mode, network t draws random numbers from a generator with the seed
+    `seeds[t] + n`, so that dropout does not depend on the other networks.
     """
 
-    def __init__(
-        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, seeds: Sequence[int]
-    ) -> None:
+    def __init__(self, template: nn.Module, count: int, device: Device = "cpu", *, seeds: Sequence[int] | None) -> None:
         super().__init__(template, count, device)
-        self.device, self.seeds, self.passes = torch.device(device), list(seeds), 0
+        self.seeds, self.passes = seeds, 0
         self.networks = nn.ModuleList(copy.deepcopy(template).to(device) for _ in range(count))
         self._drop_paths = [[m for m in network.modules() if isinstance(m, DropPath)] for network in self.networks]
         self.drop_paths: int = len(self._drop_paths[0])
@@ -259,41 +210,28 @@ class LoopNetworks(Networks):
         """Logits of all networks, see `Networks.forward`."""
         parts = inputs if inputs.ndim == self.input_axes + 2 else inputs.expand(self.count, *inputs.shape)
         logits = []
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []), kept_generators():
-            for seed, network, part in zip(self.seeds, self.networks, parts, strict=True):
-                seed_generators(seed + self.passes)
+        for t, (network, part) in enumerate(zip(self.networks, parts, strict=True)):
+            with nullcontext() if self.seeds is None else seeded(self.seeds[t] + self.passes):
                 logits.append(network(part))
         self.passes += self.training
-        self._store_buffers()
+        with torch.no_grad():
+            for row, network in zip(self.weights, self.networks, strict=True):
+                views = self.spec.unpack(row)
+                for name, buffer in network.named_buffers():  # that the pass replaced, rather than changed in place
+                    if name in views and buffer.data_ptr() != views[name].data_ptr():
+                        buffer.data = views[name].copy_(buffer)
         return torch.stack(logits)
 
     def submodules(self, path: str) -> list[nn.Module]:
         """The submodule of each network."""
         return [network.get_submodule(path) for network in self.networks]
 
-    @torch.no_grad()
-    def _store_buffers(self) -> None:
-        """Copy buffers that a forward pass replaced, rather than changed in place, into `weights`."""
-        for row, network in zip(self.weights, self.networks, strict=True):
-            views = self.spec.unpack(row)
-            for name, buffer in network.named_buffers():
-                if name in views and buffer.data_ptr() != views[name].data_ptr():
-                    buffer.data = views[name].copy_(buffer)
-
     def backward(self, loss: Tensor) -> None:
-        """Set `gradient`, see `Networks.backward`.
-
-        Raises:
-            UsageError: if the loss does not depend on a trained parameter; names it.
-        """
+        """Set `gradient`, see `Networks.backward`."""
         views = self.spec.unpack(self.gradient)
-        trained = [
-            (views[name][t], name, parameter)
-            for t, parameters in enumerate(self.parameters_of)
-            for name, parameter in parameters.items()
-            if parameter.requires_grad
-        ]
-        gradients = torch.autograd.grad(loss, [parameter for _, _, parameter in trained], allow_unused=True)
+        named = [(t, name, p) for t, each in enumerate(self.parameters_of) for name, p in each.items()]
+        trained = [(views[name][t], name, p) for t, name, p in named if p.requires_grad]
+        gradients = torch.autograd.grad(loss, [p for _, _, p in trained], allow_unused=True)
         for (view, name, _), gradient in zip(trained, gradients, strict=True):
             if gradient is None:
                 raise UsageError(f"`{name}` does not affect the loss; freeze it (training.frozen) or remove it")
@@ -321,9 +259,9 @@ class LoopNetworks(Networks):
 class _NormMlp(nn.Module):
     """LayerNorm and the MLP after it as one compiled function; the norm itself becomes the identity."""
 
-    def __init__(self, norm: Normalisation, mlp: Mlp) -> None:
+    def __init__(self, norm: Normalisation, fc1: Any, fc2: Any) -> None:
         super().__init__()
-        self.weights: tuple[Pair, ...] = tuple(_pair(layer) for layer in (norm, mlp.fc1, mlp.fc2))
+        self.weights: tuple[Pair, ...] = tuple(layer.pair for layer in (norm, fc1, fc2))
         self.count: int = norm.count
         self.eps: float = norm.layer.eps
 
@@ -331,43 +269,29 @@ class _NormMlp(nn.Module):
         return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps, kernels="c"), x)
 
 
-class _ConvNeXtBlock(nn.Module):
-    """A whole block as one compiled function."""
-
-    def __init__(self, block: ConvNeXtBlock, gamma: Tensor | None) -> None:
-        super().__init__()
-        norm: Any = block.norm
-        self.filters, self.gamma, self.eps = _pair(block.conv_dw), gamma, norm.layer.eps
-        self.weights = [_pair(layer) for layer in (norm, block.mlp.fc1, block.mlp.fc2)]
-        self.sizes = *self.filters[0].shape, *self.weights[1][0].shape, self.eps
-
-    def block(self, dtype: torch.dtype) -> functions.Block:
-        """The weights as the kernels expect them, for activations of a type."""
-        norm, fc1, fc2 = self.weights
-        if self.gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
-            weight, bias, gamma = (value.to(dtype) for value in (*fc2, self.gamma))
-            fc2 = weight * gamma[:, :, None], bias * gamma
-        return filters_of(*self.filters), norm, fc1, fc2
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _in_sequence([self], x)
-
-
 class _ConvNeXtBlocks(nn.Module):
     """Consecutive blocks of equal sizes as one compiled function."""
 
-    def __init__(self, blocks: nn.Sequential) -> None:
+    def __init__(self, blocks: Sequence[tuple[list[Pair], Tensor | None]], eps: float) -> None:
         super().__init__()
-        self.blocks: list[_ConvNeXtBlock] = list(blocks)  # type: ignore[arg-type]  # all blocks are; the caller checks
+        self.blocks, self.eps = list(blocks), eps  # the layers conv_dw, norm, fc1 and fc2 of each, and its gamma
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """What consecutive blocks must have in common."""
+        filters, _, fc1, _ = self.blocks[0][0]
+        return *filters[0].shape, *fc1[0].shape, self.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return _in_sequence(self.blocks, x)
+        weights = tuple(self._scaled(*block, x.dtype) for block in self.blocks)
+        return functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, self.eps, kernels="c").permute(3, 0, 1, 2)
 
-
-def _in_sequence(blocks: list[_ConvNeXtBlock], x: Tensor) -> Tensor:
-    weights = tuple(block.block(x.dtype) for block in blocks)
-    y = functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, blocks[0].eps, kernels="c")
-    return y.permute(3, 0, 1, 2)
+    def _scaled(self, layers: list[Pair], gamma: Tensor | None, dtype: torch.dtype) -> functions.Block:
+        filters, norm, fc1, fc2 = layers
+        if gamma is not None:  # gamma (W a + b) = (gamma W) a + gamma b
+            weight, bias, gamma = (value.to(dtype) for value in (*fc2, gamma))
+            fc2 = weight * gamma[:, :, None], bias * gamma
+        return filters_of(*filters), norm, fc1, fc2
 
 
 class _NormResidual(nn.Module):
@@ -393,12 +317,7 @@ class _NormResidual(nn.Module):
         return y.permute(3, 0, 1, 2)
 
 
-def _fused_mlp(norm: Any, mlp: Mlp) -> tuple[Any, Any]:
-    """What takes the place of an MLP and of the norm before it."""
-    return _NormMlp(norm, mlp), nn.Identity()
-
-
-_CONTAINERS = (nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (nn.Module, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 class BatchedNetworks(Networks):
@@ -408,36 +327,28 @@ class BatchedNetworks(Networks):
     channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by
     batched layers; residual additions, elementwise functions and pooling give the same result on network-stacked
     channels. `batched_layers.py` describes the memory layout.
-
-    Args:
-        template: see `Networks`.
-        count: T.
-        device: of all tensors.
-        kernels: the backend, see `kernels/functions.py`.
-
-    Raises:
-        UsageError: if the module has a layer without a batched version, or the kernels do not run on the device.
     """
 
-    def __init__(
-        self, template: nn.Module, count: int, device: torch.device | str = "cpu", *, kernels: Kernels = "torch"
-    ) -> None:
+    def __init__(self, template: nn.Module, count: int, device: Device = "cpu", *, kernels: Kernels = "torch") -> None:
         super().__init__(template, count, device)
         if kernels not in get_args(Kernels) or (kernels == "c" and torch.device(device).type != "cpu"):
             raise UsageError(f"kernels: expected 'torch', 'c' on a CPU or 'inductor', found {kernels!r} on {device}")
         self.kernels: Kernels = kernels
-        _refuse_shared(template)
+        first: dict[int, str] = {}
+        named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
+        for name, item in named:  # what has two names would become independent weights
+            if first.setdefault(id(item), name) != name:
+                raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
         self.network = self._batch(copy.deepcopy(template), "")
         self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
         self.drop_paths: int = len(self._drop_paths)
 
     def _batch(self, module: nn.Module, path: str) -> nn.Module:
         """Replace the leaf layers of `module` by batched ones, and fused blocks where the kernels have them."""
-        make = BATCHED_LAYERS.get(type(module))
         batched = module
-        if make is not None:
-            batched = self._batched_layer(make, module, path)
-        elif _torch_layer(module) not in (nn.Module, *_CONTAINERS):
+        if type(module) in BATCHED_LAYERS:
+            batched = self._batched_layer(module, path)
+        elif next(k for k in type(module).__mro__ if k.__module__.startswith("torch.")) not in _CONTAINERS:
             raise UsageError(f"`{path.rstrip('.')}` ({type(module).__name__}) has no batched version; {USE_LOOP}")
         else:
             self._stack_own_parameters(module, path)
@@ -445,9 +356,9 @@ class BatchedNetworks(Networks):
             setattr(batched, name, self._batch(child, f"{path}{name}."))
         return self._fused(module, batched, path) if self.kernels == "c" else batched
 
-    def _batched_layer(self, make: Any, module: nn.Module, path: str) -> BatchedLayer:
+    def _batched_layer(self, module: nn.Module, path: str) -> BatchedLayer:
         try:
-            layer: BatchedLayer = make(module, self.count)
+            layer = BATCHED_LAYERS[type(module)](module, self.count)
         except UsageError as error:
             raise UsageError(f"`{path.rstrip('.')}`: {error}; {USE_LOOP}") from None
         layer.kernels = self.kernels
@@ -458,24 +369,27 @@ class BatchedNetworks(Networks):
     def _fused(self, module: nn.Module, batched: nn.Module, path: str) -> nn.Module:
         """One module in place of several batched layers that one kernel computes."""
         # exact types: a derived class may have a forward of its own
-        if type(module) is ConvNeXtBlock and isinstance(batched, ConvNeXtBlock) and _plain(batched.mlp):
-            if isinstance(batched.drop_path, nn.Identity):
-                return _ConvNeXtBlock(batched, self.leaves.get(f"{path}gamma"))
-            batched.mlp, batched.norm = _fused_mlp(batched.norm, batched.mlp)
-        if type(module) is Block and isinstance(batched, Block) and _plain(batched.mlp):
-            batched.mlp, batched.norm2 = _fused_mlp(batched.norm2, batched.mlp)
+        parts: Any = batched
+        if type(module) is ConvNeXtBlock and type(parts.mlp.fc1.layer) is nn.Linear:
+            if isinstance(parts.drop_path, nn.Identity):
+                layers = [layer.pair for layer in (parts.conv_dw, parts.norm, parts.mlp.fc1, parts.mlp.fc2)]
+                return _ConvNeXtBlocks([(layers, self.leaves.get(f"{path}gamma"))], parts.norm.layer.eps)
+            parts.mlp, parts.norm = _NormMlp(parts.norm, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
+        if type(module) is Block and type(parts.mlp.fc1.layer) is nn.Linear:
+            parts.mlp, parts.norm2 = _NormMlp(parts.norm2, parts.mlp.fc1, parts.mlp.fc2), nn.Identity()
         if type(module) is nn.Sequential and isinstance(batched, nn.Sequential):
-            sizes = {block.sizes if isinstance(block, _ConvNeXtBlock) else None for block in batched}
+            sizes = {block.sizes if isinstance(block, _ConvNeXtBlocks) else None for block in batched}
             if len(sizes) == 1 and None not in sizes:
-                return _ConvNeXtBlocks(batched)
+                return _ConvNeXtBlocks([block for each in parts for block in each.blocks], parts[0].eps)
             for k, (before, layer) in enumerate(pairwise(batched)):
-                if _is_gelu(before) and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
+                gelu = isinstance(before, Elementwise) and repr(before.layer) == repr(nn.GELU())
+                if gelu and isinstance(layer, Normalisation) and isinstance(layer.layer, nn.BatchNorm2d):
                     layer.after_gelu = True
                     batched[k] = nn.Identity()
-        if type(module) is Residual and isinstance(batched, Residual) and isinstance(batched.fn, nn.Sequential):
-            last = batched.fn[-1]
+        if type(module) is Residual and isinstance(parts.fn, nn.Sequential):
+            last = parts.fn[-1]
             if isinstance(last, Normalisation) and last.after_gelu:
-                return _NormResidual(batched.fn)
+                return _NormResidual(parts.fn)
         return batched
 
     def _stack_own_parameters(self, module: nn.Module, path: str) -> None:
@@ -538,31 +452,3 @@ class BatchedNetworks(Networks):
                 self(batch)
         for layer in layers:
             layer.calibrating = 0
-
-
-def _pair(layer: nn.Module) -> Pair:
-    assert isinstance(layer, BatchedLayer), layer
-    return layer.pair
-
-
-def _plain(mlp: Mlp) -> bool:
-    fc1: Any = mlp.fc1
-    return type(fc1.layer) is nn.Linear
-
-
-def _is_gelu(layer: nn.Module) -> bool:
-    return isinstance(layer, Elementwise) and type(layer.layer) is nn.GELU and layer.layer.approximate == "none"
-
-
-def _refuse_shared(template: nn.Module) -> None:
-    """Refuse modules and parameters with two names; they would become independent weights."""
-    first: dict[int, str] = {}
-    named = [*template.named_modules(remove_duplicate=False), *template.named_parameters(remove_duplicate=False)]
-    for name, item in named:
-        if first.setdefault(id(item), name) != name:
-            raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
-
-
-def _torch_layer(module: nn.Module) -> type:
-    """The class of `torch.nn` that a module is or derives from."""
-    return next(kind for kind in type(module).__mro__ if kind.__module__.startswith("torch."))

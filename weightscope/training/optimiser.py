@@ -9,27 +9,16 @@ from torch import Tensor
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
 
+_EPS = 1e-8  # added to the square root of the second moment; torch's default
 _BLOCK = 1 << 14  # entries of a row whose squares are added in one go
 
 
 class BatchedAdamW:
     """AdamW with decoupled weight decay for T networks at once, each with its own rates.
 
-    For each network and each entry that is not frozen, with gradient g, step t, rate eta and decay lambda:
-    `m <- b1 m + (1 - b1) g`, `v <- b2 v + (1 - b2) g^2`,
-    `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
-    Equal to `torch.optim.AdamW` on each network alone. Weight decay applies to every trained entry, biases and
-    norms included, as in `torch.optim.AdamW(model.parameters())`.
-
-    Args:
-        weights: (T, D), updated in place.
-        gradient: (T, D).
-        trained: (D,) bool; other entries (frozen tensors, running statistics) are not touched.
-        learning_rate: (T,).
-        weight_decay: (T,).
-        betas: (b1, b2).
-        eps: added to the square root of the second moment.
-        kernels: "c" makes one pass over memory; the formula is the same.
+    Equal to `torch.optim.AdamW(model.parameters())` on each network alone: `m <- b1 m + (1 - b1) g`,
+    `v <- b2 v + (1 - b2) g^2`, `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
+    Weights and gradient are (T, D), rates and decays (T,); what is not `trained` (D,) is not touched.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -39,16 +28,15 @@ class BatchedAdamW:
         weights: Tensor,
         gradient: Tensor,
         trained: Tensor,
-        *,
         learning_rate: Tensor,
         weight_decay: Tensor,
+        *,
         betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
         kernels: Kernels = "torch",
     ) -> None:
         self.weights, self.gradient, self.trained = weights, gradient, trained
         self.rate, self.decay = learning_rate, weight_decay
-        self.betas, self.eps, self.kernels = betas, eps, kernels
+        self.betas, self.kernels = betas, kernels
         self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
 
     def scalars(self, step: int, factor: float) -> tuple[float, float, float]:
@@ -58,29 +46,15 @@ class BatchedAdamW:
 
     @torch.no_grad()
     def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
-        """One update in place; only tensors change from step to step, so a CUDA graph can capture it.
-
-        Args:
-            scalars: (3,), from `scalars`; every rate is multiplied by the first.
-            clip_norm: if positive, each network's gradient is scaled to at most this Euclidean norm, as by
-                `torch.nn.utils.clip_grad_norm_`.
-        """
+        """One update in place; only tensors change from step to step, so a CUDA graph can capture it."""
         clip = None
         if clip_norm > 0:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
         if self.kernels == "c":
             clip = torch.ones_like(self.rate) if clip is None else clip
-            functions.adamw(
-                self.weights,
-                self.gradient,
-                (self.first, self.second),
-                self.trained,
-                (self.rate, self.decay),
-                clip,
-                scalars,
-                self.betas,
-                self.eps,
-            )
+            moments, rates = (self.first, self.second), (self.rate, self.decay)
+            tensors = self.weights, self.gradient, moments, self.trained, rates, clip, scalars
+            functions.adamw(*tensors, self.betas, _EPS)
             return
         b1, b2 = self.betas
         factor, mean, root = scalars
@@ -88,17 +62,13 @@ class BatchedAdamW:
         rate = (self.rate * factor)[:, None] * self.trained
         self.first.lerp_(g, 1 - b1)
         self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
-        denominator = self.second.sqrt().mul_(root).add_(self.eps)
+        denominator = self.second.sqrt().mul_(root).add_(_EPS)
         self.weights.addcmul_(self.weights, rate * self.decay[:, None], value=-1)
         self.weights.addcmul_(rate * mean, self.first / denominator, value=-1)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
-    """The Euclidean norm of each row, from those of its blocks of 2^14 entries; (T, D) -> (T,).
-
-    On a CPU, PyTorch adds the squares of a row one by one in a few accumulators of the row's own type: in float32 the
-    norm of 5,500,000 entries is off by 1.6e-4. The error of a block, and of the norm of their norms, is of rounding.
-    """
+    """The Euclidean norm (T,) of each row (T, D), from those of its blocks: PyTorch's of 5,500,000 is off by 1.6e-4."""
     whole = matrix.shape[1] // _BLOCK * _BLOCK
     if whole == 0:
         return torch.linalg.vector_norm(matrix, dim=1)
@@ -108,15 +78,10 @@ def row_norms(matrix: Tensor) -> Tensor:
 
 
 def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> float:
-    """The factor in (0, 1] of the learning rate at one step.
+    """The factor in (0, 1] of the learning rate at the middle of a step, so that no step has rate 0.
 
-    It rises linearly to 1 over the fraction `warmup` of the steps; after that it stays ("constant"), falls
-    linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine"). With "plateau" it stays, too, and
-    `Plateau` changes the rates themselves. It is evaluated at the middle of the step, so no step has rate 0 and
-    schedules of different lengths are samples of the same curve.
-
-    Raises:
-        ValueError: for another schedule.
+    It rises linearly to 1 over the fraction `warmup` of the steps; then it stays ("constant"; also "plateau", where
+    `Plateau` changes the rates), falls linearly to 0 ("triangular") or follows half a cosine to 0 ("cosine").
     """
     progress = (step + 0.5) / steps
     if progress < warmup:
@@ -133,20 +98,9 @@ def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> floa
 
 
 class Plateau:
-    """Learning rates of T networks, each cut where the network's own loss no longer improves.
+    """Learning rates (T,), each cut by a factor where the network's own loss has not improved for `patience` epochs.
 
-    A loss improves if it is below (1 - 1e-4) times the best one before. After more than `patience` epochs in a row
-    without, the rate is multiplied by `factor`, unless that changes it by 1e-8 or less, and the count begins again. A
-    loss that is not a number has not improved. Equal to `torch.optim.lr_scheduler.ReduceLROnPlateau` on each network
-    alone.
-
-    Attributes:
-        rates: (T,) float64.
-
-    Args:
-        rates: (T,), to begin with.
-        factor: 0 < f < 1.
-        patience: epochs, >= 0.
+    Equal to `torch.optim.lr_scheduler.ReduceLROnPlateau` on each network alone.
     """
 
     threshold, smallest_change = 1e-4, 1e-8  # torch's

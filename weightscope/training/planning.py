@@ -1,7 +1,6 @@
 """`plan`: what training a population takes, measured on the workers that would do it."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,15 +13,10 @@ from weightscope._util.results import Result, text_table
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shards import expected_bytes
-from weightscope.recipe import Recipe, TrainingConfig
-from weightscope.training.devices import current, one_thread
-from weightscope.training.engine import TileRun
+from weightscope.recipe import Recipe
+from weightscope.training.measuring import TileCost, time_tile
 from weightscope.training.request import Request
-from weightscope.training.spreading import on_each, spread
-from weightscope.training.workers import Workers, chosen_workers
-
-_TIMED_SECONDS = 2.0  # of steps, on each worker
-_MOST_STEPS = 64
+from weightscope.training.workers import Workers, chosen_workers, on_each, spread
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,7 +39,16 @@ class Plan(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each quantity."""
-        return [{"quantity": name, "value": value} for name, value in self._values()]
+        seconds = sorted(self.tile_seconds)
+        values = {
+            "networks": f"{self.networks:,}",
+            "tiles": f"{self.tiles:,} of {self.tile}, {self.done:,} done",
+            "bytes on disk": f"{self.bytes_on_disk:,}",
+            "workers": self.workers,
+            "seconds for a tile": " to ".join(dict.fromkeys(f"{each:,.3g}" for each in (seconds[0], seconds[-1]))),
+            "hours left": f"{self.hours:,.3g}",
+        }
+        return [{"quantity": name, "value": value} for name, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -57,19 +60,7 @@ class Plan(Result):
             f"measured: each of {self.workers} workers, at the same time, trained tile 0 for a few steps and evaluated "
             "it once; nothing was kept"
         )
-        return text_table(("", self.path), self._values(), left=(0, 1)) + "\n" + how
-
-    def _values(self) -> list[tuple[str, Any]]:
-        seconds = sorted(self.tile_seconds)
-        spread = f"{seconds[0]:,.3g}" if len(seconds) == 1 else f"{seconds[0]:,.3g} to {seconds[-1]:,.3g}"
-        return [
-            ("networks", f"{self.networks:,}"),
-            ("tiles", f"{self.tiles:,} of {self.tile}, {self.done:,} done"),
-            ("bytes on disk", f"{self.bytes_on_disk:,}"),
-            ("workers", self.workers),
-            ("seconds for a tile", spread),
-            ("hours left", f"{self.hours:,.3g}"),
-        ]
+        return text_table(("", self.path), [tuple(row.values()) for row in self.rows()], left=(0, 1)) + "\n" + how
 
 
 def plan(
@@ -102,20 +93,11 @@ def plan(
         manifests.match(Path(path), manifests.read(request.path), manifest)
         there = shards.tiles_on_disk(request.path, manifest)
         done = sum(shards.state(request.path, manifest, tile).kind == "done" for tile in there)
-    workers_here = chosen.on_device(request.device, manifest.tiles)
-    costs = on_each(partial(_time_tile, [request]), workers_here, manifest.tiles)
+    costs = on_each(partial(_time, [request]), chosen.on_device(request.device, manifest.tiles), manifest.tiles)
     seconds = tuple(cost.seconds(request.recipe.training) for cost in costs)
-    return Plan(
-        path=str(path),
-        networks=manifest.networks,
-        tile=manifest.tile,
-        tiles=manifest.tiles,
-        done=done,
-        bytes_on_disk=expected_bytes(manifest),
-        workers=len(seconds),
-        tile_seconds=seconds,
-        hours=_until_finished(manifest.tiles - done, seconds) / 3600,
-    )
+    hours = _until_finished(manifest.tiles - done, seconds) / 3600
+    size = expected_bytes(manifest)
+    return Plan(str(path), manifest.networks, manifest.tile, manifest.tiles, done, size, len(seconds), seconds, hours)
 
 
 def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
@@ -129,55 +111,19 @@ def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
     return high
 
 
-@dataclass(frozen=True)
-class TileCost:
-    """Measured seconds of a tile."""
-
-    start: float  # until its networks are initialised
-    step: float  # one step of all networks
-    steps: int  # number of steps of an epoch
-    evaluation: float  # one evaluation of all networks
-
-    def seconds(self, training: TrainingConfig) -> float:
-        """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""
-        evaluations = training.epochs if training.evaluate == "epoch" else 1
-        return self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
-
-
 def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
     """What a tile of each request costs while all workers are busy; the slowest of those that were timed."""
     rounds = -(-(workers.count or 1) // len(requests))  # so that every worker is busy, as later
-    slowest: dict[int, TileCost] = {}
-    for i, cost in spread(partial(_time_tile, requests), range(rounds * len(requests)), workers):
-        at = i % len(requests)
-        there = slowest.get(at, cost)
-        slowest[at] = max(there, cost, key=lambda each: each.seconds(requests[at].recipe.training))
-    return [slowest[at] for at in range(len(requests))]
+    found: list[list[TileCost]] = [[] for _ in requests]
+    for i, cost in spread(partial(_time, requests), range(rounds * len(requests)), workers):
+        found[i % len(requests)].append(cost)
+    return [
+        max(costs, key=lambda each: each.seconds(r.recipe.training)) for r, costs in zip(requests, found, strict=True)
+    ]
 
 
-def _time_tile(requests: Sequence[Request], i: int, *, progress: Callable[[float], None]) -> TileCost:
-    """What tile 0 of request i mod their number costs in this process, from a few steps; nothing is kept."""
+def _time(requests: Sequence[Request], i: int, *, progress: Callable[[float], None]) -> TileCost:
     request = requests[i % len(requests)]
-    recipe, device = request.recipe, torch.device(request.device)
     request.own_code.load()
-    kernels = request.kernels_here()[0].kernels
-    source = recipe.data.load(request.data)
-    with one_thread(), current(device):
-        begun = time.perf_counter()
-        run = TileRun(recipe, 0, source, device, kernels)
-        start = time.perf_counter() - begun
-        whole, steps, step = run.steps_per_epoch, min(2, run.steps_per_epoch), 0.0
-        while True:  # the first round warms up; later ones are longer, until they can be timed
-            few = steps * run.batch
-            short = TileRun(recipe, 0, source.shortened(few), device, kernels)
-            short.epoch(0)
-            begun = time.perf_counter()
-            short.epoch(0)
-            step = (time.perf_counter() - begun) / steps
-            if step * steps > _TIMED_SECONDS / 4 or steps >= min(whole, _MOST_STEPS):
-                break
-            steps = min(2 * steps, whole, _MOST_STEPS)
-        begun = time.perf_counter()
-        run.evaluate()
-        evaluation = time.perf_counter() - begun
-    return TileCost(start, step, whole, evaluation)
+    kernels, source = request.kernels_here()[0].kernels, request.recipe.data.load(request.data)
+    return time_tile(request.recipe, source, torch.device(request.device), kernels)

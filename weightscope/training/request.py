@@ -3,17 +3,22 @@
 import json
 import logging
 import os
+import sys
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import torch
 
 from weightscope import training
-from weightscope._util import plugins
+from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
-from weightscope.errors import DataError
+from weightscope._util.sources import as_path
+from weightscope.errors import DataError, UsageError
 from weightscope.init import _trained
 from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
@@ -21,15 +26,54 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
-from weightscope.training import tile_size
-from weightscope.training.devices import Choice, choose_kernels, faster_kernels, resolve_device
+from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
-from weightscope.training.own_code import OwnCode
+from weightscope.training.kernel_choice import Choice, choose_kernels
+from weightscope.training.measuring import choose_tile, faster_kernels
 
 _log = logging.getLogger(__name__)
 _TEACHER = "teacher "  # before its path, in the names of the manifest
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
+_THIS_PROCESS = uuid.uuid4().hex
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """A user's own functions, made known to a worker process."""
+
+    references: tuple[str, ...]
+    path: tuple[str, ...]  # working directory and `sys.path` of the launching process, with their modules
+    passed: bytes  # cloudpickle of those of `plugins.passed()`, which cannot be imported
+    process: str  # the launching process, where there is nothing to do
+    hashes: tuple[str, ...] = ()  # of the sources of the others, which a worker must have, too
+
+    @classmethod
+    def of(cls, references: Iterable[str]) -> "OwnCode":
+        """What another process needs to use these references."""
+        references = tuple(references)
+        passed = plugins.passed(references)
+        hashes = tuple("" if r in passed else plugins.source_hash(r) for r in references)
+        path = (os.getcwd(), *filter(None, sys.path))
+        return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
+
+    def load(self) -> None:
+        """Import the references, unless this is the launching process, and compare their sources."""
+        if not self.references or self.process == _THIS_PROCESS:
+            return
+        plugins.restore(cloudpickle.loads(self.passed))
+        before = list(sys.path)
+        sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
+        try:
+            for reference, expected in zip(self.references, self.hashes, strict=True):
+                if not expected:
+                    continue
+                if (found := plugins.source_hash(reference)) != expected:
+                    raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
+                trust.approve(reference, plugins.source_of(reference)[0], remember=False)
+                plugins.imported(reference)  # again if it changed: a worker outlives the call that started it
+        finally:
+            sys.path[:] = before
 
 
 @dataclass(frozen=True)
@@ -70,23 +114,28 @@ class Request:
                 results[key] = work()
             return results[key]
 
-        path = Path(path)
+        path = as_path(path)
         wanted = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
         wanted = wanted.model_copy(update={"bench": None})  # which says nothing about the networks
         if networks is not None:
             wanted = wanted.replace({"population.networks": networks})
-        root = None if data is None else Path(data).absolute()
+        root = None if data is None else as_path(data).absolute()
         wanted = wanted.completed(root)
         again = cluster and wanted.training.kernels == "auto"
         where, own_code = resolve_device(device), own_code_hashes(wanted)
+        if not cluster:  # whose machines have memory of their own
+            check_memory(wanted, where)
         there = manifests.read(path) if (path / manifests.NAME).exists() else None
         if there is None:
             wanted.data.check_new()
         else:
-            _refuse_changed_code(path, there.inputs, own_code)
+            for kind, name in wanted.references:
+                if f"{kind} {name}" in there.inputs:
+                    plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
+        sources = plugins.texts_of(name for _, name in wanted.references)
         spec = training.spec_of(wanted)
         inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
-        check_initialisers(wanted, lambda: build_for(wanted))
+        check_initialisers(wanted, partial(build_for, wanted))
         values = wanted.to_dict()
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
         inputs[f"data {wanted.data.name}"] = source.fingerprint
@@ -99,15 +148,19 @@ class Request:
         if wanted.training.kernels == "auto":
             if there is None:  # one choice for all arms of a benchmark that differ in nothing else
                 about = str(where), values["network"], values["data"], values["training"]
-                kernels = once(lambda: faster_kernels(wanted, where, kernels), "faster kernels", *about)
-            wanted = _recorded(wanted, path, there_kernels, kernels)
+                kernels = once(lambda: faster_kernels(wanted, source, where, kernels), "faster kernels", *about)
+            kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
+            if (kept, kernels.kernels) == ("compiled", "torch"):
+                other = "its kernels are compiled ones; what is trained here uses torch's, which round differently"
+                _log.warning("%s: %s: %s", path, other, kernels.checked)
+            wanted = wanted.replace({"training.kernels": kept})
         if wanted.population.tile is None:
-            tile = tile_size.choose_tile(wanted, source, where) if there is None else there.tile
+            tile = choose_tile(wanted, source, where) if there is None else there.tile
             wanted = wanted.replace({"population.tile": tile})
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
-            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs),
+            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs, sources),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,
@@ -122,15 +175,6 @@ class Request:
             return self.kernels, self.made_on
         kernels = choose_kernels(self.recipe, torch.device(self.device))
         return kernels, made_on(kernels, self.device)
-
-
-def _recorded(recipe: Recipe, path: Path, there: str | None, kernels: Choice) -> Recipe:
-    """The recipe with what the manifest records in place of "auto"."""
-    kept = there or ("torch" if kernels.kernels == "torch" else "compiled")
-    if (kept, kernels.kernels) == ("compiled", "torch"):
-        message = "%s: its kernels are compiled ones; what is trained here uses torch's, which round differently: %s"
-        _log.warning(message, path, kernels.checked)
-    return recipe.replace({"training.kernels": kept})
 
 
 def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
@@ -150,16 +194,7 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
 def own_code_hashes(recipe: Recipe) -> dict[str, str]:
     """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names."""
     named = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
-    return {f"{kind} {name}": plugins.source_hash(plugins.imported(name), name) for kind, name in named}
-
-
-def _refuse_changed_code(path: Path, there: Mapping[str, str], found: Mapping[str, str]) -> None:
-    for name, digest in found.items():
-        if there.get(name, digest) != digest:
-            raise DataError(
-                f"{path}: the source of {name} has changed since the population was created: expected hash "
-                f"{there[name]}, found {digest}; restore it, or collect into another folder"
-            )
+    return {f"{kind} {name}": plugins.source_hash(name) for kind, name in named}
 
 
 def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
@@ -198,11 +233,12 @@ def warn_of_other_builds(request: Request) -> None:
 
 def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
     """`"weights PATH"` or `"teacher PATH"` -> 16 hex digits of the SHA-256 of tensors; what is known is not read."""
-    known = {} if known is None else known
-    for key in _named(recipe):
-        if key not in known:
-            known[key] = _hash(recipe, key[0])
-    return {key[0]: known[key] for key in _named(recipe)}
+    known, named = {} if known is None else known, _sources(recipe)
+    for name, about in named:
+        if (name, about) not in known:
+            source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
+            known[name, about] = _trained.fingerprint(source)
+    return {name: known[name, about] for name, about in named}
 
 
 def check_sources(requests: Iterable[Request]) -> None:
@@ -217,7 +253,7 @@ def check_sources(requests: Iterable[Request]) -> None:
                 )
 
 
-def _named(recipe: Recipe) -> list[tuple[str, str]]:
+def _sources(recipe: Recipe) -> list[tuple[str, str]]:
     """Names in the manifest, each with what else its hash depends on."""
     own = {name for section, name in recipe.references if section == "init"}
     ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
@@ -228,8 +264,3 @@ def _named(recipe: Recipe) -> list[tuple[str, str]]:
         network = teacher.network or recipe.network
         named.append((f"{_TEACHER}{teacher.teacher}", f"{network.model_dump_json()} {recipe.data.model_dump_json()}"))
     return named
-
-
-def _hash(recipe: Recipe, name: str) -> str:
-    source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
-    return _trained.fingerprint(source)

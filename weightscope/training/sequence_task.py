@@ -25,12 +25,7 @@ class SequenceBatches:
     reported = ("train_loss", "train_accuracy")
 
     def __init__(
-        self,
-        recipe: Recipe,
-        ids: Sequence[int],
-        data: SequenceSource,
-        device: torch.device,
-        nets: Networks,
+        self, recipe: Recipe, ids: Sequence[int], data: SequenceSource, device: torch.device, nets: Networks
     ) -> None:
         self.validation: list[ScoredSequences] = []
         if recipe.training.schedule == "plateau" and data.config.held_out != "valid":
@@ -64,10 +59,7 @@ class SequenceBatches:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
-        """The task's metrics of the held-out sequences, each (T,).
-
-        With the schedule "plateau" also `validation_loss`, where the held-out sequences are the test ones.
-        """
+        """The task's metrics of the held-out sequences, each (T,); with "plateau" also `validation_loss`."""
         self.nets.eval()
         found: dict[str, Tensor] = {}
         for multiple, batches in self.data.held_out.items():
@@ -99,10 +91,7 @@ def _places(mask: Tensor) -> Tensor | None:
 
 
 def _scores(logits: Tensor, targets: Tensor, scored: Tensor | None, smoothing: float = 0.0) -> tuple[Tensor, Tensor]:
-    """-log p of the answers' tokens, and whether each is the most probable one, (T, B m) of logits (T, B, n, v).
-
-    Targets are (T, B, n), or (B, n) for all networks.
-    """
+    """-log p of the answers' tokens, and whether each is the most probable one, (T, B m) of logits (T, B, n, v)."""
     if scored is not None:
         logits, targets = logits.index_select(2, scored), targets.index_select(-1, scored)
     logits = logits.flatten(1, 2)  # (T, B m, v)

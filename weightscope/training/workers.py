@@ -1,18 +1,26 @@
 # ruff: noqa: D102 - the methods of pools are described in `Pool`
-"""Workers: whom to ask, how one runs a task, what it reports, and the processes of this machine.
+"""Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
 
-Processes are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in scripts. Each has a
-pipe of its own, so if one dies, it is known which tile it had. A shared executor does not notice processes that are
-stopped, and leaves them behind when this process is killed.
+A task is a function of its tile and its result is a file, so a tile can be given to another worker at any time. Pools
+notice what ends a worker: a kill, a machine that goes down, a process that is stopped or hangs. A cluster's own retries
+would not do: they count a death against every tile of a worker, or do not notice processes that are stopped.
+
+Processes of this machine are started by joblib's loky: without fork, and without `if __name__ == "__main__"` in
+scripts. Each has a pipe of its own, so if one dies, it is known which tile it had. A shared executor does not notice
+processes that are stopped, and leaves them behind when this process is killed.
 """
 
 import contextlib
+import importlib
+import itertools
+import logging
 import os
 import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
@@ -25,8 +33,12 @@ from joblib.externals.loky.backend.process import LokyProcess
 
 from weightscope._util.checks import choice, count
 from weightscope._util.environment import usable_cores
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 
+_log = logging.getLogger(__name__)
+
+ATTEMPTS = 3  # workers that a tile may lose before it is given up
+_FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no tile has succeeded
 BACKENDS = ("loky", "dask", "ray")
 
 # A worker that sends no heartbeat for so long is stopped: its machine or process does not run.
@@ -49,6 +61,7 @@ _ONE_THREAD = dict.fromkeys(
 
 Task = Callable[..., Any]
 Progress = Callable[[Any, float], None]
+Named = Callable[[Any], str]
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
@@ -83,22 +96,21 @@ class Ended(NamedTuple):
 
 
 class Pool(Protocol):
-    """Workers, each of which runs one tile at a time."""
+    """Workers, each of which runs one tile at a time.
 
-    def size(self) -> int:
-        """The number of workers."""
+    `free` is the number of tiles that can be started now, `poll` waits a moment and returns the tiles that have ended,
+    `close` stops what still runs.
+    """
 
-    def free(self) -> int:
-        """The number of tiles that can be started now."""
+    def size(self) -> int: ...
 
-    def start(self, tile: Any) -> None:
-        """Give a tile to a worker."""
+    def free(self) -> int: ...
 
-    def poll(self) -> list[Ended]:
-        """Wait a moment, and return the tiles that have ended."""
+    def start(self, tile: Any) -> None: ...
 
-    def close(self) -> None:
-        """Stop what still runs."""
+    def poll(self) -> list[Ended]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -106,9 +118,7 @@ class Workers:
     """Which workers to use."""
 
     backend: str = "loky"  # one of `BACKENDS`
-    count: int | None = (
-        None  # processes of this machine; 1 runs the tasks in this process. A cluster has its own number
-    )
+    count: int | None = None  # processes of this machine; 1: this one. A cluster has its own number
     scheduler: str | None = None  # the cluster's address; without one, ray finds or starts a cluster
     gpu: bool = False  # whether every task needs one
 
@@ -128,12 +138,102 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
     return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 
-def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
-    """Run a task in a worker.
+def spread(
+    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None, named: Named = str
+) -> Generator[tuple[Any, Any], None, None]:
+    """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
-    `report` is called with the fraction done, None if it is not known, now and then every second: the heartbeat. The
-    process ends if the task uses less than 1 % of the processor for `hangs` seconds. Only time in which the process
-    runs counts, so that a stopped one that continues is not ended.
+    A tile whose worker ends or stops is given to another one, at most `ATTEMPTS` times in all. A tile that fails does
+    not stop the others; an error that is sure to concern every tile (an invalid argument, a full disk) does. `progress`
+    is called with a tile and the fraction of it that is done. `named` writes a tile in messages.
+    """
+    with contextlib.closing(_pool(task, workers, progress or _silent)) as pool:
+        yield from _distribute(pool, tiles, progress or _silent, named)
+
+
+def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
+    """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
+    with contextlib.closing(_pool(task, workers, _silent)) as pool:
+        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, str)]
+
+
+def _silent(_tile: Any, _done: float) -> None:
+    """No progress is shown."""
+
+
+def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
+    if workers.backend == "dask":
+        return DaskPool(task, workers.scheduler, progress)
+    if workers.backend == "ray":
+        return RayPool(task, workers.scheduler, workers.gpu, progress)
+    number = workers.count or 1
+    return LocalPool(task, number, progress) if number > 1 else _ThisProcess(task, progress)
+
+
+def _distribute(
+    pool: Pool, tiles: Sequence[Any], progress: Progress, named: Named
+) -> Generator[tuple[Any, Any], None, None]:
+    waiting, running, succeeded = deque(tiles), 0, False
+    lost: Counter[Any] = Counter()
+    failed: dict[Any, Exception] = {}
+    while waiting or running:
+        for _ in range(min(pool.free(), len(waiting))):
+            pool.start(waiting.popleft())
+            running += 1
+        for tile, value, error in pool.poll():
+            running -= 1
+            if error is None:
+                succeeded = True
+                yield tile, value
+                continue
+            progress(tile, 0.0)
+            lost[tile] += isinstance(error, WorkerDied)
+            if isinstance(error, WorkerDied) and lost[tile] < ATTEMPTS:
+                again = f"{error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again"
+                _log.warning("tile %s: %s", named(tile), again)
+                waiting.append(tile)
+                continue
+            if isinstance(error, UsageError) or type(error) is WeightscopeError:
+                raise error
+            failed[tile] = error
+            _log.warning("tile %s failed: %s: %s", named(tile), type(error).__name__, error)
+            if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
+                raise TilesFailed(failed)
+    if failed:
+        raise TilesFailed(failed)
+
+
+class _ThisProcess:
+    """A pool of one worker: this process."""
+
+    def __init__(self, task: Task, progress: Progress) -> None:
+        self._task, self._progress = task, progress
+        self._tile: Any = None
+
+    def size(self) -> int:
+        return 1
+
+    def free(self) -> int:
+        return int(self._tile is None)
+
+    def start(self, tile: Any) -> None:
+        self._tile = tile
+
+    def poll(self) -> list[Ended]:
+        tile, self._tile = self._tile, None
+        try:
+            return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            return [Ended(tile, error=error)]
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+
+
+def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
+    """Run a task in a worker; `report` is called with the fraction done, if it is known, every second: the heartbeat.
+
+    The process ends if the task uses less than 1 % of the processor for `hangs` seconds in which the process runs.
     """
     done: list[float | None] = [None]
     over, pause = threading.Event(), min(_BEAT_SECONDS, hangs / 20)
@@ -240,7 +340,14 @@ class _Process:
                     progress(self._tile, value)
         except (OSError, EOFError, pickle.UnpicklingError):
             self.process.join(1)
-            return Ended(self._tile, error=WorkerDied(_how(self.process.exitcode)))
+            code = self.process.exitcode
+            how = f"its worker process died with exit code {code}"
+            if code == HUNG:
+                how = f"its worker did nothing for {HANGS_SECONDS:.0f} seconds"
+            elif code is not None and code < 0:
+                why = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
+                how = f"its worker process died of {signal.Signals(-code).name}{why}"
+            return Ended(self._tile, error=WorkerDied(how))
         if self._silent > self._limit:
             return Ended(self._tile, error=WorkerDied(f"its worker gave no sign of life for {self._limit:.0f} seconds"))
         return None
@@ -251,15 +358,6 @@ class _Process:
                 os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.connection.close()
-
-
-def _how(code: int | None) -> str:
-    if code == HUNG:
-        return f"its worker did nothing for {HANGS_SECONDS:.0f} seconds"
-    if code is not None and code < 0:
-        why = ", perhaps because memory ran out" if code == -signal.SIGKILL else ""
-        return f"its worker process died of {signal.Signals(-code).name}{why}"
-    return f"its worker process died with exit code {code}"
 
 
 def _serve(connection: Connection) -> None:
@@ -277,17 +375,267 @@ def _serve(connection: Connection) -> None:
         while connection.poll(_UNUSED_SECONDS):
             task, tile, hangs = connection.recv()
             report = partial(send, "progress", tile)
+            kind, value = "value", None
             try:
-                ended = "value", tile, run(cloudpickle.loads(task), tile, report, hangs)
+                value = run(cloudpickle.loads(task), tile, report, hangs)
             except Exception as error:  # noqa: BLE001 - raised in the parent
-                ended = "error", tile, _picklable(error)
-            send(*ended)
+                kind, value = "error", error
+                try:
+                    pickle.loads(pickle.dumps(error))
+                except Exception:  # noqa: BLE001 - whatever pickling raises
+                    value = RuntimeError(f"{type(error).__name__}: {error}")
+            send(kind, tile, value)
 
 
-def _picklable(error: Exception) -> Exception:
-    """The error, or one with its message if it cannot be sent to another process."""
+_LOOK_SECONDS = 1.0
+_DASK_POLL_SECONDS, _RAY_POLL_SECONDS = 0.2, 0.5
+_FETCH_SECONDS = 30.0
+_ANSWERING = 5.0  # seconds within which a scheduler that works has answered
+_PROGRESS = "weightscope-progress"
+_PENDING = 1000  # tiles that ray holds; it adds machines for those that wait
+
+
+class DaskPool:
+    """The `Pool` of the worker processes of a dask cluster, those included that join later.
+
+    Each is given one tile at a time by name, so that a tile is known to be lost when its worker is.
+    """
+
+    def __init__(self, task: Task, scheduler: str | None, progress: Progress) -> None:
+        distributed = _package("distributed", "dask")
+        if scheduler is None:
+            raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
+        with _connecting(f"dask: cannot connect to the scheduler at {scheduler}", OSError, ValueError):
+            client = distributed.Client(scheduler, set_as_default=False)
+        self._client, self._task, self._scheduler = client, task, scheduler
+        self._running: dict[str, tuple[Any, Any]] = {}  # address of a worker -> tile, future
+        self._heartbeats: dict[str, tuple[float, float]] = {}  # address -> its last heartbeat, and when it was new
+        self._last_heartbeat = time.monotonic()
+        self._lookout = _Lookout(lambda: client.scheduler_info(n_workers=-1)["workers"])
+        client.subscribe_topic(_PROGRESS, lambda event: progress(*event[1]))
+
+    def size(self) -> int:
+        return len(self._client.scheduler_info(n_workers=-1)["workers"])
+
+    def free(self) -> int:
+        return len(self._idle())
+
+    def start(self, tile: Any) -> None:
+        address = self._idle()[0]
+        here: dict[str, Any] = {"workers": [address], "allow_other_workers": False, "pure": False}
+        future = self._client.submit(_run_on_dask, self._task, tile, HANGS_SECONDS, **here)
+        self._running[address] = tile, future
+
+    def poll(self) -> list[Ended]:
+        time.sleep(_DASK_POLL_SECONDS)
+        alive = self._alive()
+        limit = LOST_SECONDS
+        silent = time.monotonic() - self._last_heartbeat  # while it reconnects, the client repeats what it knew
+        away = self._client.status != "running" and silent > limit
+        if self._lookout.age() > limit or self._client.status == "closed" or away:
+            raise ClusterLost(f"the dask scheduler at {self._scheduler} has not answered for {limit:.0f} seconds")
+        if not self._heartbeats:  # workers that are still to start
+            limit = START_SECONDS
+        if silent - self._lookout.age() > limit:  # as long as the scheduler has answered
+            raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
+        ended = []
+        for address, (tile, future) in list(self._running.items()):
+            if future.status == "pending":
+                if address in alive:
+                    continue
+                found = Ended(tile, error=WorkerDied(f"its worker at {address} died or stopped"))
+            else:
+                found = self._result(tile, future, address)
+            del self._running[address]
+            with contextlib.suppress(Exception):  # a cluster that is going down; nothing depends on it
+                self._client.cancel([future])
+            ended.append(found)
+        return ended
+
+    def close(self) -> None:
+        """Cancel what is left, without waiting for a cluster that does not answer."""
+        self._lookout.stop()
+        left = [future for _, future in self._running.values()]
+        answering = self._lookout.age() < _ANSWERING and self._client.status == "running"
+        if answering and left:
+            self._client.cancel(left, force=True)
+        with contextlib.suppress(TimeoutError):  # of a scheduler that is gone
+            self._client.close(timeout=5 if answering else 0.1)
+
+    def _idle(self) -> list[str]:
+        return sorted(self._alive() - self._running.keys())
+
+    def _alive(self) -> set[str]:
+        """The workers with a recent heartbeat, by this machine's clock: those of others may differ."""
+        now, found = time.monotonic(), self._lookout.latest or {}
+        for address, info in found.items():
+            if self._heartbeats.get(address, (None,))[0] != info["last_seen"]:
+                self._heartbeats[address] = info["last_seen"], now
+                self._last_heartbeat = now
+        return {a for a in found if now - self._heartbeats[a][1] < SILENT_SECONDS}
+
+    def _result(self, tile: Any, future: Any, address: str) -> Ended:
+        try:
+            return Ended(tile, future.result(timeout=_FETCH_SECONDS))
+        except Exception as error:  # noqa: BLE001 - the task's or the cluster's
+            # Its module says whose: the result of a dead worker is lost in many ways.
+            if future.status != "error" or type(error).__module__.partition(".")[0] in ("distributed", "dask"):
+                return Ended(tile, error=WorkerDied(f"its worker at {address} died ({type(error).__name__})"))
+            return Ended(tile, error=error)
+
+
+def _run_on_dask(task: Task, tile: Any, hangs: float) -> Any:
+    from distributed import get_worker
+
+    worker = get_worker()
+
+    def report(done: float | None) -> None:
+        if done is not None:
+            worker.log_event(_PROGRESS, (tile, done))
+
+    return run(task, tile, report, hangs)
+
+
+class RayPool:
+    """The `Pool` of a ray cluster; without an address, of the one that ray finds or starts.
+
+    Ray queues the tiles and notices workers that die. It does not notice processes that are stopped, so tasks send
+    heartbeats to an actor, which keeps the time of the last one of each tile.
+    """
+
+    def __init__(self, task: Task, scheduler: str | None, gpu: bool, progress: Progress) -> None:
+        ray = _package("ray", "ray")
+        self._ours = not ray.is_initialized()
+        if self._ours:  # some of what ray raises is a plain Exception
+            with _connecting(f"ray: cannot connect to the cluster at {scheduler or 'this machine'}", Exception):
+                ray.init(address=scheduler, log_to_driver=False)
+        self._ray, self._progress, self._task = ray, progress, ray.put(task)
+        self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
+        self._remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run_on_ray)
+        self._pending: dict[Any, tuple[Any, int]] = {}  # future -> tile, number of the attempt
+        self._attempts = itertools.count()
+        self._beat: dict[int, float] = {}  # attempt -> time of its last heartbeat
+        self._kind, self._seen = "GPU" if gpu else "CPU", time.monotonic()
+        self._lookout = _Lookout(ray.cluster_resources)
+        self._heard = _Lookout(lambda: ray.get(self._board.read.remote()))
+
+    def size(self) -> int:
+        return int(self._ray.cluster_resources().get(self._kind, 0))
+
+    def free(self) -> int:
+        return _PENDING - len(self._pending)
+
+    def start(self, tile: Any) -> None:
+        attempt = next(self._attempts)
+        future = self._remote.remote(self._task, tile, self._board, attempt, HANGS_SECONDS)
+        self._pending[future] = tile, attempt
+
+    def poll(self) -> list[Ended]:
+        ready, _ = self._ray.wait(list(self._pending), timeout=_RAY_POLL_SECONDS)
+        ended = [self._result(self._pending.pop(future)[0], future) for future in ready]
+        resources, beats = self._lookout.latest or {}, self._heard.latest or {}
+        now = time.monotonic()
+        if self._lookout.age() > LOST_SECONDS:
+            raise ClusterLost(f"the ray cluster has not answered for {LOST_SECONDS:.0f} seconds")
+        if resources.get(self._kind, 0) >= 1:
+            self._seen = now
+        if now - self._seen > LOST_SECONDS:
+            raise ClusterLost(f"the ray cluster has had no {self._kind} for {LOST_SECONDS:.0f} seconds")
+        for future, (tile, attempt) in list(self._pending.items()):
+            if attempt in beats:
+                silent, done = beats[attempt]
+                self._beat[attempt] = now - silent
+                if done is not None:
+                    self._progress(tile, done)
+            # also if the board died and forgot it; 0 for a tile in the queue
+            silent = now - self._beat.get(attempt, now)
+            if silent > SILENT_SECONDS:
+                del self._pending[future]
+                self._ray.cancel(future, force=True)
+                ended.append(Ended(tile, error=WorkerDied(f"its worker gave no sign of life for {silent:.0f} seconds")))
+        return ended
+
+    def close(self) -> None:
+        self._lookout.stop()
+        self._heard.stop()
+        for future in self._pending:
+            with contextlib.suppress(self._ray.exceptions.RayError):
+                self._ray.cancel(future, force=True)
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(self._board)
+        if self._ours:
+            self._ray.shutdown()
+
+    def _result(self, tile: Any, future: Any) -> Ended:
+        try:
+            return Ended(tile, self._ray.get(future))
+        except self._ray.exceptions.RayTaskError as error:
+            return Ended(tile, error=error.cause if isinstance(error.cause, Exception) else error)
+        except self._ray.exceptions.RayError as error:
+            return Ended(tile, error=WorkerDied(f"its worker died ({type(error).__name__})"))
+
+
+class _Board:
+    """An actor that keeps the last heartbeat of each attempt, by its own clock, and how much of the tile is done."""
+
+    def __init__(self) -> None:
+        self._beats: dict[int, tuple[float, float | None]] = {}
+
+    def beat(self, attempt: int, done: float | None) -> None:
+        self._beats[attempt] = time.monotonic(), done
+
+    def forget(self, attempt: int) -> None:
+        self._beats.pop(attempt, None)
+
+    def read(self) -> dict[int, tuple[float, float | None]]:  # attempt -> seconds since its heartbeat, fraction done
+        now = time.monotonic()
+        return {attempt: (now - at, done) for attempt, (at, done) in self._beats.items()}
+
+
+def _run_on_ray(task: Task, tile: Any, board: Any, attempt: int, hangs: float) -> Any:
+    # A process that is stopped before its first heartbeat has left it would look like a tile that waits in the queue.
+    importlib.import_module("ray").get(board.beat.remote(attempt, None))
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever pickling raises
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        return run(task, tile, lambda done: board.beat.remote(attempt, done), hangs)
+    finally:
+        board.forget.remote(attempt)
+
+
+def _package(name: str, backend: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        what = f'`pip install ".[{backend}]"` in the clone of weightscope'
+        raise UsageError(f"backend {backend} is not installed: {what}") from error
+
+
+@contextlib.contextmanager
+def _connecting(what: str, *expected: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except expected as error:
+        raise WeightscopeError(f"backend {what}: {' '.join(str(error).split())}") from error
+
+
+class _Lookout:
+    """Calls a function of a cluster again and again in a thread, which may block when the cluster is gone."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self.latest: Any = None
+        self._heard = time.monotonic()
+        self._over = threading.Event()
+
+        def watch() -> None:
+            while not self._over.wait(_LOOK_SECONDS):
+                with contextlib.suppress(Exception):  # what counts is how long there is no answer
+                    self.latest = look()
+                    self._heard = time.monotonic()
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def age(self) -> float:
+        # seconds since the last answer
+        return time.monotonic() - self._heard
+
+    def stop(self) -> None:
+        self._over.set()

@@ -11,7 +11,7 @@ import numpy as np
 from weightscope._util.results import text_table
 from weightscope.benchmarking import BenchResult
 from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.statistics import holm, holm_levels, paired
 from weightscope.recipe import Recipe
 
 HERE = Path(__file__).parent
@@ -47,8 +47,10 @@ def effects(result: BenchResult, settings: Sequence[dict[str, bool]], metric: st
         }
         for names, sign in contrasts.items()
     ]
-    for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True):
-        row["p_holm"] = p
+    found = [row["p"] for row in rows]
+    for row, sign, p, level in zip(rows, contrasts.values(), holm(found), holm_levels(found), strict=True):
+        interval = paired(values[sign > 0].mean(0), values[sign < 0].mean(0), level=level)["difference_ci95"]
+        row |= {"p_holm": p, "difference_ci_holm": interval}
     return rows
 
 

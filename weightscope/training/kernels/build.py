@@ -2,7 +2,7 @@
 
 The compiler is $CC, or else cc, gcc or clang. The name of a cached file contains a hash of everything that its code
 depends on (compiler, compiler version, flags, processor features, source) and a hash of its content, so that a damaged
-file is detected before it is loaded, and rebuilt.
+file is detected before it is loaded, and rebuilt. Nothing is loaded that another user could have put there.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import hashlib
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -23,6 +24,10 @@ _FLAGS = ("-O3", "-std=gnu11", "-fno-math-errno", "-fPIC", "-shared")
 _MACHINE = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler accepts
 _TYPES = {"float": ("-DREAL=float",), "double": ("-DREAL=double", "-DDOUBLE=1")}
 _OTHERWISE = "or use kernels = 'torch'"
+
+
+class NotSupported(UsageError):
+    """What compiled kernels cannot do here; torch's are used without a warning where the choice is open."""
 
 
 def library(real: str = "float") -> ctypes.CDLL:
@@ -59,7 +64,7 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
 def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
     """The library, or None and the compiler's message, which is empty if the folder does not allow executables."""
     for file in folder.glob(f"kernels-{identity}-*.so"):
-        if _content(file) == file.stem.rpartition("-")[2]:
+        if _only_ours(file) and _content(file) == file.stem.rpartition("-")[2]:
             return _loaded(file), ""
         file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as there:
@@ -67,6 +72,7 @@ def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[c
         done = _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"])
         if done.returncode:
             return None, done.stderr.strip() or f"exit status {done.returncode}"
+        made.chmod(0o700)
         file = folder / f"kernels-{identity}-{_content(made)}.so"
         os.replace(made, file)  # atomic: another process may be writing the same file
     return _loaded(file), ""
@@ -94,7 +100,7 @@ def compiler() -> list[str]:
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return [name]
-    raise UsageError(f"kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, {_OTHERWISE}")
+    raise NotSupported(f"kernels = 'compiled': found no C compiler ($CC, cc, gcc, clang); install one, {_OTHERWISE}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -105,13 +111,21 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """The cache folder, or a temporary folder of this process if it is not writable."""
+    """The cache folder; a temporary folder of this process if it cannot be written, or others can write to it."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weightscope"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "weightscope"
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        open_to_all = any((p.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX)) == stat.S_IWOTH for p in folder.parents)
+        private = _only_ours(folder) and not open_to_all and os.access(folder, os.W_OK)
     except (OSError, RuntimeError):  # no home directory
         return _temporary_folder()
-    return folder if os.access(folder, os.W_OK) else _temporary_folder()
+    return folder if private else _temporary_folder()
+
+
+def _only_ours(path: Path) -> bool:
+    """Whether a file or folder, which is no link, belongs to this user, and nobody else may write to it."""
+    found = path.lstat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and not path.is_symlink()
 
 
 @lru_cache(maxsize=1)

@@ -72,16 +72,6 @@ def depthwise_conv2d(
     """Stride-1 depthwise convolution with zero padding that keeps the size.
 
     Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
-
-    Args:
-        x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
-        weight: (C, k, k), k odd.
-        bias: (C,) or None.
-        dilation: the distance between taps, in pixels.
-        kernels: "torch" or "c".
-
-    Returns:
-        (C, H, W, B).
     """
     _check_filters(x, weight, bias)
     if kernels == "c":
@@ -94,19 +84,7 @@ def depthwise_conv2d(
 
 @_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
-    """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels.
-
-    Args:
-        x: (T, c, P), P positions.
-        norm: gain and shift, (T, c) each.
-        fc1: weight (T, m, c) and bias (T, m).
-        fc2: weight (T, c, m) and bias (T, c).
-        eps: added to the variance.
-        kernels: "torch" or "c".
-
-    Returns:
-        (T, c, P).
-    """
+    """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
     _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
     _check_norm(x, norm)
     if kernels == "c":
@@ -116,18 +94,7 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
 
 @_observable
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
-    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times.
-
-    Args:
-        x: (T c, H, W, B).
-        blocks: of each block the convolution's weight (T c, k, k) and bias (T c,), the norm's gain and shift, (T, c)
-            each, fc1's weight (T, m, c) and bias (T, m), and fc2's weight (T, c, m) and bias (T, c).
-        eps: added to the variance.
-        kernels: "torch" or "c".
-
-    Returns:
-        (T c, H, W, B).
-    """
+    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
     for filters, norm, fc1, fc2 in blocks:
         _check_filters(x, *filters)
         _check_mlp((len(norm[0]), fc1[0].shape[-1]), norm, fc1, fc2, eps)
@@ -148,19 +115,7 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
 def convmixer_mixing(
     x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
-    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch.
-
-    Args:
-        x: (C, H, W, B); C counts the channels of all networks.
-        filters: weight (C, k, k) and bias (C,).
-        norm: gain and shift, (C,) each.
-        eps: added to the variance.
-        dilation: the distance between taps, in pixels.
-        kernels: "torch" or "c".
-
-    Returns:
-        (C, H, W, B).
-    """
+    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch."""
     gain, shift = norm
     _check_filters(x, *filters)
     _check_norm(x.flatten(1)[None], (gain[None], shift[None]))
@@ -182,15 +137,7 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
 
 @_observable
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
-    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions.
-
-    Args:
-        x: (T, c, P).
-        norm: gain and shift, (T, c) each.
-        eps: added to the variance.
-        more: (T, c, P), the residual.
-        kernels: "torch" or "c".
-    """
+    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions."""
     _check_norm(x, norm, more)
     if kernels == "c":
         return _compiled(_gelu_norm, _gelu_norm_backward, x, *norm, more, eps=eps)
@@ -200,15 +147,7 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
 
 @_observable
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
-    """`softmax(q^T k / sqrt(d)) v` of each head and image.
-
-    Args:
-        qkv: queries, keys and values (T, 3, H, d, N, B), d the width of a head, N tokens.
-        kernels: "torch" or "c".
-
-    Returns:
-        (T, H, d, N, B).
-    """
+    """`softmax(q^T k / sqrt(d)) v` of each head and image."""
     if qkv.ndim != 6 or qkv.shape[1] != 3:
         raise ValueError(f"expected queries, keys and values (T, 3, H, d, N, B), found {tuple(qkv.shape)}")
     if kernels == "c":

@@ -2,17 +2,15 @@
 
 The depthwise convolution of the channels of many networks is computed as batched matrix products.
 
-With the batch innermost, an image of one channel is a column of H*W pixels and a batch is the matrix
-X (H*W, B). A depthwise convolution is then one small banded Toeplitz matrix for each channel, applied from the
-left: Y_c = M(w_c) X_c. For small images that wastes few multiplications (none, when the kernel reaches from
-every pixel to every other one), and the weight gradient, which takes most of the time in the library's
-convolution, becomes one more matrix product: dM = dY X^T, gathered along the diagonals that share a tap.
-
-Larger images are cut into blocks of rows: a block of r output rows reads only the r + 2 * reach input rows
-around it, which are contiguous, so a block's operand is a view and nothing is copied.
+With the batch innermost, an image of one channel is a column of H*W pixels and a batch is the matrix X (H*W, B). A
+depthwise convolution is then a small banded Toeplitz matrix for each channel, applied from the left, Y_c = M(w_c) X_c.
+That wastes few multiplications for small images, and the weight gradient, which takes most of the time in the library's
+convolution, becomes one more matrix product: dM = dY X^T, gathered along the diagonals that share a tap. Larger images
+are cut into blocks of rows: a block of r output rows reads only the r + 2 * reach input rows around it, which are
+contiguous, so a block's operand is a view and nothing is copied.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -27,17 +25,9 @@ _BLOCK_ROWS = 2
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
-    """Stride-1 depthwise convolution with zero padding that keeps the size, differentiable.
+    """Depthwise convolution of x (C, H, W, B), contiguous for speed, with filters (C, k, k), k odd.
 
     Equal to `F.conv2d(x, weight, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
-
-    Args:
-        x: (C, H, W, B), contiguous for speed; C counts the channels of all networks.
-        weight: (C, k, k), k odd.
-        dilation: the distance between taps, in pixels.
-
-    Returns:
-        (C, H, W, B).
     """
     return _DepthwiseConv2d.apply(x, weight, dilation)
 
@@ -83,19 +73,12 @@ def norm_mlp(
 def attention(qkv: Tensor) -> Tensor:
     """`softmax(q^T k / sqrt(d)) v` of queries, keys and values (T, 3, H, d, N, B): (T, H, d, N, B)."""
     q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, d)
-    with _deterministic_attention(qkv.device):
+    # Not cuDNN's, whose backward pass is not deterministic and has given NaN in bfloat16; the others add in a fixed
+    # order up to 256 tokens.
+    allowed = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(allowed) if qkv.is_cuda else nullcontext():
         y = F.scaled_dot_product_attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1))
     return y.reshape(q.shape).permute(0, 1, 4, 3, 2).contiguous()
-
-
-def _deterministic_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Exclude cuDNN's attention, whose backward pass is not deterministic and has given NaN in bfloat16.
-
-    The other implementations add in a fixed order up to 256 tokens.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class _DepthwiseConv2d(torch.autograd.Function):
@@ -123,18 +106,21 @@ def _block_rows(height: int, width: int) -> int:
     return _BLOCK_ROWS if height % _BLOCK_ROWS == 0 else 1
 
 
+def _table(x: Tensor, rows: int, k: int, dilation: int) -> Tensor:
+    make = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
+    height, width = x.shape[1:3]
+    return make(rows, height, width, k, dilation, x.device).to(x.dtype)
+
+
 def _taps(rows: int, height: int, width: int, k: int, dilation: int, device: torch.device) -> Tensor:
     """One-hot map (k*k, N*K) from taps to the entries of a block's Toeplitz matrix.
 
-    N = rows*width output pixels; K = window*width input pixels, the window being the block's rows and `reach`
-    rows above and below (all rows if the block is the whole image).
+    It has N = rows*width output pixels and K = window*width input pixels, of its rows and `reach` more on both sides.
     """
     reach = dilation * (k - 1) // 2
     above, window = (0, height) if rows == height else (reach, rows + 2 * reach)
-    y, x, v, u = (
-        axis.reshape(-1)
-        for axis in torch.meshgrid(*(torch.arange(n) for n in (rows, width, window, width)), indexing="ij")
-    )
+    grid = torch.meshgrid(*(torch.arange(n) for n in (rows, width, window, width)), indexing="ij")
+    y, x, v, u = (axis.reshape(-1) for axis in grid)
     dy, dx = v - above - y + reach, u - x + reach  # distance from the kernel's first tap, in pixels
     hit = (dy % dilation == 0) & (dx % dilation == 0)
     dy, dx = dy // dilation, dx // dilation
@@ -162,8 +148,7 @@ def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
-    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
-    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps = _table(x, rows, k, dilation)
     matrix = (weight.reshape(channels, k * k).to(x.dtype) @ taps).view(channels, rows * width, -1)  # (C, N, K)
     x = x.contiguous()
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)
@@ -181,8 +166,7 @@ def weight_gradient(x: Tensor, grad: Tensor, k: int, dilation: int) -> Tensor:
     """The gradient of the filters, (C, k, k)."""
     channels, height, width, batch = x.shape
     rows = _block_rows(height, width)
-    taps_of = _taps if torch.compiler.is_compiling() else _cached_taps  # a compiler traces no caches
-    taps = taps_of(rows, height, width, k, dilation, x.device).to(x.dtype)
+    taps = _table(x, rows, k, dilation)
     x = x.contiguous()
     entries = taps.shape[1] // (rows * width)
     blocks = _blocks(height, rows, dilation * (k - 1) // 2)

@@ -1,0 +1,173 @@
+"""Attention that computes something else than its names say is refused; an initialiser that fails changes nothing."""
+
+import copy
+import functools
+import random
+
+import pytest
+import shims
+import torch
+from programs import script
+from torch import nn
+
+from weightscope import anatomy
+from weightscope import init as wi
+from weightscope.anatomy import tensors
+from weightscope.auditing import audit
+from weightscope.errors import AnatomyError, DataError
+
+torch.set_num_threads(1)
+
+
+class Attention(nn.Module):
+    """Self-attention with the names of timm's, and something else inside."""
+
+    def __init__(self, heads: int, width: int, key: int, kind: str = "plain", bias: bool = True) -> None:
+        super().__init__()
+        self.num_heads, self.kind = heads, kind
+        self.qkv = nn.Linear(width, 3 * heads * key, bias=bias)
+        self.proj = nn.Linear(heads * key, width)
+        self.mix = nn.Parameter(torch.randn(heads, heads))
+        self.taps = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        h, kind, rows = self.num_heads, self.kind, self.qkv(x)
+        if kind == "packed by head":
+            q, k, v = rows.reshape(b, n, h, 3, -1).permute(3, 0, 2, 1, 4)
+        elif kind == "heads by stride":
+            q, k, v = rows.reshape(b, n, 3, -1, h).permute(2, 0, 4, 1, 3)
+        else:
+            q, k, v = rows.reshape(b, n, 3, h, -1).permute(2, 0, 3, 1, 4)
+        if kind in ("k q v", "v k q", "q v k"):
+            q, k, v = {"k q v": (k, q, v), "v k q": (v, k, q), "q v k": (q, v, k)}[kind]
+        if kind == "normalised by code":
+            q = nn.functional.normalize(q, dim=-1)
+        if kind == "keys of the next head":
+            k = k.roll(1, 1)
+        if kind == "values of neighbours":
+            v = v + torch.arange(n, dtype=x.dtype)[:, None] * v.roll(1, 2)
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        if kind == "mixed logits":
+            logits = torch.einsum("gh,bhnm->bgnm", self.mix, logits)
+        maps = logits.relu() if kind == "no softmax" else logits.softmax(-1)
+        if kind == "mixed maps":
+            maps = torch.einsum("gh,bhnm->bgnm", self.mix, maps)
+        y = maps @ v
+        if kind == "gated":
+            y = y * q.sigmoid()
+        y = y.permute(0, 2, 3, 1) if kind == "output by stride" else y.transpose(1, 2)
+        return self.proj(y.reshape(b, n, -1))
+
+
+OTHERS = (
+    *("packed by head", "heads by stride", "k q v", "v k q", "q v k", "normalised by code", "keys of the next head"),
+    *("values of neighbours", "mixed logits", "no softmax", "mixed maps", "gated", "output by stride"),
+)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleDict({"attn": layer}) for layer in layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block["attn"](x)
+        return x
+
+
+def unread(model: nn.Module) -> list[int | None]:
+    return [found.layer for found in anatomy.FINDERS["attention modules"](anatomy.named_tensors(model)).unread]
+
+
+@pytest.mark.slow
+def test_a_layer_that_computes_something_else_is_never_read():
+    """100 random stacks with one odd layer: it alone is refused, by every way into the model; without it, none is."""
+    rng = random.Random(0)
+    for _ in range(100):
+        torch.manual_seed(rng.randrange(2**31))
+        heads, depth, key = rng.randint(2, 5), rng.randint(1, 3), rng.choice((4, 8, 12))
+        width = heads * key if rng.random() < 0.7 else rng.randint(8, 40)
+        layers = [Attention(heads, width, key, bias=rng.random() < 0.5) for _ in range(depth)]
+        assert unread(Wrapped(*layers)) == []
+        kind, at = rng.choice(OTHERS), rng.randrange(depth)
+        layers[at] = Attention(heads, width, key, kind)
+        model = Wrapped(*layers)
+        before = copy.deepcopy(model.state_dict())
+        assert unread(model) == [at], (kind, heads, width, key)
+        for use in (wi.mimetic_attention_, wi.zero_init_, lambda m: audit(m, "mimetic_attention")):
+            with pytest.raises(AnatomyError, match=rf"`blocks.{at}.attn` computes something else: "):
+                use(model)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_run_is_not_confirmed():
+    class Unusual(Attention):
+        def forward(self, x, where):  # type: ignore[override]
+            return super().forward(x[where.tokens])
+
+    with pytest.raises(AnatomyError, match=r"`blocks.0.attn` could not be run on random tokens"):
+        wi.mimetic_attention_(Wrapped(Unusual(2, 16, 8)))
+    state = Wrapped(Unusual(2, 16, 8)).state_dict()  # without code, names are all there is
+    assert len(anatomy.attention(state, {"num_heads": 2})) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("maxvit_rmlp_pico_rw_256", 4, 18),
+        ("efficientformer_l1", 0, 1),
+        ("cait_xxs24_224", 2, 24),
+        ("hiera_tiny_224", 9, 3),
+    ],
+)
+def test_attention_of_timm_that_was_misread(name, right, wrong):
+    model = shims.timm().create_model(name)
+    before = copy.deepcopy(model.state_dict())
+    parts = anatomy.FINDERS["attention modules"](anatomy.named_tensors(model))
+    assert (len(parts), len(parts.unread)) == (right, wrong)
+    with pytest.raises(AnatomyError, match="computes something else"):
+        wi.mimetic_attention_(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_mlps_over_tokens_are_left_alone():
+    shims.timm()
+    from timm.models.mlp_mixer import MlpMixer
+
+    mixer = MlpMixer(img_size=16, patch_size=4, num_blocks=2, embed_dim=24)
+    assert [part.name for part in anatomy.mlps(mixer)] == [f"blocks.{i}.mlp_channels" for i in range(2)]
+
+
+# --- all or nothing ---------------------------------------------------------------------------------------------------
+
+study = functools.cache(lambda: script("analyses/audit_power/run.py"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(study().CASES))
+def test_an_initialiser_that_fails_changes_nothing(name, monkeypatch):
+    """Whichever of its first writes fails, and as a step of several."""
+    case, keep = study().CASES[name], tensors.keep
+    for fails_at in (1, 2, 3, 6):
+        for init in (wi.get(case.name, **case.right), wi.compose("kaiming_uniform", wi.get(case.name, **case.right))):
+            model, writes = case.make(16, 0), []
+
+            def failing(tensor, writes=writes, fails_at=fails_at):
+                keep(tensor)
+                writes.append(tensor)
+                if len(writes) == fails_at:
+                    raise DataError("the disk is on fire")
+
+            before = copy.deepcopy(model.state_dict())
+            with monkeypatch.context() as patch:
+                for place in ("weightscope.anatomy.tensors.keep", "weightscope.init.base.keep"):
+                    patch.setattr(place, failing)
+                try:
+                    init(model, generator=torch.Generator().manual_seed(0))
+                except DataError:
+                    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+                else:
+                    assert len(writes) < fails_at

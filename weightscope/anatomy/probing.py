@@ -1,0 +1,363 @@
+"""Compare what was read of an attention module with the module's own forward pass.
+
+Names and shapes do not tell how the rows of a packed projection are ordered, whether heads are mixed, or what stands
+between the projections. So a copy in float64 gets random weights through the parsed views, and runs:
+
+- tokens that are all alike are averaged to themselves: the output is `x sum_h V_h O_h`, whatever queries and keys are;
+- of other tokens, the queries and the keys of head h only change what is in the span of O_h;
+- `Q_h G` and `K_h G^-T` give the same output as `Q_h` and `K_h`, unless they are rotated or normalised;
+- queries that only one token has change the output of this token alone.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import chain, repeat
+from math import isqrt, prod
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread
+
+_SAME = 1e-3  # relative; modules compute their softmax in float32, and what is misread differs by more than 1e-1
+_TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
+# What keys and values read.
+_STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
+_STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
+_SIDES = ("H", "W", "h", "w", "height", "width")
+_MANY = 1000  # tokens or channels beyond which only one head of a module is changed
+_UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
+_QK: tuple[PartName, PartName] = ("q", "k")
+
+_KNOWN: dict[Any, str] = {}  # class and settings of a module -> what was found; populations have many alike
+
+Make = Callable[[tuple[int, ...], int], Tensor]  # shape and axis of the channels -> an input
+Call = Callable[[nn.Module, Make], Any]
+
+
+def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order, that compute what their names say; the others are unread.
+
+    Modules without code (a state dict, a file, a container) are read by their names.
+    """
+    parts = find(tensors)
+    verdicts = {name: why for name, why in probed(tensors, parts).items() if why}
+    out = Parts(part for part in parts if part.name not in verdicts)
+    unread = (Unread(part.name, verdicts[part.name], part.layer) for part in parts if part.name in verdicts)
+    out.unread, out.layers = (*parts.unread, *unread), parts.layers
+    return out
+
+
+def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str]:
+    """Name of each part with code -> how its module contradicts it, or that it could not be run; "" if it agrees."""
+    out: dict[str, str] = {}
+    if not isinstance(tensors, ModuleTensors):
+        return out
+    found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
+    runs = _Inputs(tensors.module, [path for _, path in found.values()])
+    with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        for name, (part, path) in found.items():
+            holder = tensors.module.get_submodule(path)
+            slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
+            settings = [(k, v) for k, v in vars(holder).items() if isinstance(v, (bool, int, float, str, tuple))]
+            key = type(holder), repr(holder), repr(settings), slots, repr(replace(part, layer=0, name=""))
+            if key not in _KNOWN:
+                if len(_KNOWN) > 1000:
+                    _KNOWN.clear()
+                _KNOWN[key] = _contradiction(holder, path, part, runs)
+            out[name] = _KNOWN[key]
+    return out
+
+
+def _holder(tensors: ModuleTensors, part: AttentionPart) -> str | None:
+    """The path of the smallest module with code that has all four projections; None without code or numbers."""
+    names = [slot.name for slot in part._weights.values()]
+    words = [name.split(".")[:-1] for name in names] + [part.name.split(".")]
+    shared = next((i for i, w in enumerate(zip(*words, strict=False)) if len(set(w)) > 1), min(map(len, words)))
+    paths = [".".join(words[0][:end]) for end in range(shared, -1, -1)]
+    coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
+    return None if any(tensors.get(name).is_meta for name in names) else next(coded, None)
+
+
+def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str:
+    try:
+        copied = copy.deepcopy(holder).to("cpu", torch.float64)
+        copied.eval()  # which returns nothing in some libraries
+        for inner in copied.modules():
+            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # torch's own set pruned or normed weights
+                for key in [key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.")]:
+                    del hooks[key]
+        trial = _Trial(copied, path, part)
+    except Exception:  # noqa: BLE001 - sharded or quantised modules, of whatever library
+        return _UNKNOWN
+    reason = ""
+    few, model, more = _direct(copied, part, _TOKENS[:1]), inputs.calls(path, part), _direct(copied, part, _TOKENS[1:])
+    for call, decides in chain(zip(few, repeat(False)), zip(model, repeat(True)), zip(more, repeat(False))):
+        with suppress(Exception):  # a foreign module was called in a way that it does not know
+            trial.call = call
+            trial.run(trial.random())
+            reason = trial.contradiction()  # a few tokens may be padded or pooled, so that others are tried
+            if decides or not reason:
+                return reason and f"computes something else: {reason}"
+    return f"computes something else: {reason}" if reason else _UNKNOWN
+
+
+# --- how a module is called -------------------------------------------------------------------------------------------
+
+
+def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> Iterator[Call]:
+    """Calls by the names of the parameters, with few tokens, as a sequence or as a map."""
+    named = [p for p in inspect.signature(holder.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+    stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution")]
+    hints = [prod(n) for n in stated if isinstance(n, (tuple, list)) and all(isinstance(m, int) for m in n)]
+    hints += [n**power for n in stated if isinstance(n, int) for power in (1, 2)]
+    for count in dict.fromkeys([*counts, *(n for n in hints if 0 < n < 1000)]):
+        side = isqrt(count)
+        layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
+        layouts += [(1, -1, side, side), (1, side, side, -1)] if side**2 == count else []
+        for layout in layouts:
+
+            def call(module: nn.Module, make: Make, layout: tuple[int, ...] = layout, count: int = count) -> Any:
+                given = {p.name: _argument(p, p is named[0], part, layout, count, make) for p in named}
+                return module(**{name: value for name, value in given.items() if value is not inspect.Parameter.empty})
+
+            yield call
+
+
+def _argument(
+    parameter: inspect.Parameter, first: bool, part: AttentionPart, layout: tuple[int, ...], count: int, make: Make
+) -> Any:
+    """The value of one argument; `inspect.Parameter.empty` for one that keeps its default."""
+    name, side = parameter.name, isqrt(count)
+    stream = name in _STREAMS and (part.kind == "cross" or parameter.default is inspect.Parameter.empty)
+    if first or stream or name == "residual":
+        width = part._weights[_STREAMS.get(name, "q")].size(part._tensors)[1]
+        return make(tuple(width if n == -1 else n for n in layout), layout.index(-1))
+    if name == "position_embeddings":  # a rotation by nothing
+        return torch.ones(1, count, part.head_width), torch.zeros(1, count, part.head_width)
+    if parameter.default is not inspect.Parameter.empty:
+        return inspect.Parameter.empty
+    if name in ("feat_size", "size", "hw_shape"):
+        return side, side
+    return side if name in _SIDES else torch.zeros(part.heads, 1, count) if name == "alibi" else None
+
+
+class _Inputs:
+    """What the whole model gives to its modules."""
+
+    def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
+        self._module, self._paths = module, paths
+
+    def calls(self, path: str, part: AttentionPart) -> Iterator[Call]:
+        """A call like the model's own, in which what has as many channels as the part's stream is replaced."""
+        if path in self._seen:
+            given = self._seen[path]
+
+            def call(module: nn.Module, make: Make) -> Any:
+                def value(old: Any) -> Any:
+                    if not isinstance(old, Tensor) or not old.is_floating_point():
+                        return old.cpu() if isinstance(old, Tensor) else old
+                    axis = next((a for a in (old.ndim - 1, 1) if old.ndim > 2 and old.shape[a] == part.width), None)
+                    return old.cpu().double() if axis is None else make(tuple(old.shape), axis)
+
+                args, kwargs = pytree.tree_map(value, given)
+                kwargs = {name: None if "past" in name or "cache" in name else v for name, v in kwargs.items()}
+                return module(*args, **kwargs)
+
+            yield call
+
+    @cached_property
+    def _seen(self) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        training = [inner for inner in self._module.modules() if inner.training]
+        try:
+            self._module.eval()
+            with ExitStack() as hooks:
+                for path in dict.fromkeys(self._paths):
+
+                    def hook(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                        seen.setdefault(path, (args, kwargs))
+
+                    handle = self._module.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+                    hooks.callback(handle.remove)
+                for given in _model_inputs(self._module):
+                    with suppress(Exception):  # a foreign model refuses this kind of input
+                        self._module(**given) if isinstance(given, dict) else self._module(given)
+                        break
+        finally:
+            for inner in training:
+                inner.training = True
+        return seen
+
+
+def _model_inputs(module: nn.Module) -> Iterator[Any]:
+    """Inputs that a whole model may take: what it says, images of its size, token numbers."""
+    like = next(p for p in module.parameters() if p.is_floating_point())
+    config, ids = getattr(module, "config", None), torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
+    stated = [(getattr(module, "pretrained_cfg", None) or {}).get("input_size"), 224, 32]
+    stated = [
+        getattr(holder, name, None) for holder in (config, module) for name in ("image_size", "img_size")
+    ] + stated
+    sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in stated if n]
+    if hasattr(module, "main_input_name"):  # transformers
+        decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
+        images = like.new_ones(1, getattr(config, "num_channels", 3), sizes[0], sizes[0])
+        sound = like.new_ones(1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1))
+        words = {"input_ids": ids, **decoder}
+        yield from (
+            words,
+            {"pixel_values": images},
+            words | {"pixel_values": images},
+            {"input_features": sound} | decoder,
+        )
+    for n in dict.fromkeys(sizes):
+        yield torch.randn(1, 3, n, n, generator=torch.Generator().manual_seed(0)).to(like)
+    yield ids
+
+
+# --- what is compared -------------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """A copy of a module with random weights, and what it computes."""
+
+    call: Call
+
+    def __init__(self, module: nn.Module, path: str, part: AttentionPart) -> None:
+        tensors = ModuleTensors(module)
+        tensors._tensors = {f"{path}.{name}".lstrip("."): tensor for name, tensor in tensors._tensors.items()}
+        self.module, self.part = module, replace(part, _tensors=tensors)
+        self.g = torch.Generator().manual_seed(0)
+        self.weights: dict[PartName, Tensor] = {}
+        self.now: dict[str, Tensor] = {}  # what was written last
+        self.seen: dict[str, Tensor] = {}
+        for letter in get_args(PartName):
+            old = self.part.read(letter)
+            self.weights[letter] = self._draw(*old.shape) / old.shape[1] ** 0.5
+            owner = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
+            if owner:  # else the module's own parameter
+                hook = partial(self._record, letter)
+                module.get_submodule(owner).register_forward_hook(hook)
+
+    def _draw(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.g, dtype=torch.float64)
+
+    def _record(self, letter: str, _: nn.Module, given: Any, out: Any) -> None:
+        self.seen[letter] = out if letter == "o" else given[0]
+
+    def run(self, make: Make, **weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows that queries and values read, and rows of the output, with other weights for some letters."""
+        made: dict[tuple[tuple[int, ...], int], Tensor] = {}
+
+        def once(shape: tuple[int, ...], axis: int) -> Tensor:
+            return made.setdefault((shape, axis), make(shape, axis))
+
+        self.seen = {}
+        for letter, value in (self.weights | weights).items():
+            if self.now.get(letter) is not value:
+                self.part.write(letter, value)  # type: ignore[arg-type]
+        self.now = self.weights | weights
+        outputs = pytree.tree_leaves(self.call(self.module, once))
+        out = next(value for value in outputs if isinstance(value, Tensor))
+        q, *_, v = made.values() if len(made) > 1 else [*made.values()] * 2
+        q, v, y = self.seen.get("q", q), self.seen.get("v", v), self.seen.get("o", out)
+        return _rows(q, self.part.width), _rows(v, self.weights["v"].shape[1]), _rows(y, self.weights["o"].shape[2])
+
+    def random(self) -> Make:
+        """Random tokens, the same ones in every run."""
+        seed = int(torch.randint(2**31, (), generator=self.g))
+        return lambda shape, _: torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def alike(self, but: int | None = None) -> Make:
+        """Tokens that are all alike, except for one of them."""
+        seed = int(torch.randint(2**31, (), generator=self.g))
+
+        def make(shape: tuple[int, ...], axis: int) -> Tensor:
+            g = torch.Generator().manual_seed(seed)
+            one, other = torch.randn(2, shape[axis], generator=g, dtype=torch.float64)
+            tokens = one.expand(prod(shape) // shape[axis], -1).clone()
+            if but is not None:
+                tokens[but % len(tokens)] = other
+            around = [n for i, n in enumerate(shape) if i != axis % len(shape)]
+            return tokens.reshape(*around, -1).movedim(-1, axis)
+
+        return make
+
+    def contradiction(self) -> str:
+        """The first contradiction, or ""."""
+        part, w = self.part, self.weights
+        equal, mixed = self.alike(), self.random()
+        (_, v1, y1), (_, v2, y2) = self.run(equal), self.run(self.alike())
+        values = ((v1 - v2)[0] @ w["v"]).repeat_interleave(part.heads // part.kv_heads, 0)  # (H, k)
+        wanted = torch.einsum("hk,hkd->d", values, w["o"])
+        if not part.positional and not (_same(v1, v1[0]) and _same(y1 - y2, wanted)):
+            return "for equal tokens the output is not the sum of x V O over the heads"
+        y = self.run(mixed)[2]
+        large = len(y) > _MANY or part.width > _MANY
+        for head in dict.fromkeys((part.heads - 1,) if large else (0, part.heads // 2, part.heads - 1)):
+            key = part.kv_head(head)
+            group = [h for h in range(part.heads) if part.kv_head(h) == key]
+            for letter, at, heads in (("q", head, [head]), ("k", key, group)):
+                what = f"the {'queries' if letter == 'q' else 'keys'} of head {head}"
+                other = w[letter].clone()  # type: ignore[index]
+                other[at] += self._draw(*other[at].shape) / other.shape[1] ** 0.5
+                change = self.run(mixed, **{letter: other})[2] - y
+                if float(change.norm()) < 1e-2 * _SAME * float(y.norm()):
+                    return f"{what} do not change the output"
+                if not part.positional and not _same(self.run(equal, **{letter: other})[2], y1):
+                    return f"{what} change the output for equal tokens"
+                span = torch.linalg.qr(w["o"][heads].flatten(0, 1).T)[0]  # (d, rows)
+                if not _same(change @ span @ span.T, change):
+                    return f"{what} change what other heads put out"
+            if not part.normalised and not self._same_products(group, key, mixed, y):
+                return f"the output is not a function of the product of queries and keys of head {head}"
+        return "" if self._own_queries() else "queries of one token change the outputs of others"
+
+    def _same_products(self, group: list[int], key: int, make: Make, y: Tensor) -> bool:
+        """Whether Q G and K G^-T, with biases, give the same output; for rotated ones G is a number."""
+        k = self.part.head_width
+        turn = 2.0 * torch.eye(k, dtype=torch.float64)
+        turn += 0 if self.part.rotary else self._draw(k, k) / k**0.5 / 2
+        before = {letter: bias for letter in _QK if (bias := self.part.read_bias(letter)) is not None}
+        weights: dict[str, Tensor] = {}
+        for letter, at, matrix in zip(_QK, (group, [key]), (turn, torch.linalg.inv(turn).mT), strict=True):
+            weights[letter] = self.weights[letter].clone()
+            weights[letter][at] = weights[letter][at] @ matrix
+            if letter in before:
+                bias = before[letter].clone()
+                bias[at] = bias[at] @ matrix
+                self.part.write_bias(letter, bias)
+        found = self.run(make, **weights)[2]
+        for letter, bias in before.items():
+            self.part.write_bias(letter, bias)
+        return _same(found, y)
+
+    def _own_queries(self) -> bool:
+        """Whether a change of the queries of one token changes one row of the output."""
+        make = self.alike(2)
+        x, _, y = self.run(make)
+        odd = (x - x[0]).norm(dim=1) > _SAME * float(x.norm())
+        if int(odd.sum()) != 1:
+            return True  # the module adds tokens or positions of its own
+        direction = x[odd][0] - x[0] * (x[odd][0] @ x[0]) / (x[0] @ x[0])
+        other = self.weights["q"] + direction[:, None] * self._draw(*self.weights["q"][:, :1].shape)
+        change = (self.run(make, q=other)[2] - y).norm(dim=1)
+        return int((change > _SAME * float(change.max())).sum()) <= 1
+
+
+def _rows(tensor: Tensor, width: int) -> Tensor:
+    """Tokens (n, d) of a sequence (.., d) or of a map (1, d, h, w)."""
+    if tensor.shape[-1] != width or (tensor.ndim == 4 and tensor.shape[1] == width):
+        tensor = tensor.movedim(1, -1)
+    return tensor.reshape(-1, width).double()
+
+
+def _same(found: Tensor, wanted: Tensor) -> bool:
+    return bool((found - wanted).norm() <= _SAME * wanted.expand_as(found).norm())
