@@ -28,7 +28,7 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_sweeping_spares_what_is_being_written(tmp_path: Path) -> None:
-    stale = tmp_path / ".00000.h5.0123456789abcdef.tmp"
+    stale = tmp_path / ".00000.h5.weightscope-7-0123456789abcdef.tmp"
     (tmp_path / "notes.tmp").write_bytes(b"mine")
     with atomic.replacing(tmp_path / "f") as stream:
         stream.write(b"whole")
@@ -40,8 +40,10 @@ def test_sweeping_spares_what_is_being_written(tmp_path: Path) -> None:
 
 def test_every_writer_sweeps_what_a_killed_one_left(tmp_path: Path) -> None:
     """Of any file in the folder, and nothing but weightscope's own temporary files."""
-    stale = tmp_path / ".figure.png.0123456789abcdef.tmp"
-    spared = {tmp_path / name for name in (".notes.tmp", ".cache.db.tmp", "figure.tmp", ".x.0123456789abcdeg.tmp")}
+    stale = tmp_path / ".figure.png.weightscope-7-0123456789abcdef.tmp"
+    spared = {
+        tmp_path / name for name in (".notes.tmp", "figure.tmp", ".x.0123456789abcdef.tmp", ".x.weightscope-7-0.tmp")
+    }
     for file in (stale, *spared):
         file.write_bytes(b"half")
     atomic.write(tmp_path / "other.json", b"{}")
@@ -49,7 +51,7 @@ def test_every_writer_sweeps_what_a_killed_one_left(tmp_path: Path) -> None:
 
 
 def test_a_pipe_or_a_link_as_temporary_file_is_left_alone(tmp_path: Path) -> None:
-    pipe, link = tmp_path / ".a.0123456789abcdef.tmp", tmp_path / ".b.0123456789abcdef.tmp"
+    pipe, link = tmp_path / ".a.weightscope-7-0123456789abcdef.tmp", tmp_path / ".b.weightscope-7-0123456789abcdef.tmp"
     os.mkfifo(pipe)
     link.symlink_to("/dev/zero")
     signal.alarm(20)  # opening a pipe would wait forever

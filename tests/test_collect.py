@@ -274,7 +274,7 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(tmp_path, monkeypatch, exis
     def fail(recipe, tile, **options):
         # As a worker that is ended while it writes.
         (tmp_path / "a.pop/shards/00001.h5.sha256").write_text("hash\n")
-        (tmp_path / "a.pop/shards/.00001.h5.00.tmp").write_text("half")
+        (tmp_path / "a.pop/shards/.00001.h5.weightscope-7-0123456789abcdef.tmp").write_text("half")
         raise DataError("broken")
 
     use(monkeypatch, fail)
@@ -346,14 +346,18 @@ def test_a_foreign_shard_is_not_overwritten(tmp_path, path, trained):
 
 def test_what_killed_processes_left_is_swept(path, trained, reference):
     """Temporary files, and a second hash beside that of a shard."""
-    for stale in (path / ".population.json.00.tmp", path / "shards/.00001.h5.00.tmp"):
+    for stale in (
+        path / ".population.json.weightscope-7-0123456789abcdef.tmp",
+        path / "shards/.00001.h5.weightscope-7-0123456789abcdef.tmp",
+    ):
         stale.write_bytes(b"half")
+    (path / ".mynotes.tmp").write_text("the user's own")
     with (path / "shards/00002.h5.sha256").open("a") as beside:
         beside.write("0" * 64 + "  00002.h5\n")
     run(path)
     assert trained == []
     assert shard_files(path) == reference
-    assert {p.name for p in path.iterdir()} == {"population.json", "shards"}
+    assert {p.name for p in path.iterdir()} == {"population.json", "shards", ".mynotes.tmp"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -326,6 +326,9 @@ def test_arrays_tensors_and_tables(folder: Path) -> None:
     assert list(curves.columns) == ["network", "epoch", "test_accuracy"]
     assert curves["epoch"].tolist() == list(range(1, values.shape[1] + 1)) * 20
     np.testing.assert_array_equal(curves.pivot(index="network", columns="epoch", values="test_accuracy"), values)
+    for call in (lambda: population.vector(1.5), lambda: population.weights(3)):
+        with pytest.raises(UsageError, match=r"found '?(1\.5|3)"):
+            call()
 
 
 def test_the_repr_is_one_line(folder: Path) -> None:

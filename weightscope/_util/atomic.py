@@ -8,6 +8,7 @@ it.
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import stat
 import time
@@ -18,9 +19,8 @@ from typing import BinaryIO
 from weightscope._util.sources import as_path
 from weightscope.errors import WeightscopeError
 
-_SUFFIX = ".tmp"
 _DIGITS = 16
-_OURS = ".?*." + "[0-9a-f]" * _DIGITS + _SUFFIX
+_OURS = re.compile(rf"\..+\.weightscope-\d+-[0-9a-f]{{{_DIGITS}}}\.tmp")  # name of the file, process, random digits
 # On file systems without locks, temporary files older than this are considered abandoned.
 _STALE_SECONDS = 24 * 3600.0
 
@@ -108,10 +108,10 @@ def make_folder(path: Path) -> None:
         raise WeightscopeError(f"cannot make the folder {path}: {error.strerror or error}") from error
 
 
-def sweep(folder: Path, pattern: str = f".*{_SUFFIX}") -> list[Path]:
-    """Remove abandoned temporary files in `folder`, by default one that only weightscope writes to; their paths."""
+def sweep(folder: Path) -> list[Path]:
+    """Remove temporary files of weightscope in `folder` that were abandoned, and nothing else; their paths."""
     swept = []
-    for path in sorted(folder.glob(pattern)):
+    for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
         # Removed meanwhile, or the file of another user in a folder such as /tmp.
         with contextlib.suppress(FileNotFoundError, PermissionError):
             if _abandoned(path):
@@ -133,9 +133,10 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
     folder = path.parent.absolute()
     if folder not in _swept:
         _swept.add(folder)
-        sweep(folder, _OURS)
+        sweep(folder)
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(_DIGITS // 2)}{_SUFFIX}")
+        ours = f"weightscope-{os.getpid()}-{secrets.token_hex(_DIGITS // 2)}.tmp"
+        temporary = path.with_name(f".{path.name[:200]}.{ours}")
         file = open(temporary, "x+b")  # noqa: SIM115
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file.fileno(), fcntl.LOCK_EX)  # a process that sweeps holds it for a moment

@@ -29,7 +29,8 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
 
     Patterns are one comma-separated string or a sequence; UsageError if one of them matches no name.
     """
-    names, patterns = list(names), pattern.split(",") if isinstance(pattern, str) else list(pattern)
+    given = pattern.split(",") if isinstance(pattern, str) else pattern
+    names, patterns = list(names), list(given) if isinstance(given, Iterable) else [given]
     if not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
         raise UsageError(f"{argument}: expected a pattern such as '*mlp*', found {shortened(repr(pattern))}")
     patterns = [p.strip() for p in patterns]

@@ -73,16 +73,17 @@ def approve(reference: str, source: bytes, *, remember: bool = True) -> None:
     _approved.add(line)
     if not remember or line in _remembered():
         return
-    file = state_file()
     try:
+        file = state_file()
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _private(file.parent.stat()):
             raise OSError(f"{file.parent} belongs to another user or can be read by others")
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as out:
             out.write(f"{line}\n")
-    except OSError as error:
-        _log.warning("%s: that it is trusted cannot be remembered: %s", reference, error)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        level = logging.WARNING if _trusting.get() else logging.DEBUG
+        _log.log(level, "%s: that it is trusted cannot be remembered: %s", reference, error)
 
 
 def state_file() -> Path:
@@ -97,14 +98,14 @@ def _line(reference: str, source: bytes) -> str:
 
 def _remembered() -> set[str]:
     """The lines of the file; none if anybody else could have written them."""
-    file = state_file()
     try:
+        file = state_file()
         if not _private(file.parent.stat()):
             return set()
         with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "r") as lines:
             found = os.fstat(lines.fileno())
             return set(lines.read().splitlines()) if _private(found) and stat.S_ISREG(found.st_mode) else set()
-    except (OSError, UnicodeDecodeError):
+    except (OSError, RuntimeError, UnicodeDecodeError):
         return set()
 
 

@@ -15,7 +15,7 @@ from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
-from weightscope.anatomy import parts_of
+from weightscope.anatomy import FINDERS, parts_of, unreadable
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.images import SUFFIXES, read_images
@@ -111,7 +111,9 @@ def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
     finally:
         logging.set_verbosity(verbosity)
     missing = listing(sorted(facts["missing_keys"]))
-    return model, [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
+    notes = [f"{folder}: the file lacks {missing}, which have random values of seed 0"] * bool(missing)
+    lost = {name: why for name, why in unreadable(folder).items() if name not in FINDERS}
+    return model, notes + [f"{folder}: cannot be read as stored: `{name}`, {why}" for name, why in lost.items()]
 
 
 def _brief(error: BaseException) -> str:

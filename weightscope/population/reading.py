@@ -227,7 +227,9 @@ class Population(Result):
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
-        tile, slot = divmod(k, self._manifest.tile)
+        if not hasattr(k, "__index__"):
+            raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
+        tile, slot = divmod(k.__index__(), self._manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
             raise UsageError(
                 f"{self.path}: no network {k}; found {len(self)} of {self._manifest.networks}, counted from 0"
