@@ -147,7 +147,7 @@ class OwnImages:
     shape: tuple[int, int] | None = field(compare=False)  # channels and side length, of an .npz file
     labels: Sequence[np.ndarray] = field(compare=False)  # of each part, in an order in which classes are mixed
     rows: Sequence[np.ndarray] = field(compare=False)  # places of these images
-    read: Callable[[int, np.ndarray, int, int], np.ndarray] = field(compare=False)  # part, rows, size, channels
+    read: Callable[[list[np.ndarray], int, int], list[np.ndarray]] = field(compare=False)  # rows, size, channels
 
 
 def described(config: SourceConfig, root: str | Path | None) -> DatasetInfo:
@@ -173,7 +173,7 @@ def read(
     if config.classes not in (None, found.classes):
         raise DataError(f"{found.path}: expected {config.classes} classes (data.classes), found {found.classes}")
     counts = check_counts(FOLDER, train, test, info.train, info.test)
-    images = [_pixels(found, part, count, info.size, info.channels) for part, count in enumerate(counts)]
+    images = _pixels(found, counts, info.size, info.channels)
     kind = _label_type(found.classes)
     train_labels, test_labels = (found.labels[part][:n].astype(kind) for part, n in enumerate(counts))
     return info, (images[0], train_labels, images[1], test_labels)
@@ -208,9 +208,9 @@ def _info(config: SourceConfig, found: OwnImages) -> DatasetInfo:
     return DatasetInfo(FOLDER, channels, config.size or size, found.classes, train, test)
 
 
-@lru_cache(maxsize=2)  # training and test; every tile of a benchmark reads the data again
-def _pixels(found: OwnImages, part: int, count: int, size: int, channels: int) -> np.ndarray:
-    return found.read(part, found.rows[part][:count], size, channels)
+@lru_cache(maxsize=1)  # every tile of a benchmark reads the data again
+def _pixels(found: OwnImages, counts: tuple[int, int], size: int, channels: int) -> list[np.ndarray]:
+    return found.read([rows[:count] for rows, count in zip(found.rows, counts, strict=True)], size, channels)
 
 
 def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> list[np.ndarray]:
@@ -273,9 +273,12 @@ def _folder(path: Path, config: SourceConfig) -> OwnImages:
     files = [[file for name in classes for file in part.get(name, ())] for part in inside]
     labels = [np.repeat(np.arange(len(classes)), [len(part.get(name, ())) for name in classes]) for part in inside]
 
-    def read(part: int, rows: np.ndarray, size: int, channels: int) -> np.ndarray:
-        what = f"{path} ({('training', 'test')[part]})"
-        return read_images([files[part % len(files)][row] for row in rows], size, channels, what)
+    def read(rows: list[np.ndarray], size: int, channels: int) -> list[np.ndarray]:
+        parts = zip((files[0], files[-1]), rows, ("training", "test"), strict=True)
+        return [
+            read_images([inside[row] for row in mine], size, channels, f"{path} ({what})")
+            for inside, mine, what in parts
+        ]
 
     rows = _split(path, labels, config)
     mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]
@@ -354,12 +357,17 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
             labels.append(_checked_labels(_rows(archive, x, np.arange(n)).reshape(-1), n, x.where))
     classes = _count_classes(labels[0], labels[-1], [x.where for x in stored[1::2]])
 
-    def read(part: int, rows: np.ndarray, size: int, channels: int) -> np.ndarray:
-        x = images[part % len(images)]
+    def read(rows: list[np.ndarray], size: int, channels: int) -> list[np.ndarray]:
         with _archive(path) as archive:
-            found = _rows(archive, x, rows)
-        found = _checked_images(found.transpose(0, 3, 1, 2) if x.channels_last else found, x.where)
-        return resize(found, size, x.where)
+            if len(images) == 1:  # all in one pass over the file
+                found = np.split(_rows(archive, images[0], np.concatenate(rows)), [len(rows[0])])
+            else:
+                found = [_rows(archive, x, mine) for x, mine in zip(images, rows, strict=True)]
+        out = []
+        for part, x in zip(found, (images[0], images[-1]), strict=True):
+            pixels = _checked_images(part.transpose(0, 3, 1, 2) if x.channels_last else part, x.where)
+            out.append(resize(pixels, size, x.where))
+        return out
 
     rows = _split(path, labels, config)
     mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]

@@ -44,7 +44,7 @@ def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
 
 
 def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
-    """The error about a data set without files: where they were searched for and how to get them."""
+    """The error that says where files were searched for, and how to get them."""
     looked = ", ".join(str(place.absolute()) for place in places(root))
     return DataError(
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
@@ -350,28 +350,13 @@ def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -
     names = sorted(_lines(folder / "wnids.txt", info))
     if len(set(names)) != info.classes or not all(map(_NAME.fullmatch, names)):
         raise DataError(f"{folder / 'wnids.txt'}: expected {info.classes} different names, found {len(set(names))}")
-    train_files, test_files = _tiny_training(folder, names, info, train), _tiny_validation(folder, names, info, test)
-
-    def part(files: list[tuple[Path, int]], what: str) -> Part:
-        images = read_images([path for path, _ in files], info.size, info.channels, f"{folder.name} ({what})")
-        return images, np.array([label for _, label in files], dtype=np.uint8)
-
-    return *part(train_files, "training"), *part(test_files, "val")
-
-
-def _tiny_training(folder: Path, names: list[str], info: DatasetInfo, count: int) -> list[tuple[Path, int]]:
-    """The first files, one of each class in turn, with their classes."""
-    each, inside = info.train // info.classes, []
-    for name in names[: min(count, len(names))]:
-        place = folder / "train" / name / "images"
+    inside = []
+    for place in (folder / "train" / name / "images" for name in names[:train]):
         files = sorted(place.glob("*.JPEG"), key=lambda path: (len(path.name), path.name)) if place.is_dir() else []
-        if len(files) != each:
-            raise DataError(f"{place}: expected {each} images, found {len(files)}; unpack the data set again")
+        if len(files) != info.train // info.classes:
+            wanted = info.train // info.classes
+            raise DataError(f"{place}: expected {wanted} images, found {len(files)}; unpack the data set again")
         inside.append(files)
-    return [(inside[i % info.classes][i // info.classes], i % info.classes) for i in range(count)]
-
-
-def _tiny_validation(folder: Path, names: list[str], info: DatasetInfo, count: int) -> list[tuple[Path, int]]:
     path = folder / "val" / "val_annotations.txt"
     rows = [line.split("\t") for line in _lines(path, info)]
     bad = [row[0] for row in rows if len(row) < 2 or row[1] not in names or not _NAME.fullmatch(row[0])]
@@ -380,8 +365,16 @@ def _tiny_validation(folder: Path, names: list[str], info: DatasetInfo, count: i
             f"{path}: expected {info.test} lines with a file and a class of wnids.txt, found {len(rows)}, "
             f"{len(bad)} of them with others{': ' + listing(bad) if bad else ''}"
         )
-    labels = {name: i for i, name in enumerate(names)}
-    return [(folder / "val" / "images" / row[0], labels[row[1]]) for row in rows[:count]]
+    labels = np.arange(train) % info.classes, np.array([names.index(row[1]) for row in rows[:test]])
+    paths = (
+        [inside[label][i // info.classes] for i, label in enumerate(labels[0])],
+        [folder / "val" / "images" / row[0] for row in rows[:test]],
+    )
+    parts = [
+        (read_images(files, info.size, info.channels, f"{folder.name} ({what})"), numbers.astype(np.uint8))
+        for files, numbers, what in zip(paths, labels, ("training", "val"), strict=True)
+    ]
+    return *parts[0], *parts[1]
 
 
 def _lines(path: Path, info: DatasetInfo) -> list[str]:
