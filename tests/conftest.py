@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from weightscope._util.environment import single_threaded
 from weightscope._util.trust import trusting
 
 # Where it is recorded what a user trusts, of this process and those that it starts.
@@ -22,6 +23,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def trusted():
     """Code that a test names by a text may run, as with --trust."""
     with trusting():
+        yield
+
+
+@pytest.fixture
+def one_thread():
+    """Small problems run in one thread: several cost ten times as much on a busy machine."""
+    with single_threaded():
         yield
 
 

@@ -5,6 +5,7 @@ for family in rows("attention"):
     family.call(model)          # one forward pass on a fixed input
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ class Family:
         """The model with every parameter drawn at random, biases and scales too."""
         torch.manual_seed(0)
         return scramble(self.make().eval())
+
+
+@functools.cache
+def built(name: str) -> nn.Module:
+    """A model that tests only read."""
+    return FAMILIES[name].build()
 
 
 def seeded(seed: int = 0) -> torch.Generator:

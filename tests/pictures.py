@@ -27,8 +27,8 @@ def runs_of(init: str, values: Any, key: str = "accuracy", **more: Any) -> list[
     return [place | {"seed": k, key: float(value)} | more for k, value in enumerate(values)]
 
 
-def spd(size: int, seed: int = 0) -> np.ndarray:
-    x = np.random.default_rng(seed).standard_normal((2 * size, size))
+def spd(size: int) -> np.ndarray:
+    x = np.random.default_rng(0).standard_normal((2 * size, size))
     return np.cov(x.T)
 
 

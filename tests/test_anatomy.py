@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import shims
 import torch
-from families import FAMILIES, HEADS, HIDDEN, TOKENS, WIDTH, Family, rows, scramble
+from families import FAMILIES, HEADS, HIDDEN, TOKENS, WIDTH, Family, built, rows, scramble
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -35,12 +35,6 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "models" / "vit-small-pa
 
 def ids(families: list[Family]) -> dict:
     return {"argvalues": families, "ids": [f.name for f in families]}
-
-
-@functools.cache
-def built(name: str) -> nn.Module:
-    """A model that tests only read."""
-    return FAMILIES[name].build()
 
 
 def slots(part) -> list[tuple]:

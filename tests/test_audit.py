@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, seeded
 from scipy import stats
 from torch import nn
 
@@ -24,10 +24,6 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 torch.set_num_threads(1)
 SEEDS = 40
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- false alarms --------------------------------------------------------------------------------------------------
@@ -60,7 +56,7 @@ def mamba(name: str, seed: int) -> nn.Module:
 
 def redraw(model: nn.Module, seed: int) -> nn.Module:
     """New read-out and write matrices, as a new state-space model would have."""
-    g = generator(1000 + seed)
+    g = seeded(1000 + seed)
     for part in anatomy.ssms(model):
         for letter in "BC":
             part.write(letter, torch.rand(part.read(letter).shape, generator=g) - 0.5)
@@ -111,9 +107,9 @@ def test_correct_initialisations_pass_with_room_to_spare(case):
             redraw(model, seed)
         elif name in ("mimetic_mlp", "mimetic_conv_mlp", "mimetic_first_last_mlp"):
             wi.kaiming_uniform_(
-                model, select="*mlp*,*conv_dw*" if "conv" in name else "*mlp*", generator=generator(1000 + seed)
+                model, select="*mlp*,*conv_dw*" if "conv" in name else "*mlp*", generator=seeded(1000 + seed)
             )
-        wi.get(name, **parameters)(model, generator=generator(seed))
+        wi.get(name, **parameters)(model, generator=seeded(seed))
         report = audit(model, name, **parameters)
         assert report.passed, f"seed {seed}\n{report}"
         assert report.false_alarm_rate < 0.01
@@ -145,7 +141,7 @@ def test_an_uninitialised_model_fails_all_expectations():
 @pytest.mark.parametrize("case", ["mimetic_attention", "conv_covariance", "conv_covariance-clip", "mimetic_mlp-rows"])
 def test_precisions(case, dtype):
     make, name, parameters = CASES[case]
-    model = wi.get(name, **parameters)(make(0), generator=generator(0)).to(dtype)
+    model = wi.get(name, **parameters)(make(0), generator=seeded(0)).to(dtype)
     report = audit(model, name, **parameters)
     assert report.passed, str(report)
 
@@ -153,7 +149,7 @@ def test_precisions(case, dtype):
 def test_the_published_numbers_at_width_192():
     """The V/proj product at alpha = beta = 0.4: diagonal -0.40 +- 0.01 with deviation 0.03, off-diagonal 0.40."""
     model = ViT(32, 8, 192, 1, 3, 10)
-    wi.mimetic_attention_(model, generator=generator(0))
+    wi.mimetic_attention_(model, generator=seeded(0))
     report = audit(model, "mimetic_attention")
     assert report.passed
     found = {c.statistic: c for c in report.checks if c.part == "vo"}
@@ -167,11 +163,11 @@ def test_the_published_numbers_at_width_192():
 @pytest.mark.slow
 def test_grouped_queries_and_widths_beyond_the_simulation():
     model = FAMILIES["hf-llama"].make()
-    wi.mimetic_attention_(model, alpha_qk=0.5, generator=generator(0))
+    wi.mimetic_attention_(model, alpha_qk=0.5, generator=seeded(0))
     assert audit(model, "mimetic_attention", alpha_qk=0.5).passed
     assert not audit(model, "mimetic_attention").passed
     wide = ViT(8, 4, 384, 1, 6, 10)
-    wi.mimetic_attention_(wide, generator=generator(0))
+    wi.mimetic_attention_(wide, generator=seeded(0))
     report = audit(wide, "mimetic_attention")
     assert report.passed, str(report)
     found = {c.statistic: c for c in report.checks if c.part == "qk"}
@@ -184,7 +180,7 @@ def test_grouped_queries_and_widths_beyond_the_simulation():
 def test_intervals_are_neither_too_narrow_nor_too_wide():
     """Over 200 draws of the construction, the deviation of each statistic is 1/10 to 1/4 of the half interval."""
     null = attention_audit.Null(64, 16, 1, 0.7, 0.7, "svd")
-    g = generator(9)
+    g = seeded(9)
     draws = [null.draw(g) for _ in range(200)]
     for name, (low, high) in ((n, limits) for n, (limits, _) in attention_audit.expected(null, "qk").items()):
         if name == "imbalance":
@@ -198,7 +194,7 @@ def test_quantiles():
     assert stats.norm.sf(normal(0, 1)[1]) == pytest.approx(LEVEL / 2)
     assert stats.chi2.sf(chi_squared(50)[1] * 50, 50) == pytest.approx(LEVEL / 2)
     assert stats.f.cdf(f_ratio(20, 400)[0], 20, 400) == pytest.approx(LEVEL / 2)
-    rng = generator(0)
+    rng = seeded(0)
     misses = 0
     for _ in range(2000):  # a prediction interval at 5 % is missed by 5 % of new draws
         draws = torch.randn(21, generator=rng)
@@ -209,7 +205,7 @@ def test_quantiles():
 
 def correlations(rho, sizes, n, seed):
     """Pooled correlations of n networks that were given the correlation rho."""
-    g, out = generator(seed), []
+    g, out = seeded(seed), []
     for _ in range(n):
         pairs = [torch.randn(2, size, generator=g, dtype=torch.float64) for size in sizes]
         each = [float(torch.corrcoef(torch.stack([x, correlated(x, y, rho)]))[0, 1]) for x, y in pairs]
@@ -275,7 +271,7 @@ def test_the_power_against_a_wrong_correlation(rho):
 
 def report() -> AuditReport:
     model = small_vit(0)
-    wi.mimetic_attention_(model, generator=generator(0))
+    wi.mimetic_attention_(model, generator=seeded(0))
     part = anatomy.attention(model)[1]
     part.write("o", -part.read("o"))
     return audit(model, "mimetic_attention")
@@ -311,7 +307,7 @@ def test_a_report_is_json():
 
 def test_nan_weights_fail():
     model = small_vit(0)
-    wi.mimetic_attention_(model, generator=generator(0))
+    wi.mimetic_attention_(model, generator=seeded(0))
     with torch.no_grad():
         model.blocks[0].attn.qkv.weight[3, 4] = math.nan
     assert {c.layer for c in audit(model, "mimetic_attention").failures} >= {0}
@@ -320,7 +316,7 @@ def test_nan_weights_fail():
 @pytest.mark.slow
 def test_an_audit_answers_the_same_twice_and_changes_nothing():
     model = small_vit(0)
-    wi.mimetic_attention_(model, generator=generator(0))
+    wi.mimetic_attention_(model, generator=seeded(0))
     before, state = torch.get_rng_state(), copy.deepcopy(model.state_dict())
     attention_audit.expected.cache_clear()
     first = audit(model, "mimetic_attention").to_dict()
@@ -332,8 +328,8 @@ def test_an_audit_answers_the_same_twice_and_changes_nothing():
 
 def test_a_state_dict_with_its_config():
     model = small_vit(0)
-    wi.mimetic_attention_(model, generator=generator(0))
-    wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=generator(0))
+    wi.mimetic_attention_(model, generator=seeded(0))
+    wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=seeded(0))
     found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=0.5)
     assert found.passed
     assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
@@ -354,7 +350,7 @@ def test_a_state_dict_with_its_config():
     ],
 )
 def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, parameters):
-    model = wi.get(name, **parameters)(make(0), generator=generator(0))
+    model = wi.get(name, **parameters)(make(0), generator=seeded(0))
     found = audit(model)
     assert found.passed
     assert found.verdicts[name]
@@ -367,7 +363,7 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
 
 def test_layers_restrict_the_audit():
     model = small_vit(0)
-    wi.mimetic_attention_(model, layers=1, generator=generator(0))
+    wi.mimetic_attention_(model, layers=1, generator=seeded(0))
     assert audit(model, "mimetic_attention", layers=1).passed
     assert audit(model, "mimetic_attention", layers=-1).passed
     assert not audit(model, "mimetic_attention").passed
@@ -375,7 +371,7 @@ def test_layers_restrict_the_audit():
 
 def test_sawtooth_schedule_and_layer_scale():
     model = ConvNeXt((24, 48), (3, 3), kernel_size=5, patch_size=2)
-    wi.conv_covariance_(model, preset="imagenet-thawed", schedule="sawtooth", generator=generator(0))
+    wi.conv_covariance_(model, preset="imagenet-thawed", schedule="sawtooth", generator=seeded(0))
     assert audit(model, "conv_covariance", preset="imagenet-thawed", schedule="sawtooth").passed
     assert not audit(model, "conv_covariance", preset="imagenet-thawed").passed
     wi.layer_scale_identity_(model, value=0.1)
@@ -423,7 +419,7 @@ def test_expectations_of_ones_own(init):
 
 @pytest.mark.usefixtures("trusted")
 def test_expectations_of_ones_own_join_registered_ones():
-    model = wi.mimetic_attention_(small_vit(0), generator=generator(0))
+    model = wi.mimetic_attention_(small_vit(0), generator=seeded(0))
     found = audit(model, f"mimetic_attention + {__name__}:small_head", limit=1e-3, layers=1)
     assert found.verdicts == {"mimetic_attention": True, "small_head": False}
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import shims
 import torch
+from families import seeded
 from programs import ROOT, script
 from scipy import stats
 from torch import nn
@@ -24,10 +25,6 @@ NETWORKS = 3
 
 
 study = functools.cache(lambda: script("analyses/audit_power/run.py"))
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- power ---------------------------------------------------------------------------------------------------------
@@ -75,9 +72,9 @@ def test_the_stored_table_shows_no_false_alarm_and_no_untouched_network_that_pas
 
 def test_the_report_prints_what_it_would_catch_and_what_not():
     model = ViT(32, 8, 96, 2, 3, 10)
-    wi.mimetic_attention_(model, generator=generator())
+    wi.mimetic_attention_(model, generator=seeded())
     sigma = math.sqrt(1e-3 * 3 * 96)  # input means of variance 1e-3
-    wi.mimetic_mlp_(model, mode="rows", sigma=sigma, generator=generator())
+    wi.mimetic_mlp_(model, mode="rows", sigma=sigma, generator=seeded())
     text = str(audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=sigma))
     assert (
         "would catch, if all layers have it: an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %"
@@ -153,7 +150,7 @@ def test_default_entries_that_an_initialiser_gives_are_named():
     assert report.powers["kaiming_uniform"][default] < 1e-3
     assert f"{default} (< 1 % found)" in str(report)
     for name, given, caught in (("xavier", {"gain": 3**-0.5}, False), ("xavier", {}, True), ("trunc_normal", {}, True)):
-        wi.get(name, select="*attn.proj*", **given)(model, generator=generator())
+        wi.get(name, select="*attn.proj*", **given)(model, generator=seeded())
         report = audit(model, name, select="*attn.proj*", **given)  # d inputs and outputs
         assert report.passed
         assert (report.powers[name][default] > 0.99) == caught
@@ -202,7 +199,7 @@ def test_untouched_layers_beside_initialised_ones_are_found_where_that_is_possib
 @functools.cache
 def solved() -> nn.Module:
     torch.manual_seed(0)
-    return wi.impulse_attention_(ViT(32, 4, 96, 2, 3, 10), generator=generator())
+    return wi.impulse_attention_(ViT(32, 4, 96, 2, 3, 10), generator=seeded())
 
 
 @pytest.mark.parametrize(("factor", "passes"), [(0.5, False), (1.0, True), (2.8, False)])
@@ -217,11 +214,11 @@ def test_logits_of_the_wrong_size(factor, passes):
 
 def test_impulses_may_be_drawn_independently():
     """Two of three heads with one offset, and filters whose pixels are drawn one by one, are legitimate."""
-    model = wi.impulse_attention_(ViT(32, 4, 96, 1, 3, 10), offsets=[(0, 1), (0, 1), (1, 0)], generator=generator())
+    model = wi.impulse_attention_(ViT(32, 4, 96, 1, 3, 10), offsets=[(0, 1), (0, 1), (1, 0)], generator=seeded())
     assert audit(model, "impulse_attention").passed
     mixer = ConvMixer(64, 2, 3, 4, 5)
     for i, part in enumerate(anatomy.depthwise(mixer)):
-        pixels = torch.randint(9, (64,), generator=generator(i))
+        pixels = torch.randint(9, (64,), generator=seeded(i))
         part.write(torch.eye(9)[pixels].reshape(64, 3, 3))
     assert audit(mixer, "impulse_filters").passed
     for part in anatomy.depthwise(mixer):
@@ -235,7 +232,7 @@ def test_impulses_may_be_drawn_independently():
 def teacher_and_student(elements: str = "uniform") -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     teacher, student = ViT(16, 4, 64, 3, 4, 5), ViT(16, 4, 32, 2, 2, 5)
-    wi.select_weights_(student, teacher, elements=elements, generator=generator())
+    wi.select_weights_(student, teacher, elements=elements, generator=seeded())
     return teacher, student
 
 
@@ -282,7 +279,7 @@ def test_selection_needs_a_teacher():
 def test_a_bad_number_in_a_filter_fails_the_audit(name, value):
     model = ConvMixer(16, 2, 5, 4, 10)
     parameters = {"preset": "imagenet-thawed"} if name == "conv_covariance" else {}
-    wi.get(name, **parameters)(model, generator=generator())
+    wi.get(name, **parameters)(model, generator=seeded())
     part = anatomy.depthwise(model)[0]
     filters = part.read()
     filters[0, 0, 0] = value
@@ -376,7 +373,7 @@ def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     with pytest.raises(AnatomyError, match=r"mimetic_attention: expected attention modules that can be read"):
         audit(model, "mimetic_attention")
     with pytest.warns(UserWarning, match=r"mimetic_attention_: 10 tensors look like .*`blocks.0.attn.qk.weight"):
-        wi.mimetic_attention_(model, strict=False, generator=generator())
+        wi.mimetic_attention_(model, strict=False, generator=seeded())
     report = audit(model, "mimetic_attention", strict=False)
     assert report.passed
     assert len(report.unparsed) == 10  # four matrices in each of two layers, and the packed ones that they lack
@@ -415,7 +412,7 @@ def test_filters_that_are_not_square_in_a_module():
     with pytest.raises(UsageError, match=r"`1`: .*found 1 x 7.*strict=False uses the 2 other layers"):
         wi.conv_covariance_(model, **numbers)
     with pytest.warns(UserWarning, match="not square: `1` 1 x 7"):
-        wi.conv_covariance_(model, **numbers, strict=False, generator=generator())
+        wi.conv_covariance_(model, **numbers, strict=False, generator=seeded())
     report = audit(model, "conv_covariance", **numbers, strict=False)
     assert report.passed, str(report)
     assert report.unparsed == ("1.weight",)

@@ -310,12 +310,12 @@ def test_nonsense_from_the_api(hub):
         assert "\n" not in str(error.value)
 
 
-def downloaded(files, root, commit=COMMIT, revision="main"):
+def downloaded(files, root, commit=COMMIT):
     """Files as huggingface_hub caches them: blobs by hash, and a snapshot of links to them."""
     folder = root / f"models--{REPOSITORY.replace('/', '--')}"
     for name in ("blobs", "refs", f"snapshots/{commit}"):
         (folder / name).mkdir(parents=True)
-    (folder / "refs" / revision).write_text(commit)
+    (folder / "refs/main").write_text(commit)
     for name, raw in files.items():
         blob = hashlib.sha256(raw).hexdigest()
         (folder / "blobs" / blob).write_bytes(raw)

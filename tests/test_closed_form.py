@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from families import seeded
 from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from programs import rewritten, run
 from safetensors.torch import save
@@ -32,10 +33,6 @@ from weightscope.fits.one_network import (
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.convolution import PRESETS, conv_covariance
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def mixer(width=256, depth=8, kernel=7, seed=0):

@@ -63,10 +63,6 @@ def kill_group(process):
     process.join(_LONGEST)
 
 
-def files(path):
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
-
-
 RECIPE = fake.recipe(networks=60)
 
 
@@ -94,7 +90,7 @@ def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(w
         # Whatever there is, is valid already.
         Population(path, partial=True).verify()
         finish(path, RECIPE, "large")
-        got, expected = files(path), files(wanted)
+        got, expected = fake.files(path), fake.files(wanted)
         assert {k: v for k, v in got.items() if "shards" in k} == {k: v for k, v in expected.items() if "shards" in k}
         assert got.keys() == expected.keys()  # nothing is left behind
 
@@ -107,7 +103,7 @@ def test_two_at_once_on_one_folder_are_harmless(whole, tmp_path):
         for process in processes:
             process.join(_LONGEST)
             assert process.exitcode == 0
-        assert files(path) == files(whole[0])
+        assert fake.files(path) == fake.files(whole[0])
 
 
 @pytest.mark.slow
@@ -121,7 +117,7 @@ def test_workers_killed_with_their_parent(tmp_path):
         kill_group(process)
     Population(path, partial=True).verify()
     finish(path, RECIPE, "small")
-    assert files(path) == files(tmp_path / "whole.pop")
+    assert fake.files(path) == fake.files(tmp_path / "whole.pop")
 
 
 @pytest.mark.slow
@@ -152,7 +148,7 @@ def test_the_real_trainer_killed_in_the_midst(tmp_path):
         time.sleep(moments.uniform(0, seconds))
         kill_group(process)
         finish(path, recipe, "real")
-        assert files(path) == files(tmp_path / "whole.pop")
+        assert fake.files(path) == fake.files(tmp_path / "whole.pop")
 
 
 # A process of its own for each size: the kernel kills it with SIGXFSZ once a file of that many bytes is written.

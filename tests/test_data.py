@@ -485,7 +485,7 @@ def test_what_is_not_fetched_says_why(tmp_path: Path, monkeypatch, pyarrow: str 
 
 
 def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
-    paths, images, labels = _write_parquet(tmp_path, "cifar100")
+    paths, images, labels = _write_parquet(tmp_path)
     monkeypatch.setattr(readers, "_download", lambda location, part: paths[part])
     data = load("cifar100", train=25)
     assert np.array_equal(data.train_images, images[:25])
@@ -493,7 +493,7 @@ def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) -> None:
-    paths, *_ = _write_parquet(tmp_path, "cifar100")
+    paths, *_ = _write_parquet(tmp_path)
     monkeypatch.setattr(readers, "_download", lambda location, part: paths["test"])
     with pytest.raises(DataError, match="expected 30 rows of 'img' and 'fine_label', found 10"):
         load("cifar100")
@@ -502,11 +502,11 @@ def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) 
         load("cifar100")
 
 
-def _write_parquet(folder: Path, name: str) -> tuple[dict[str, Path], np.ndarray, np.ndarray]:
+def _write_parquet(folder: Path) -> tuple[dict[str, Path], np.ndarray, np.ndarray]:
     pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     from pyarrow import parquet
 
-    train, test, *_ = SIZES[name]
+    train, test, *_ = SIZES["cifar100"]
     images, labels = random_images(train + test, 3, 32, 100)
     cells = []
     for image in images:
@@ -524,8 +524,8 @@ def _write_parquet(folder: Path, name: str) -> tuple[dict[str, Path], np.ndarray
 # --- users' own --------------------------------------------------------------------------------------------
 
 
-def _own(n: int = 20, m: int = 6, channels: int = 2, size: int = 6, classes: int = 3) -> list[np.ndarray]:
-    return [*random_images(n, channels, size, classes), *random_images(m, channels, size, classes)]
+def _own() -> list[np.ndarray]:
+    return [*random_images(20, 2, 6, 3), *random_images(6, 2, 6, 3)]
 
 
 CALLS: list[str] = []

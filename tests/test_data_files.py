@@ -44,8 +44,8 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def picture(seed: int, height: int = 8, width: int = 8) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+def picture(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (8, 8, 3), dtype=np.uint8)
 
 
 def classes_in(folder: Path, each: int = 5, names: Sequence[str] = "abc", first: int = 0) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, Family, rows, scramble, seeded
+from families import FAMILIES, Family, built, rows, scramble, seeded
 from references_init import low_rank_product
 from torch import Tensor, nn
 
@@ -32,11 +32,6 @@ SOURCED = (
     *("default", "select_weights", "net2net", "transfer", "transfer_singular", "covariance_transfer"),
     *("ssm_from_attention", "repeat_layer"),
 )
-
-
-@functools.cache
-def built(name: str) -> nn.Module:
-    return FAMILIES[name].build()
 
 
 @functools.cache

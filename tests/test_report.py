@@ -139,7 +139,6 @@ VERDICTS = [
     ),
     (-0.021, (-0.027, -0.015), 0.0123, None, "worse by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 0.012)"),
     (0.0025, (-0.004, 0.009), 0.44, 64, "not significantly different: +0.2 percentage points (95 % CI -0.4 to +0.9"),
-    (0.01, (0.001, 0.019), 0.09, None, "not significantly different after correction for multiple comparisons: +1.0 "),
     (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 1e-300)"),
     (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.00 percentage points"),
     (None, None, None, None, "the reference of the comparison"),

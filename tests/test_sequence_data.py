@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import references_sequences as reference
 import torch
+from families import seeded
 
 from weightscope.data.sequences import TASKS, MarkovSource, Text, accuracy, bits, cross_entropy, perplexity
 from weightscope.errors import DataError, UsageError
@@ -14,13 +15,9 @@ from weightscope.errors import DataError, UsageError
 LENGTH, VOCABULARY, BATCH = 10, 26, 64
 
 
-def _generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_answers_are_those_of_the_solver(task):
-    found = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    found = TASKS[task](seeded(), BATCH, LENGTH, VOCABULARY)
     assert found.tokens.dtype == found.targets.dtype == torch.int64
     assert torch.equal(found.tokens[:, 1:], found.targets[:, :-1])
     whole = torch.cat([found.tokens, found.targets[:, -1:]], 1)
@@ -38,8 +35,8 @@ def test_answers_are_those_of_the_solver(task):
 
 @pytest.mark.parametrize("task", sorted(TASKS))
 def test_tasks_are_pure_functions_of_the_generator(task):
-    first, again = (TASKS[task](_generator(3), 4, LENGTH, VOCABULARY) for _ in range(2))
-    other = TASKS[task](_generator(4), 4, LENGTH, VOCABULARY)
+    first, again = (TASKS[task](seeded(3), 4, LENGTH, VOCABULARY) for _ in range(2))
+    other = TASKS[task](seeded(4), 4, LENGTH, VOCABULARY)
     assert all(map(torch.equal, first, again))
     assert not torch.equal(first.tokens, other.tokens)
 
@@ -49,7 +46,7 @@ def test_tokens_of_the_strings_are_uniform(task):
     """Counts of each possible token against their expectation, chi-squared below its 1 - 1e-6 quantile; fixed seed."""
     from scipy.stats import chi2
 
-    found = TASKS[task](_generator(), 4000, LENGTH, VOCABULARY).tokens[:, :LENGTH]
+    found = TASKS[task](seeded(), 4000, LENGTH, VOCABULARY).tokens[:, :LENGTH]
     if task == "associative_recall":
         found = found[:, ::2]
     if task == "selective_copy":
@@ -64,7 +61,7 @@ def test_tokens_of_the_strings_are_uniform(task):
 @pytest.mark.parametrize("task", ["sort", "associative_recall", "selective_copy"])
 def test_permutations_of_many_tokens_are_drawn_in_parts(task, monkeypatch):
     """Sequences are those of one draw on a CPU, and no more numbers than a part has are drawn at once."""
-    whole = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    whole = TASKS[task](seeded(), BATCH, LENGTH, VOCABULARY)
     sizes = []
     rand = torch.rand
 
@@ -74,14 +71,14 @@ def test_permutations_of_many_tokens_are_drawn_in_parts(task, monkeypatch):
 
     monkeypatch.setattr(torch, "rand", recorded)
     monkeypatch.setattr("weightscope.data.sequences._AT_ONCE", 100)
-    parts = TASKS[task](_generator(), BATCH, LENGTH, VOCABULARY)
+    parts = TASKS[task](seeded(), BATCH, LENGTH, VOCABULARY)
     assert len(sizes) > 1
     assert max(sizes) <= 100
     assert all(map(torch.equal, whole, parts))
 
 
 def test_all_keys_are_asked_for_in_random_order():
-    found = TASKS["associative_recall"](_generator(), BATCH, LENGTH, VOCABULARY)
+    found = TASKS["associative_recall"](seeded(), BATCH, LENGTH, VOCABULARY)
     keys, asked = found.tokens[:, :LENGTH:2], found.tokens[:, LENGTH + 1 :: 2]
     assert torch.equal(keys.sort(1).values, asked.sort(1).values)
     assert not torch.equal(keys, asked)
@@ -100,17 +97,17 @@ def test_all_keys_are_asked_for_in_random_order():
 )
 def test_wrong_sizes_are_one_line_errors(task, length, vocabulary, match):
     with pytest.raises(UsageError, match=match) as error:
-        TASKS[task](_generator(), 2, length, vocabulary)
+        TASKS[task](seeded(), 2, length, vocabulary)
     assert "\n" not in str(error.value)
 
 
 def test_the_smallest_sizes_work():
     for task, length, vocabulary in (("sort", 5, 6), ("associative_recall", 6, 7), ("selective_copy", 1, 3)):
-        assert TASKS[task](_generator(), 2, length, vocabulary).mask.any()
+        assert TASKS[task](seeded(), 2, length, vocabulary).mask.any()
 
 
 def test_metrics_count_the_answer_only():
-    found = TASKS["copy"](_generator(), 2, 3, 5)
+    found = TASKS["copy"](seeded(), 2, 3, 5)
     logits = torch.nn.functional.one_hot(found.targets, 5).double() * 50
     assert accuracy(logits, found) == 1
     assert float(cross_entropy(logits, found)) < 1e-12
@@ -129,7 +126,7 @@ def test_metrics_count_the_answer_only():
 def test_the_markov_source_has_the_stated_entropy():
     """-log2 p of 200,000 tokens, within 5 standard errors of the entropy: false alarm 6e-7."""
     source = MarkovSource.random(12, seed=1)
-    found = source.batch(_generator(), 400, 500)
+    found = source.batch(seeded(), 400, 500)
     surprise = -np.log2(source.transitions)[found.tokens.numpy(), found.targets.numpy()].mean(1)  # independent rows
     assert abs(surprise.mean() - source.entropy) < 5 * surprise.std() / len(surprise) ** 0.5
     assert 1 < source.entropy < math.log2(12) - 0.5
@@ -184,15 +181,15 @@ def test_characters_of_penn_treebank_are_separated_by_spaces(tmp_path):
 
 def test_windows_of_text(tmp_path):
     text = Text.read(_corpus(tmp_path, "abcdefghij" * 3, "abcdefg", "ab"), "character")
-    found = text.batch(_generator(), 50, 29)
+    found = text.batch(seeded(), 50, 29)
     assert set(found.tokens[:, 0].tolist()) == {0}  # the only window of 29 tokens and the one that follows
-    found = text.batch(_generator(), 200, 4)
+    found = text.batch(seeded(), 200, 4)
     assert torch.equal((found.tokens + 1) % 10, found.targets)
     assert len(found.tokens[:, 0].unique()) == 10
     held = list(text.held_out(4))
     assert [part.targets[0].tolist() for part in held] == [[1, 2, 3, 4], [5, 6]]
     with pytest.raises(UsageError, match="expected less than the 30 tokens of the text, found 30"):
-        text.batch(_generator(), 1, 30)
+        text.batch(seeded(), 1, 30)
 
 
 def test_damaged_text_is_a_one_line_error(tmp_path):

@@ -8,7 +8,6 @@ import shims
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.environment import single_threaded
 from weightscope.anatomy import attention, ssms
 from weightscope.errors import UsageError
 from weightscope.networks.sequences import (
@@ -23,12 +22,7 @@ from weightscope.networks.sequences import (
     selective_scan,
 )
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small problems run in one thread: several cost ten times as much on a busy machine."""
-    with single_threaded():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _scan_inputs(tokens: int, *, batch: int = 2, channels: int = 6, states: int = 4) -> list[Tensor]:
@@ -44,15 +38,15 @@ def _scan_inputs(tokens: int, *, batch: int = 2, channels: int = 6, states: int 
     return [value.requires_grad_() for value in values]
 
 
-def _block_inputs(tokens: int, heads: int = 4, groups: int = 2) -> list[Tensor]:
+def _block_inputs(tokens: int) -> list[Tensor]:
     g = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
-    rates = -torch.tensor([0.0, 1e-3, 1.0, 60.0], dtype=torch.float64)[:heads]
-    values = [normal(2, tokens, heads, 3), normal(2, tokens, heads).abs(), rates]
-    values += [normal(2, tokens, groups, 5), normal(2, tokens, groups, 5)]
+    rates = -torch.tensor([0.0, 1e-3, 1.0, 60.0], dtype=torch.float64)
+    values = [normal(2, tokens, 4, 3), normal(2, tokens, 4).abs(), rates]
+    values += [normal(2, tokens, 2, 5), normal(2, tokens, 2, 5)]
     return [value.requires_grad_() for value in values]
 
 

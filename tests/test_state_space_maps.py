@@ -11,7 +11,6 @@ from programs import run
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from weightscope._util.environment import single_threaded
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.analysis.runnable import tokens_for
 from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
@@ -21,12 +20,7 @@ from weightscope.init import mimetic_ssm_
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
 from weightscope.training.collection import collect
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small problems run in one thread: several cost ten times as much on a busy machine."""
-    with single_threaded():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _network(version: int, layers=None) -> nn.Module:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import shims
 import torch
-from families import FAMILIES
+from families import FAMILIES, seeded
 from torch import nn
 
 from weightscope import init as wi
@@ -20,10 +20,6 @@ ATTENTION = {name.format(i) for name in (QKV, PROJ) for i in (0, 1)}
 SPARE = torch.zeros(72, 24)
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 @pytest.fixture
 def model():
     torch.manual_seed(0)
@@ -33,7 +29,7 @@ def model():
 def tracked(model, *then):
     """`mimetic_attention_`, and what happens after it, under `track`."""
     with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
+        wi.mimetic_attention_(model, generator=seeded())
         for step in then:
             step(model)
     return t
@@ -48,7 +44,7 @@ def test_nothing_overwritten(model):
 
 
 def data_normal(model):
-    model.blocks[1].attn.qkv.weight.data.normal_(generator=generator(1))
+    model.blocks[1].attn.qkv.weight.data.normal_(generator=seeded(1))
 
 
 def data_assigned(model):
@@ -60,7 +56,7 @@ def new_parameter(model):
 
 
 def by_init(model):
-    nn.init.trunc_normal_(model.blocks[1].attn.qkv.weight, std=0.02, generator=generator(1))
+    nn.init.trunc_normal_(model.blocks[1].attn.qkv.weight, std=0.02, generator=seeded(1))
 
 
 def reset(model):
@@ -129,11 +125,11 @@ def test_the_share_that_changed(model):
 
 def test_the_same_numbers_again_are_no_overwriting(model):
     with track(model) as t:
-        wi.mimetic_attention_(model, generator=generator())
+        wi.mimetic_attention_(model, generator=seeded())
         model.load_state_dict({n: v.clone() for n, v in model.state_dict().items()})
         assert t.overwritten == ()
         data_normal(model)
-        wi.mimetic_attention_(model, generator=generator())
+        wi.mimetic_attention_(model, generator=seeded())
     assert t.overwritten == ()
 
 
@@ -145,8 +141,8 @@ def halved(module, *, generator):
 
 def test_later_joined_and_own_initialisers_are_no_culprits(model):
     with track(model) as t:
-        wi.trunc_normal_(model, generator=generator())
-        wi.compose("mimetic_attention", halved)(model, generator=generator())
+        wi.trunc_normal_(model, generator=seeded())
+        wi.compose("mimetic_attention", halved)(model, generator=seeded())
         with t.initialising("ours"):
             nn.init.zeros_(model.head.bias)
     assert t.overwritten == ()
@@ -161,7 +157,7 @@ def test_later_joined_and_own_initialisers_are_no_culprits(model):
 def test_a_cast_is_no_overwriting(cast, model):
     t = tracked(model, cast)
     assert t.overwritten == ()
-    model.blocks[0].attn.proj.weight.data.normal_(generator=generator(3))
+    model.blocks[0].attn.proj.weight.data.normal_(generator=seeded(3))
     assert [o.name for o in t.overwritten] == [PROJ.format(0)]
 
 
@@ -193,8 +189,8 @@ def test_buffers_and_ties():
     model = ConvMixer(8, 2, 3, 4, 10)
     model.again = model.blocks[0][0].fn[0]  # tied
     with track(model) as t:
-        wi.conv_covariance_(model, preset="cifar-patch2", generator=generator())
-        model(torch.randn(4, 3, 8, 8, generator=generator()))  # batch statistics move, which nobody initialised
+        wi.conv_covariance_(model, preset="cifar-patch2", generator=seeded())
+        model(torch.randn(4, 3, 8, 8, generator=seeded()))  # batch statistics move, which nobody initialised
     assert len(t.initialised) == 2
     assert t.overwritten == ()
     model.again.weight.data.zero_()
@@ -203,7 +199,7 @@ def test_buffers_and_ties():
 
 def test_watching_changes_nothing_and_costs_little(model):
     torch.manual_seed(0)
-    plain = wi.mimetic_attention_(ViT(32, 8, 24, 2, 3, 10), generator=generator())
+    plain = wi.mimetic_attention_(ViT(32, 8, 24, 2, 3, 10), generator=seeded())
     start = time.perf_counter()
     tracked(model)
     assert time.perf_counter() - start < 5

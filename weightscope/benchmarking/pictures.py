@@ -119,10 +119,7 @@ def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
 def _frontier(
     rows: Rows, axes: tuple[str, str], about: tuple[str, int, int], metric: Metric, *, title: str | None
 ) -> Any:
-    """The arms at the alpha and beta that their products reach; those of values and outputs have full rank.
-
-    `about` is the part, `qk` or `vo`, the width and the number of heads.
-    """
+    """The arms at the alpha and beta that their products reach; `about`: `qk` or `vo` (of full rank), width, heads."""
     import torch
 
     from weightscope import plots

@@ -210,10 +210,7 @@ class Design:
         return out, chosen
 
     def _tile(self, arm: Arm, device: torch.device, shared: dict[Any, Any]) -> int:
-        """Networks in a tile: the recipe's but not more than there are.
-
-        On a GPU, a size that no recipe gives is chosen by the memory that the first arm of each cell takes.
-        """
+        """Networks in a tile: the recipe's, or on a GPU by the memory that the first arm of each cell takes."""
         tile = arm.recipe.population.tile or (TILE if device.type == "cpu" else shared.get(("tile", arm.place)))
         if tile is None:
             recipe = arm.recipe.completed(self.data)

@@ -86,8 +86,8 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | None, n: int | None) -> str:
     """Describe a paired difference of accuracies (fractions) in words that follow "the initialiser is".
 
-    Significant means p < 0.05 and an interval that excludes zero; a p-value that is corrected for several comparisons
-    may disagree with the interval, and the text says so. What is not significant is not called equal.
+    The interval is at the level of its p-value's test in a correction for several comparisons: it excludes zero where
+    p < 0.05, which means significant. What is not significant is not called equal.
     """
     if difference is None:
         return "the reference of the comparison"
@@ -102,11 +102,9 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
         text = f"{round(number, places) + 0.0:{sign}.{places}f}"
         return text if float(text) else text.lstrip("+")
 
-    clear = low > 0 or high < 0
-    if clear and p < 0.05:
+    if (low > 0 or high < 0) and p < 0.05:
         least, most = sorted((abs(low), abs(high)))
         ends = f"95 % CI {fixed(least)} to {fixed(most)}"
         return f"{'better' if value > 0 else 'worse'} by {fixed(abs(value))} percentage points ({ends}, {chance})"
-    after, which = (" after correction for multiple comparisons", "uncorrected ") if clear else ("", "")
-    ends = f"{which}95 % CI {fixed(low, '+')} to {fixed(high, '+')}"
-    return f"not significantly different{after}: {fixed(value, '+')} percentage points ({ends}, {chance})"
+    ends = f"95 % CI {fixed(low, '+')} to {fixed(high, '+')}"
+    return f"not significantly different: {fixed(value, '+')} percentage points ({ends}, {chance})"

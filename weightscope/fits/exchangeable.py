@@ -116,11 +116,8 @@ def in_words(notes: Mapping[str, Any]) -> str:
 def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
     """Correlations shrunk towards zero, those of each pair of tensors by an intensity of their own.
 
-    The intensity of a block of correlations r is sum Var(r) / sum r^2, at most 1 (block James-Stein, Cai 1999; for one
-    number Breiman's garrote, 1995), so that a strong correlation across layers survives among hundreds that are noise.
-    It is at least 1e-6, so that a matrix of rank < C is regular. Where the result is not positive definite, the nearest
-    correlation matrix is taken. Returns the matrix, the shares of the sums of squares that were removed, and how far
-    the projection moved it.
+    Of a block r it is sum Var(r) / sum r^2 (block James-Stein, Cai 1999), from 1e-6, so that a matrix of rank < C is
+    regular, to 1. The nearest correlation matrix, the shares of squares removed, and how far the projection moved it.
     """
     off, same = ~np.eye(len(correlation), dtype=bool), np.zeros(correlation.shape, dtype=bool)
     target, parts = np.where(off, correlation, 0.0), list(found.kind.slices.values())

@@ -69,10 +69,7 @@ def _gram(matrix: Tensor) -> Tensor:
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis (n, b) of the span of columns (n, b): Cholesky QR twice (Yamamoto et al. 2015).
-
-    Half the time of Householder's QR, which remains for columns that are too nearly dependent.
-    """
+    """An orthonormal basis (n, b) of columns (n, b): Cholesky QR twice (Yamamoto et al. 2015), twice as fast as QR."""
     basis = columns
     for dtype in (torch.float64, torch.float32):
         wide = basis.to(dtype)
@@ -86,9 +83,8 @@ def _orthonormal(columns: Tensor) -> Tensor:
 def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
     """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None if that would be slower.
 
-    With G = M^T M, block X and T_j the Chebyshev polynomial on the suppressed interval, Rayleigh-Ritz on the span
-    of T_m(G) X and T_(m-1)(G) X. The distribution of `alpha Z + beta I` is invariant under orthogonal
-    conjugation, so the first coordinates are as good a start as random vectors.
+    With G = M^T M and T_j the Chebyshev polynomial on the suppressed interval, Rayleigh-Ritz on the span of T_m(G) X
+    and T_(m-1)(G) X. X are the first coordinates: `alpha Z + beta I` is invariant under orthogonal conjugation.
     """
     n = matrix.shape[1]
     if n < _SMALL or 6 * rank > n:

@@ -197,12 +197,8 @@ def permute_(
     cpu_generator(generator)
     for matrix in _matrices(module, select, components):
         for block in matrix.split(matrix.weight):
-            put(block, _permuted(block.flatten(1), mode, generator).reshape(block.shape))
+            flat = block.flatten(1)
+            rows = flat.reshape(-1, 1) if mode == "entries" else flat.T if mode == "columns" else flat
+            rows = rows[torch.randperm(len(rows), generator=generator).to(rows.device)]
+            put(block, (rows.T if mode == "columns" else rows).reshape(block.shape))
     return module
-
-
-def _permuted(matrix: Tensor, mode: str, generator: Generator) -> Tensor:
-    """The matrix with its rows, columns or entries in random order."""
-    rows = matrix.reshape(-1, 1) if mode == "entries" else matrix.T if mode == "columns" else matrix
-    order = torch.randperm(len(rows), generator=generator).to(matrix.device)
-    return rows[order].T if mode == "columns" else rows[order]

@@ -156,10 +156,8 @@ def _run_back(
     found: tuple[Tensor, ...],
     segments: int,
 ) -> Tensor:
-    """Fill the gradients `found` of u, delta, B and C, and return that of A, (T, p, N).
-
-    The gradient of the state is G_i = C_i dL/dy_i^T + decay_{i+1} G_{i+1}, from the last token on.
-    """
+    """Fill the gradients `found` of u, delta, B, C; returns that of A, (T, p, N)."""
+    # The gradient of the state is G_i = C_i dL/dy_i^T + decay_{i+1} G_{i+1}, from the last token on.
     rates = a.mT.contiguous().unsqueeze(1)
     decay, flow = torch.empty_like(states[0]), torch.zeros_like(states[0])
     order = list(reversed(range(len(us))))
@@ -237,8 +235,10 @@ def block_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, blo
     y = torch.einsum("bmgrij,bmjgrk->bmigrk", within, u)
     remaining = torch.exp(log[..., -1:] - log)
     ends = torch.einsum("bmjgn,bmgrj,bmjgrk->bmgrnk", b, remaining, u)
-    starts = _block_starts(ends, log[..., -1].exp())
-    y = y + torch.einsum("bmign,bmgri,bmgrnk->bmigrk", c, log.exp(), starts)
+    decay, starts = log[..., -1, None, None].exp(), [torch.zeros_like(ends[:, 0])]  # where each block starts
+    for m in range(ends.shape[1] - 1):
+        starts.append(decay[:, m] * starts[-1] + ends[:, m])
+    y = y + torch.einsum("bmign,bmgri,bmgrnk->bmigrk", c, log.exp(), torch.stack(starts, 1))
     return y.flatten(3, 4).flatten(1, 2)[:, :tokens]
 
 
@@ -247,11 +247,3 @@ def _decays(log: Tensor) -> Tensor:
     size = log.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=log.device).triu(1)
     return (log.unsqueeze(-1) - log.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-
-
-def _block_starts(ends: Tensor, decay: Tensor) -> Tensor:
-    """The state in which each block starts, given where each ends from zero, (B, blocks, G, H/G, N, k)."""
-    starts = [torch.zeros_like(ends[:, 0])]
-    for m in range(ends.shape[1] - 1):
-        starts.append(decay[:, m, ..., None, None] * starts[-1] + ends[:, m])
-    return torch.stack(starts, dim=1)

@@ -118,10 +118,7 @@ def _means(
     after: str = "",
     log_from: float = 4.0,
 ) -> Axes:
-    """Lines of means with their intervals, by label: style, positions (None for a horizontal line) and rows.
-
-    The axis is logarithmic from a factor of `log_from` between the largest and the smallest position on.
-    """
+    """Lines of means with intervals, by label: style, positions (None: horizontal), rows; `log_from` is max / min."""
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
     everything = [row for _, _, rows in lines.values() for row in rows]
     values = sorted({value for _, x, _ in lines.values() for value in x or ()})

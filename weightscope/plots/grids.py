@@ -179,10 +179,7 @@ def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]
 
 
 def _sized(panels: _Panels, page: int, least: int) -> tuple[_Panels, int, tuple[float, float]]:
-    """Average large matrices over f x f entries; returns them, f, and the size of a panel in inches.
-
-    All panels of a row are at most `page` pixels wide, one at least `least`.
-    """
+    """Panels averaged over f x f entries, to `page` pixels in a row and `least` each; f; a panel's size in inches."""
     largest = max(max(p.shape) for line in panels for p in line if p is not None)
     target = min(_MOST, max(least, page // len(panels[0]) - _GAP))
     factor = -(-largest // target)

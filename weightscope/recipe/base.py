@@ -109,11 +109,7 @@ def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
 
 
 def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[list[str], list[str]]:
-    """The path of an error in the recipe, and the keys of the section there.
-
-    Pydantic's location also names the members of unions by their tags, which are no keys. Sections of which there are
-    several kinds are found by their class method `of`.
-    """
+    """The path of an error in the recipe, without pydantic's tags of unions, and the keys of the section there."""
     models, path = [model], []
     known: list[str] = []
     for part in loc:

@@ -82,10 +82,9 @@ class _BlasGram:
 
 
 def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
-    """(D, D) zeros in Fortran order, in huge pages that are allocated on their first write.
+    """(D, D) zeros in Fortran order, in huge pages that the threads of `syrk` allocate on their first write.
 
-    So the threads of `syrk` share the work of allocation. Filled beforehand by one thread, the matrix costs as much as
-    several updates where allocation is slow (virtual machines), and more in 4 KB pages, as from `numpy.zeros`.
+    One thread, or 4 KB pages, as of `numpy.zeros`, cost as much as several updates where allocation is slow.
     """
     count = size * size
     if not count or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -253,10 +253,9 @@ def _decomposed(
 
 
 def _dominant(block: np.ndarray, identity: np.ndarray, same: bool) -> _Triples | None:
-    """The leading triple by power iteration, if it has more than half of the squared norm: no other can be larger.
+    """The leading triple (a symmetric block's eigenpair) by power iteration; None if uncertain, or slow to converge.
 
-    This holds for most covariances of filters. For a symmetric block it is the eigenpair, if its value is positive.
-    None if it is uncertain, or converges slowly.
+    It is certain if it has more than half of the squared norm, as of most covariances of filters.
     """
     right = identity / np.linalg.norm(identity)
     for _ in range(_POWERS):

@@ -104,10 +104,7 @@ def _statistic(w: np.ndarray, scale_free: bool, what: str) -> np.ndarray:
 
 
 def _factors(w: np.ndarray, scale_free: bool, what: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The mean (m, 1, p, n), A (m, p, p), B (m, n, n) and the samples' weights (m, N), by the flip-flop for all sets.
-
-    Sets that have converged are not changed further, so a set's result does not depend on the others.
-    """
+    """The mean (m, 1, p, n), A (m, p, p), B (m, n, n) and samples' weights (m, N) by the flip-flop, each set alone."""
     m, samples, p, n = w.shape
     rows, columns = np.tile(np.eye(p), (m, 1, 1)), np.tile(np.eye(n), (m, 1, 1))
     mean, weights, active = w.mean(axis=1, keepdims=True), np.ones((m, samples)), np.arange(m)

@@ -136,7 +136,9 @@ class Focus:
 
 def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoments) -> Focus:
     """Distribution of the variance of filters about their centre."""
-    distance, central = _geometry(shape)
+    row, column = (np.arange(n) - (n - 1) / 2 for n in shape)
+    distance = (row[:, None] ** 2 + column**2).ravel()  # squared, from the centre (P,)
+    central = distance == distance.min()
     pixels = len(distance)
     channels = len(found.mean) // pixels
     squares = np.zeros((found.n, pixels))  # (x - mean)^2, channels added
@@ -158,13 +160,6 @@ def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoment
     offsets = [float(weights @ place) for place in places]
     ratio = share * pixels / int(central.sum())
     return Focus(spread, *relative, share, share_se, ratio, neighbours, others, *offsets)
-
-
-def _geometry(shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Squared distances from the centre (P,), and which pixels are central (P,)."""
-    row, column = (np.arange(n) - (n - 1) / 2 for n in shape)
-    distance = (row[:, None] ** 2 + column[None, :] ** 2).ravel()
-    return distance, distance == distance.min()
 
 
 def _quotient(top: np.ndarray, bottom: np.ndarray) -> tuple[float, float]:
