@@ -59,8 +59,15 @@ ARMS = {
     "uniform, default vo": uniform(keep=True),
     "uniform, c = -0.4": uniform(c=-0.4),
 }
-LEARNED = ("mimetic", "vo", "qk", "uniform, c = 0.4")
 CENTRED = {"centred once": False, "centred in every block": True}
+SHORT: dict[str, Any] = {"training.epochs": 4}
+CIFAR: dict[str, Any] = {"data.name": "cifar10", "data.size": 16, "data.train": 4000, "data.test": 2000}
+SETTINGS: dict[str, tuple[dict[str, Any], tuple[str, ...], int]] = {
+    "digits": (SHORT, tuple(ARMS), 64),
+    "learned positions": (SHORT | {"network.positions": "learned"}, ("mimetic", "vo", "qk", "uniform, c = 0.4"), 64),
+    "16 epochs": ({"training.epochs": 16}, ("mimetic", "vo", "uniform, c = 0.4"), 32),
+    "cifar10": (CIFAR | {"training.epochs": 5}, ("mimetic", "vo", "uniform, c = 0.4"), 32),
+}
 CONTRASTS = (
     ("vo", "default"),
     ("mimetic", "vo"),
@@ -68,18 +75,22 @@ CONTRASTS = (
     ("uniform, c = 0.4", "default"),
     ("centred in every block", "default"),
 )
+SECOND = (*CONTRASTS, ("centred in every block, vo", "centred in every block"))  # of the second stage
 
 
 def trained(
     recipe: Recipe, arms: dict[str, InitConfig], folder: Path, seeds: int, **options: Any
 ) -> tuple[dict[str, list[float]], dict[str, Population]]:
     """The accuracy of each seed, in %, and the population, by arm and for the default."""
-    found = bench(recipe, ["default", *arms.values()], folder, epochs=[4], seeds=seeds, seed=SEED, **options)
+    found = bench(
+        recipe, ["default", *arms.values()], folder, epochs=[recipe.training.epochs], seeds=seeds, seed=SEED, **options
+    )
     names = {labelled(config)[0]: name for name, config in arms.items()}
     accuracy: dict[str, list[float]] = {}
     for run in sorted(found.runs, key=lambda run: run["seed"]):
         accuracy.setdefault(names.get(run["init"], run["init"]), []).append(run["accuracy"])
-    return accuracy, {file.name: Population(file) for file in sorted((folder / "runs").iterdir())}
+    populations = [Population(file) for file in sorted((folder / "runs").iterdir())]
+    return accuracy, {names.get(labelled(p.recipe.init[0])[0], "default"): p for p in populations}
 
 
 def common(population: Population) -> dict[str, list[float]]:
@@ -120,44 +131,48 @@ def _shares(network: nn.Module, images: Tensor) -> list[float]:
     return shares
 
 
+def setting(name: str, work: Path, seeds: int | None, data: Path | None, **where: Any) -> dict[str, Any]:
+    """Accuracies of all arms of one setting, and the tokens' common component where the images are at hand."""
+    changes, arms, count = SETTINGS[name]
+    recipe = Recipe.load(RECIPE).replace(changes)
+    folder, seeds = work / name.replace(" ", "-"), seeds or count
+    options: dict[str, Any] = {"seeds": seeds, "data": data, **where}
+    accuracy, populations = trained(recipe, {arm: ARMS[arm] for arm in arms}, folder, **options)
+    if name != "learned positions":
+        sizes = ("width", "depth", "heads", "patch_size", "expansion")
+        for arm, every in CENTRED.items():
+            network = {key: getattr(recipe.network, key) for key in sizes} | {"type": centred_vit, "every": every}
+            own = Recipe.parse(recipe.to_dict() | {"network": network})
+            found, more = trained(own, {"vo": ARMS["vo"]}, folder / arm.replace(" ", "-"), **options)
+            accuracy |= {arm: found["default"], f"{arm}, vo": found["vo"]}
+            populations |= {f"{arm}, {key}": population for key, population in more.items()}
+    rows = []
+    for one, against in CONTRASTS if name == "digits" else SECOND:
+        if one in accuracy and against in accuracy:
+            rows.append({"arm": one, "against": against} | paired(np.array(accuracy[one]), np.array(accuracy[against])))
+    rows = [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
+    result: dict[str, Any] = {"n": seeds, "contrasts": rows, "accuracies": accuracy}
+    if recipe.data.name == "digits":
+        result["common"] = {arm: common(population) for arm, population in populations.items()}
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("vit-start"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=SEEDS)
+    parser.add_argument("--seeds", type=int, help="networks of each arm; by default those of the design")
+    parser.add_argument("--data", type=Path, help="folder of CIFAR-10")
+    parser.add_argument("--only", choices=SETTINGS, action="append")
     options = parser.parse_args()
-    where: dict[str, Any] = {"workers": options.workers, "device": "cpu"}
-    recipe = Recipe.load(RECIPE).replace({"training.epochs": 4})
-
-    accuracy, populations = trained(recipe, ARMS, options.work / "sinusoidal", options.seeds, **where)
-    learned = recipe.replace({"network.positions": "learned"})
-    other, _ = trained(
-        learned, {name: ARMS[name] for name in LEARNED}, options.work / "learned", options.seeds, **where
-    )
-    sizes = ("width", "depth", "heads", "patch_size", "expansion")
-    for name, every in CENTRED.items():
-        network = {key: getattr(recipe.network, key) for key in sizes} | {"type": centred_vit, "every": every}
-        own = Recipe.parse(recipe.to_dict() | {"network": network})
-        found, more = trained(own, {"vo": VO}, options.work / name.replace(" ", "-"), options.seeds, **where)
-        accuracy |= {name: found["default"], f"{name}, vo": found["vo"]}
-        populations |= {f"{name}, {key}": population for key, population in more.items()}
-
-    shares = {name: common(population) for name, population in populations.items()}
-    rows = []
-    for one, against in CONTRASTS:
-        rows.append({"arm": one, "against": against} | paired(np.array(accuracy[one]), np.array(accuracy[against])))
-    rows = [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
-    results = {
-        "contrasts": rows,
-        "accuracies": accuracy,
-        "learned_positions": other,
-        "common": shares,
-        "environment": environment(),
-    }
-    (options.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    for row in rows:
-        print(row)
+    file = options.out / "results.json"
+    for name in options.only or SETTINGS:
+        found = setting(name, options.work, options.seeds, options.data, workers=options.workers, device="cpu")
+        before = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(before | {name: found, "environment": environment()}, indent=1) + "\n")
+        for row in found["contrasts"]:
+            print(name, row, flush=True)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def imported(reference: str) -> Any:
 
 
 def member(reference: str) -> Any:
-    """The object that a file of the package names as `"package.module:name"`."""
+    """The object that a file of weightscope names as `"module:name"`."""
     importlib.import_module(reference.partition(":")[0])
     return _named(reference)
 

@@ -13,6 +13,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from contextvars import Context
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain, repeat
@@ -31,7 +32,6 @@ _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
 # What keys and values read.
 _STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
 _STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
-_SIDES = ("H", "W", "h", "w", "height", "width")
 _MANY = 1000  # tokens or channels beyond which only one head of a module is changed
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
 _QK: tuple[PartName, PartName] = ("q", "k")
@@ -71,7 +71,8 @@ def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, s
             if key not in _KNOWN:
                 if len(_KNOWN) > 1000:
                     _KNOWN.clear()
-                _KNOWN[key] = _contradiction(holder, path, part, runs)
+                # in a context of its own: an initialiser need not keep the weights of the copy
+                _KNOWN[key] = Context().run(_contradiction, holder, path, part, runs)
             out[name] = _KNOWN[key]
     return out
 
@@ -125,28 +126,19 @@ def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> It
         for layout in layouts:
 
             def call(module: nn.Module, make: Make, layout: tuple[int, ...] = layout, count: int = count) -> Any:
-                given = {p.name: _argument(p, p is named[0], part, layout, count, make) for p in named}
-                return module(**{name: value for name, value in given.items() if value is not inspect.Parameter.empty})
+                given: dict[str, Any] = {}
+                for p in named:
+                    needed = p.default is inspect.Parameter.empty
+                    if p is named[0] or (p.name in _STREAMS and (needed or part.kind == "cross")):
+                        width = part._weights[_STREAMS.get(p.name, "q")].size(part._tensors)[1]
+                        given[p.name] = make(tuple(width if n == -1 else n for n in layout), layout.index(-1))
+                    elif p.name == "position_embeddings":  # a rotation by nothing
+                        given[p.name] = torch.ones(1, count, part.head_width), torch.zeros(1, count, part.head_width)
+                    elif needed:
+                        given[p.name] = None
+                return module(**given)
 
             yield call
-
-
-def _argument(
-    parameter: inspect.Parameter, first: bool, part: AttentionPart, layout: tuple[int, ...], count: int, make: Make
-) -> Any:
-    """The value of one argument; `inspect.Parameter.empty` for one that keeps its default."""
-    name, side = parameter.name, isqrt(count)
-    stream = name in _STREAMS and (part.kind == "cross" or parameter.default is inspect.Parameter.empty)
-    if first or stream or name == "residual":
-        width = part._weights[_STREAMS.get(name, "q")].size(part._tensors)[1]
-        return make(tuple(width if n == -1 else n for n in layout), layout.index(-1))
-    if name == "position_embeddings":  # a rotation by nothing
-        return torch.ones(1, count, part.head_width), torch.zeros(1, count, part.head_width)
-    if parameter.default is not inspect.Parameter.empty:
-        return inspect.Parameter.empty
-    if name in ("feat_size", "size", "hw_shape"):
-        return side, side
-    return side if name in _SIDES else torch.zeros(part.heads, 1, count) if name == "alibi" else None
 
 
 class _Inputs:

@@ -116,17 +116,11 @@ def choose_gain(
     standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger gain is a larger
     departure from what was estimated: more is clipped and projected.
 
-    Args:
-        population: a population, whose recipe is trained; or its folder.
-        select: patterns of tensors that the initialiser sets.
-        out: folder of the candidates and their trainings, in a folder for each content. Calling again resumes.
-        gains: candidates, >= 0; 0 has the variances of all parts and no correlation.
-        seeds: networks for each candidate.
-        epochs: of each training; by default a quarter of the recipe's.
-        validation: how many of the training images to evaluate on; by default a fifth. Of sequences the recipe's
-            number of held-out ones.
-        fitting: further arguments of `fit`; by default `{"joint": "all"}`. The option "denoise" may be in its options.
-        training: passed on to `bench` (`metric`, `workers`, `device`, `data`, `progress`, ...).
+    The recipe of the population is trained, `seeds` networks for each of the `gains` (0 has the variances of all parts
+    and no correlation), for a quarter of its epochs unless `epochs` are given, and evaluated on a fifth of its training
+    images unless `validation` is. `select` are patterns of tensors that the initialiser sets, `fitting` further
+    arguments of `fit` (by default `{"joint": "all"}`; "denoise" may be in its options) and `training` those of `bench`.
+    `out` is the folder of the candidates and their trainings; calling again resumes.
 
     Example:
         >>> choice = choose_gain(Population("digits.pop"), "stages.*")

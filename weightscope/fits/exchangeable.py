@@ -15,7 +15,6 @@ from scipy.linalg import cholesky, solve_triangular
 from weightscope._util.checks import choice, number
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.fits.structure import (
-    LOG_2PI,
     Accumulator,
     Facts,
     Standalone,
@@ -296,17 +295,15 @@ class Exchangeable(Structure):
             parts[kind.groups] = part @ factor.T
         return assembled(parts, self.spec, self.permutations)
 
-    def log_prob(self, x: np.ndarray) -> np.ndarray:
-        """Natural logarithm of the density at (..., D)."""
-        values = np.asarray(x, dtype=np.float64)
-        rows = values.reshape(-1, self.spec.size) - self.mean
-        out = np.full(len(rows), -0.5 * self.spec.size * LOG_2PI)
-        parts = invariant_parts(rows, self.spec, self.permutations)
+    def squares(self, deviations: np.ndarray) -> np.ndarray:
+        """See `Structure.squares`."""
+        out, n = np.zeros(len(deviations)), len(deviations)
+        parts = invariant_parts(deviations, self.spec, self.permutations)
         for kind, factor, part in zip(self.permutations.types, self.factors, parts, strict=True):
             white = solve_triangular(factor, part.reshape(-1, kind.copies).T, lower=True)  # (C, N * places)
-            out -= 0.5 * np.square(white).reshape(kind.copies, len(rows), -1).sum(axis=(0, 2))
-            out -= kind.dimension * np.log(np.diag(factor)).sum()
-        return out.reshape(values.shape[:-1])
+            out += np.square(white).reshape(kind.copies, n, -1).sum(axis=(0, 2))
+            out += 2 * kind.dimension * np.log(np.diag(factor)).sum()
+        return out
 
     def covariance(self) -> np.ndarray:
         """The dense covariance (D, D)."""

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from weightscope.population import Population
 
 Joint = Literal["tensor", "block", "all"]
-# Yields the number of the first network of a block, and rows (n, D).
-Blocks = Callable[[], Iterator[tuple[int, np.ndarray]]]
+Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of a block, and rows (n, D)
 
 HELD = 1 << 28  # bytes of selected weights that are kept in memory, so that a source is read once
 _BLOCK = 256  # rows; fixed, so that results do not depend on the chunks of the source
@@ -198,7 +197,7 @@ class _UsableNetworks:
             self.n += len(rows)
         self._finite = np.concatenate(finite)
 
-    def blocks(self, part: WeightSpec) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(self, part: WeightSpec) -> Blocks:
         """The varying entries of some tensors in blocks of 256: number of the first network, rows (n, D') float64."""
         varying, start = self.varying[self._spec.columns(part)], 0
         left = np.empty((0, int(varying.sum())), dtype=np.float32)
@@ -300,7 +299,7 @@ def _compared(
     sampled = [c for c in candidates if c.structure.needs_samples]
     data = networks.matrix(part) if sampled else None
 
-    def blocks(size: int) -> Iterator[tuple[int, np.ndarray]]:
+    def blocks(size: int) -> Blocks:
         if data is None:
             return networks.blocks(part)
         return ((start, data[start : start + size]) for start in range(0, len(data), size))
@@ -317,7 +316,9 @@ def _compared(
     return best, accumulator.finish()
 
 
-def _score(candidates: Sequence[_Candidate], spec: WeightSpec, blocks: Blocks, tests: Sequence[np.ndarray]) -> None:
+def _score(
+    candidates: Sequence[_Candidate], spec: WeightSpec, blocks: Callable[[], Blocks], tests: Sequence[np.ndarray]
+) -> None:
     """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
 
     def alive() -> list[_Candidate]:

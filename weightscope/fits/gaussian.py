@@ -9,7 +9,6 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.structure import (
-    LOG_2PI,
     Accumulator,
     Facts,
     Structure,
@@ -68,20 +67,16 @@ class AffineGaussian(Structure):
         dense[np.diag_indices_from(dense)] += self.variance
         return dense
 
-    def log_prob(self, x: np.ndarray) -> np.ndarray:
-        """Natural logarithm of the density at (..., D)."""
-        deviation = np.asarray(x, dtype=np.float64) - self.mean
-        rows = deviation.reshape(-1, self.spec.size)
+    def squares(self, deviations: np.ndarray) -> np.ndarray:
+        """See `Structure.squares`."""
         scaled, whiten, log_det = self._root
         if scaled is None:
-            quadratic = np.sum(solve_triangular(whiten, rows.T, lower=True) ** 2, axis=0)
-        else:
-            rows = rows / np.sqrt(self.variance)
-            quadratic = np.sum(rows**2, axis=1)
-            if scaled.shape[1]:
-                quadratic -= np.sum(solve_triangular(whiten, (rows @ scaled).T, lower=True) ** 2, axis=0)
-        value = -0.5 * (quadratic + log_det + self.spec.size * LOG_2PI)
-        return value.reshape(deviation.shape[:-1])
+            return np.sum(solve_triangular(whiten, deviations.T, lower=True) ** 2, axis=0) + log_det
+        rows = deviations / np.sqrt(self.variance)
+        quadratic = np.sum(rows**2, axis=1)
+        if scaled.shape[1]:
+            quadratic -= np.sum(solve_triangular(whiten, (rows @ scaled).T, lower=True) ** 2, axis=0)
+        return quadratic + log_det
 
     @cached_property
     def _root(self) -> tuple[np.ndarray | None, np.ndarray, float]:

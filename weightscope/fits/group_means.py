@@ -8,7 +8,6 @@ import numpy as np
 
 from weightscope.errors import DataError
 from weightscope.fits.structure import (
-    LOG_2PI,
     Accumulator,
     Facts,
     Structure,
@@ -102,17 +101,15 @@ class GroupMeans(Structure):
             parts.append(part.reshape(len(z), -1))
         return np.concatenate(parts, axis=1)
 
-    def log_prob(self, x: np.ndarray) -> np.ndarray:
-        """Natural logarithm of the density at (..., D)."""
-        deviation = np.asarray(x, dtype=np.float64) - self.mean
-        flat = deviation.reshape(-1, self.spec.size)
-        value = np.full(len(flat), -0.5 * self.spec.size * LOG_2PI)
+    def squares(self, deviations: np.ndarray) -> np.ndarray:
+        """See `Structure.squares`."""
+        value = np.zeros(len(deviations))
         for i, (part, shape) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
             there = self._dimensions[i] > 0
-            squares = _squares(flat[:, part].reshape(-1, *shape))[:, there]
+            lengths = _squares(deviations[:, part].reshape(-1, *shape))[:, there]
             eigenvalues, dimensions = self.eigenvalues[i, there], self._dimensions[i, there]
-            value -= 0.5 * (squares / eigenvalues).sum(axis=1) + 0.5 * float(dimensions @ np.log(eigenvalues))
-        return value.reshape(deviation.shape[:-1])
+            value += (lengths / eigenvalues).sum(axis=1) + float(dimensions @ np.log(eigenvalues))
+        return value
 
     def covariance(self) -> np.ndarray:
         """The dense covariance (D, D)."""

@@ -11,7 +11,6 @@ from scipy.linalg import cholesky, solve_triangular
 
 from weightscope.errors import UsageError
 from weightscope.fits.structure import (
-    LOG_2PI,
     Facts,
     Standalone,
     Structure,
@@ -101,17 +100,14 @@ class Separable(Structure):
             out[:, array.columns] = _along(roots, z, lambda root, values: root @ values).reshape(len(out), -1)
         return out
 
-    def log_prob(self, x: np.ndarray) -> np.ndarray:
-        """Natural logarithm of the density at (..., D)."""
-        deviation = np.asarray(x, dtype=np.float64) - self.mean
-        flat = deviation.reshape(-1, self.spec.size)
-        value = np.full(len(flat), -0.5 * self.spec.size * LOG_2PI)
+    def squares(self, deviations: np.ndarray) -> np.ndarray:
+        """See `Structure.squares`."""
+        value = np.zeros(len(deviations))
         for array, roots in zip(self.arrays, self.roots, strict=True):
-            white = _along(roots, array.read(flat), lambda root, w: solve_triangular(root, w, lower=True))
-            value -= 0.5 * np.square(white.reshape(len(flat), -1)).sum(axis=1)
-            size = math.prod(array.shape)
-            value -= sum(size // len(root) * np.log(np.diag(root)).sum() for root in roots)
-        return value.reshape(deviation.shape[:-1])
+            white = _along(roots, array.read(deviations), lambda root, w: solve_triangular(root, w, lower=True))
+            value += np.square(white.reshape(len(value), -1)).sum(axis=1)
+            value += sum(2 * math.prod(array.shape) // len(root) * np.log(np.diag(root)).sum() for root in roots)
+        return value
 
     def covariance(self) -> np.ndarray:
         """The dense covariance (D, D)."""

@@ -115,9 +115,15 @@ class Structure(ABC):
     def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Map noise arrays (size, *shape) to deviations from the mean (size, D)."""
 
-    @abstractmethod
     def log_prob(self, x: np.ndarray) -> np.ndarray:
-        """Natural logarithm of the density at vectors (..., D), shape (...)."""
+        """Natural logarithm of the density at vectors (..., D), shape (...); by default the normal one."""
+        deviations = np.asarray(x, dtype=np.float64) - self.mean
+        values = self.squares(deviations.reshape(-1, self.spec.size)) + self.spec.size * LOG_2PI
+        return (-0.5 * values).reshape(deviations.shape[:-1])
+
+    def squares(self, deviations: np.ndarray) -> np.ndarray:
+        """`e^T C^-1 e + log det C` of deviations e (N, D) from the mean, (N,); unused where `log_prob` is defined."""
+        raise NotImplementedError(f"{type(self).__name__} must implement `log_prob` or `squares`")
 
     @abstractmethod
     def covariance(self) -> np.ndarray:

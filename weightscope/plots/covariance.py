@@ -45,14 +45,11 @@ def covariance_map(
     v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
     single covariances (1/sqrt(N) as correlations).
 
-    Args:
-        matrix: (D, D), symmetric.
-        blocks: tensor name -> its coordinates; together they cover 0 to D without overlap.
-        diagonal: `"mask"` leaves the variances of single coordinates out: the diagonal is white or, when averaging, the
-            mean over pairs of different coordinates, which may be negative.
-        groups: tensor name -> the group of each of its coordinates, `np.tile(np.arange(n), p)` for the columns of
-            W (p, n) and `np.repeat(np.arange(p), n)` for its rows. A tensor that is not listed is one group.
-        quantile: fraction of the values within the colour scale; by default 0.99, with `groups` 1.
+    `blocks` are the coordinates of each tensor, which together cover 0 to D without overlap, and `groups` the group of
+    each coordinate of a tensor: `np.tile(np.arange(n), p)` for the columns of W (p, n), `np.repeat(np.arange(p), n)`
+    for its rows; a tensor that is not listed is one group. A diagonal of `"mask"` leaves the variances of single
+    coordinates out: it is white or, when averaging, the mean over pairs of different coordinates. `quantile` is the
+    fraction of the values within the colour scale, by default 0.99, with `groups` 1.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
