@@ -10,6 +10,7 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from weightscope._util.checks import flag
@@ -90,10 +91,14 @@ def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread
     An initialiser that sets the parts that it recognises and leaves the others would make a network that is initialised
     in part, without a word. So what resembles a part is found independently of the adapters.
     """
-    places = tuple(unread.name.rpartition(".")[0] for unread in parts.unread)
     names = _ALIKE[kind](tensors, parts) if kind in _ALIKE else ()
-    others = (name for name in names if not any(name.startswith(f"{place}.") for place in places))
-    return (*parts.unread, *(Unread(name, str(tensors.shape(name))) for name in others))
+    found = {name: Unread(name, str(tensors.shape(name))) for name in names}
+    out: list[Unread] = []
+    for unread in parts.unread:
+        inside = [found.pop(name) for name in names if name.startswith(f"{unread.path}.") and name in found]
+        # Where a tensor is missing, others may stand in its place.
+        out += [replace(one, layer=unread.layer) for one in inside if unread.why == "(missing)"] or [unread]
+    return (*out, *found.values())
 
 
 def _refusal(kind: str, unread: Sequence[Unread], parts: int, caller: str) -> str:

@@ -392,6 +392,7 @@ class Unread:
     name: str  # of the tensor at fault, or of the module
     why: str
     layer: int | None = None  # as of a part; None if only its names look like one
+    path: str = ""  # of its module
 
     def __str__(self) -> str:
         return f"`{self.name}` {self.why}"
@@ -498,7 +499,7 @@ def in_layers(
         layer += last is None or not together(last, place)
         last = place
         if place.part is None:
-            unread.append(Unread(place.name, place.why, layer))
+            unread.append(Unread(place.name, place.why, layer, place.path))
         else:
             out.append(replace(place.part, layer=layer))
     out.unread, out.layers = tuple(unread), layer + 1
