@@ -69,7 +69,10 @@ POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*|mlp
 
 @dataclass(frozen=True, eq=False)
 class MLPPart(InSlots):
-    """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`."""
+    """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`.
+
+    `read` and `write` take "fc1", "gate" (p, n) and "fc2" (n_out, p).
+    """
 
     layer: int  # over the whole model, from 0
     name: str  # path of the module with the matrices
@@ -83,14 +86,6 @@ class MLPPart(InSlots):
     def shape(self, part: MLPName) -> tuple[int, int]:
         """(out, in) of one matrix, without reading it."""
         return self._slot(part).size(self._tensors)
-
-    def read(self, part: MLPName) -> Tensor:
-        """A copy of one matrix, float32 or better, in torch's (out, in) layout: fc1 and gate (p, n), fc2 (n_out, p)."""
-        return self._slot(part).read(self._tensors)
-
-    def write(self, part: MLPName, value: Tensor) -> None:
-        """Write a matrix in place; the exact inverse of `read`."""
-        self._slot(part).write(self._tensors, value)
 
     def read_bias(self, part: MLPName) -> Tensor | None:
         """A copy of the bias of a matrix, (p,) or (n_out,); None if the model has none."""

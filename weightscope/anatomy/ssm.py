@@ -4,12 +4,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from torch import Tensor
-
 from weightscope.anatomy.tensors import InSlots, NamedTensors, Parts, Place, Slot, in_layers, places
 from weightscope.errors import AnatomyError
-
-SSMName = Literal["A_log", "dt_weight", "dt_bias", "B", "C", "D", "in", "conv_weight", "conv_bias"]
 
 _STATE = ("ssm_state_size", "d_state", "state_size", "mamba_d_state")
 _GROUPS = ("n_groups", "ngroups", "mamba_n_groups")
@@ -17,7 +13,13 @@ _GROUPS = ("n_groups", "ngroups", "mamba_n_groups")
 
 @dataclass(frozen=True, eq=False)
 class SSMPart(InSlots):
-    """One selective state-space layer."""
+    """One selective state-space layer; `read` and `write` take the names in `parts`.
+
+    Shapes for Mamba-1: A_log (channels, N), dt_weight (channels, rank), dt_bias (channels,), B and C (N, channels).
+    For Mamba-2: A_log (heads,), dt_weight (heads, d), dt_bias (heads,), B and C (groups * N, d).
+    Both: D, in (channels, d), which the scan's inputs are made of before the convolution, conv_weight (convolved
+    channels, taps), the *last* tap being the current token, conv_bias.
+    """
 
     layer: int  # from 0
     version: Literal[1, 2]  # 1, Mamba: A per channel and state; 2, Mamba-2: A per head
@@ -48,20 +50,6 @@ class SSMPart(InSlots):
                     (slot.rows.start, slot.rows.stop)
                 )
         return {name: tuple(b - a for a, b in pairwise(sorted(found))) for name, found in ends.items()}
-
-    def read(self, part: SSMName) -> Tensor:
-        """A copy of one parameter, float32 or better.
-
-        Shapes for Mamba-1: A_log (channels, N), dt_weight (channels, rank), dt_bias (channels,), B and C (N, channels).
-        For Mamba-2: A_log (heads,), dt_weight (heads, d), dt_bias (heads,), B and C (groups * N, d).
-        Both: D, in (channels, d), which the scan's inputs are made of before the convolution, conv_weight (convolved
-        channels, taps), the *last* tap being the current token, conv_bias.
-        """
-        return self._slot(part).read(self._tensors)
-
-    def write(self, part: SSMName, value: Tensor) -> None:
-        """Write a parameter in place; the exact inverse of `read`."""
-        self._slot(part).write(self._tensors, value)
 
 
 # Version -> the tensors that tell it, relative to the mixer, and their numbers of axes.

@@ -362,6 +362,14 @@ class InSlots:
             raise UsageError(f"`{self.name}`: part: expected one of {there}, found {part!r}")
         return self._weights[part]
 
+    def read(self, part: Any) -> Tensor:
+        """A copy of one matrix, float32 or better, in torch's (out, in) layout."""
+        return self._slot(part).read(self._tensors)
+
+    def write(self, part: Any, value: Tensor) -> None:
+        """Write a matrix in place; the exact inverse of `read`."""
+        self._slot(part).write(self._tensors, value)
+
     def _bias(self, part: str) -> Slot:
         if part in self._weights and part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")

@@ -7,12 +7,10 @@ and index tables on uint8), as in Pillow, and no step loops over images.
 The order is crop, flip, operations, cutout, and after normalisation random erasing. Pixels from outside the image and
 those that cutout erases are black; random erasing fills with the mean colour.
 
-The operations are those of RandAugment (Cubuk et al. 2020). A geometric operation is a table of source pixels (nearest
-neighbour), a colour operation a table of 256 values, so one gather of each kind applies a different operation to every
-image. Strengths are the paper's largest ones times `magnitude` in [0, 1]; signs are random. With sharpness, which is
-optional, the operations are the paper's 14, which are also torchvision's. Timm has 15 of other strengths, without
-identity, and applies each with probability 1/2. Where the strength has a standard deviation, it is one of 32 equally
-probable levels of the normal distribution, clipped to [0, 1], so that there are tables for each.
+A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256 values, so one
+gather of each kind applies a different operation to every image. Strengths are the paper's largest ones times
+`magnitude`; signs are random. With sharpness, the operations are the paper's 14, which are also torchvision's. Timm has
+15 of other strengths, without identity, and applies each with probability 1/2.
 """
 
 import math

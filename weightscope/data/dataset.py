@@ -50,17 +50,10 @@ class Dataset:
     def from_arrays(
         cls, train_images: Any, train_labels: Any, test_images: Any, test_labels: Any, *, name: str = "arrays"
     ) -> "Dataset":
-        """A data set of your own.
+        """A data set of your own, of NumPy arrays or tensors on the CPU; `name` is for messages and results.
 
-        Args:
-            train_images: integers from 0 to 255, (n, c, S, S) or (n, S, S); NumPy array or CPU tensor.
-            train_labels: integers from 0, (n,), with at least one image of each class.
-            test_images: as `train_images`, (m, c, S, S) or (m, S, S).
-            test_labels: as `train_labels`, (m,).
-            name: for messages and results.
-
-        Raises:
-            DataError: naming the array, what was expected and what was found.
+        Images are integers from 0 to 255, (n, c, S, S) or (n, S, S), labels integers from 0, (n,), with at least one
+        training image of each class. DataError names the array, what was expected and what was found.
 
         Example:
             >>> data = Dataset.from_arrays(images[:800], labels[:800], images[800:], labels[800:], name="shapes")
@@ -93,11 +86,7 @@ class Dataset:
         return replace(self, **tensors)
 
     def first(self, train: int | None = None, test: int | None = None) -> "Dataset":
-        """Only the first so many training and test images; None for all.
-
-        Raises:
-            UsageError: if there are fewer.
-        """
+        """Only the first so many training and test images, None for all; UsageError if there are fewer."""
         n, m = check_counts(self.info.name, train, test, len(self.train_labels), len(self.test_labels))
         return self._with(self.train_images[:n], self.train_labels[:n], self.test_images[:m], self.test_labels[:m])
 
@@ -106,11 +95,7 @@ class Dataset:
         return replace(self, train_images=self.train_images[:train], train_labels=self.train_labels[:train])
 
     def held_back(self, count: int) -> "Dataset":
-        """The last so many training images in place of the test images, and only the others for training.
-
-        Raises:
-            UsageError: if none would be left to train on.
-        """
+        """The last so many training images in place of the test images, and only the others for training."""
         n = len(self.train_labels) - count
         if n < 1:
             raise UsageError(f"data.validation: expected 1 to {len(self.train_labels) - 1} images, found {count}")
@@ -145,21 +130,15 @@ def load(
     Files are searched for in `root`, in the folder named by the environment variable WEIGHTSCOPE_DATA, in `./data`
     and in /usr/share/datasets, in this order; then on the Hugging Face Hub, if pyarrow is installed.
 
-    Args:
-        source: a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
-            arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such
-            four arrays, see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section,
-            for a folder of images or another size. Of a section of another task, such as a
-            `SequenceConfig`, the result is its source, a `SequenceSource`.
-        root: a folder to search first, `--data` of the commands.
-        train: only the first so many training images (classes are interleaved); None for all.
-        test: only the first so many test images; None for all.
-        validation: hold back the last so many of these training images, which take the place of the test images.
+    `source` is a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
+    arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such four arrays,
+    see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section, for a folder of
+    images or another size. Of a section of another task, such as a `SequenceConfig`, the result is its source, a
+    `SequenceSource`.
 
-    Raises:
-        UsageError: if there is no such data set, or not as many images.
-        DataError: if files are missing (says where they were searched for and how to get them) or damaged, or if
-            arrays have a wrong type or shape.
+    `train` and `test` take only the first so many images, of mixed classes. The last `validation` of these training
+    images take the place of the test images. UsageError if there are not as many or no such data set; DataError if
+    files are missing (says where they were searched for and how to get them) or damaged.
 
     Example:
         >>> load("digits")

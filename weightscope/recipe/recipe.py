@@ -129,8 +129,11 @@ class Recipe(Section):
 
 def _with_references(values: Any) -> Any:
     """The values of a recipe with callables replaced by references."""
+    keys = {"network": "type", "data": "name", "init": "name"}
 
     def named(value: Any, key: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [named(item, key) for item in value]
         if callable(value):
             return {key: reference_to(value)}
         if isinstance(value, Mapping) and callable(value.get(key)):
@@ -139,13 +142,7 @@ def _with_references(values: Any) -> Any:
 
     if not isinstance(values, Mapping):
         return values
-    out = dict(values)
-    for section, key in (("network", "type"), ("data", "name"), ("init", "name")):
-        if isinstance(out.get(section), list | tuple):
-            out[section] = [named(item, key) for item in out[section]]
-        elif section in out:
-            out[section] = named(out[section], key)
-    return out
+    return {section: named(value, keys[section]) if section in keys else value for section, value in values.items()}
 
 
 def _flatten(value: Any, path: str = "") -> dict[str, Any]:

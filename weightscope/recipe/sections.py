@@ -62,7 +62,7 @@ class Range(Section):
 
 
 def _swept(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One message for the union; pydantic's own would list the errors of every alternative."""
+    # one message for the union; pydantic's own would list the errors of every alternative
     try:
         return handler(value)
     except ValidationError as error:
