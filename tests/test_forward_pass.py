@@ -15,6 +15,7 @@ from weightscope import init as wi
 from weightscope.anatomy import tensors
 from weightscope.auditing import audit
 from weightscope.errors import AnatomyError, DataError
+from weightscope.networks import ViT
 
 torch.set_num_threads(1)
 
@@ -100,6 +101,29 @@ def test_a_layer_that_computes_something_else_is_never_read():
             with pytest.raises(AnatomyError, match=rf"`blocks.{at}.attn` computes something else: "):
                 use(model)
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_verdict_is_not_that_of_a_module_with_other_values():
+    for kind in ("mixed maps", "mixed logits"):
+        models = [Wrapped(Attention(2, 16, 8, kind)) for _ in range(2)]
+        models[0].blocks[0]["attn"].mix.data = torch.eye(2)
+        assert [unread(model) for model in models] == [[], [0]]
+
+
+def test_parameters_that_share_memory_are_refused():
+    model = ViT(8, 4, 12, 1, 2, 3)
+    mlp = model.blocks[0].mlp
+    mlp.fc2.weight = nn.Parameter(mlp.fc1.weight.data.t())
+    before = copy.deepcopy(model.state_dict())
+    for init in (wi.mimetic_mlp_, wi.xavier_):
+        with pytest.raises(DataError, match=r"`blocks.0.mlp.fc1.weight` and `blocks.0.mlp.fc2.weight` share memory"):
+            init(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    memory = torch.zeros(12, 48 + 12)  # side by side, row by row: in each other's range, without a common entry
+    mlp.fc2.weight, mlp.fc1.weight = nn.Parameter(memory[:, :48]), nn.Parameter(torch.randn(48, 12))
+    model.blocks[0].attn.proj.weight = nn.Parameter(memory[:, 48:])
+    model.head.weight = nn.Parameter(torch.randn(3, 12))
+    wi.xavier_(model)
 
 
 def test_what_cannot_be_run_is_not_confirmed():

@@ -401,6 +401,8 @@ def _heads(
             f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
             f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
         )
+    if sizes["o"][0] != sizes["q"][1]:
+        raise AnatomyError(f"`{path}`: the output has {sizes['o'][0]} rows, the stream a width of {sizes['q'][1]}")
     return heads, kv_heads, k, values
 
 

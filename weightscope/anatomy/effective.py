@@ -146,7 +146,32 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
                 return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
             if writing and torch._debug_has_internal_overlap(value) == 1:
                 return f"`{name}` is expanded, its entries share memory; clone it first"
+    return _overlap(module) if writing else None
+
+
+def _overlap(module: nn.Module) -> str | None:
+    """Two parameters, other than one under two names, that have entries in the same memory."""
+    before: dict[Any, list[tuple[Any, Any, str, Tensor]]] = {}  # storage -> first byte, end, name
+    for name, value in module.named_parameters():
+        if value.numel():
+            start = value.storage_offset() * value.itemsize
+            last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+            end = start + (last + 1) * value.itemsize
+            others = before.setdefault((value.device, value.untyped_storage().data_ptr()), [])
+            for low, high, other, tied in others:
+                if start < high and low < end and _share(value, tied):
+                    return f"`{other}` and `{name}` share memory; clone one of them, or make them one parameter"
+            others.append((start, end, name, value))
     return None
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have an entry in common, and not only lie between each other's."""
+    if one.dtype != other.dtype:
+        return True
+    used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
+    used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

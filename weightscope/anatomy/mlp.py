@@ -1,5 +1,6 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -106,6 +107,10 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
             return None
         biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
         out, columns = weights["fc1"].size(tensors)
+        rows = weights["fc2"].size(tensors)[0]
+        wanted = math.prod(tensors.shape(biases["fc2"].name)) if "fc2" in biases else columns
+        if rows != wanted:
+            raise AnatomyError(f"`{prefix.removesuffix('.')}`: fc2 has {rows} rows, its bias or the stream {wanted}")
         kind: Literal["plain", "gated"] = "gated" if "gate" in weights else "plain"
         return MLPPart(0, prefix.removesuffix("."), kind, columns, out, tensors, weights, biases)
 

@@ -10,6 +10,7 @@ between the projections. So a copy in float64 gets random weights through the pa
 """
 
 import copy
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -36,7 +37,9 @@ _MANY = 1000  # tokens or channels beyond which only one head of a module is cha
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
 _QK: tuple[PartName, PartName] = ("q", "k")
 
-_KNOWN: dict[Any, str] = {}  # class and settings of a module -> what was found; populations have many alike
+_KNOWN: dict[Any, str] = {}  # class, settings and other tensors of a module -> what was found; many are alike
+
+_INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 Make = Callable[[tuple[int, ...], int], Tensor]  # shape and axis of the channels -> an input
 Call = Callable[[nn.Module, Make], Any]
@@ -66,8 +69,7 @@ def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, s
         for name, (part, path) in found.items():
             holder = tensors.module.get_submodule(path)
             slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
-            settings = [(k, v) for k, v in vars(holder).items() if isinstance(v, (bool, int, float, str, tuple))]
-            key = type(holder), repr(holder), repr(settings), slots, repr(replace(part, layer=0, name=""))
+            key = type(holder), repr(holder), _state(holder, path, part), slots, repr(replace(part, layer=0, name=""))
             if key not in _KNOWN:
                 if len(_KNOWN) > 1000:
                     _KNOWN.clear()
@@ -85,6 +87,27 @@ def _holder(tensors: ModuleTensors, part: AttentionPart) -> str | None:
     paths = [".".join(words[0][:end]) for end in range(shared, -1, -1)]
     coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
     return None if any(tensors.get(name).is_meta for name in names) else next(coded, None)
+
+
+def _state(holder: nn.Module, path: str, part: AttentionPart) -> str:
+    """A digest of all that is in a module, except for the weights and biases of the part."""
+    own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
+    digest = hashlib.sha256()
+    for where, inner in holder.named_modules(remove_duplicate=False):
+        held = {key: value for key, value in vars(inner).items() if key not in _INTERNAL}
+        for key, value in (*inner._parameters.items(), *inner._buffers.items(), *held.items()):
+            name = ".".join(filter(None, (where, key)))
+            for leaf in () if f"{path}.{name}".lstrip(".") in own else pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor):
+                    try:
+                        numbers = bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+                    except Exception:  # noqa: BLE001 - sparse or sharded: not known to be that of another module
+                        numbers = repr(object()).encode()
+                    digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)} ".encode())
+                    digest.update(numbers)
+                elif isinstance(leaf, (bool, int, float, str)):
+                    digest.update(f"{name} {leaf!r} ".encode())
+    return digest.hexdigest()
 
 
 def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str:
@@ -116,9 +139,11 @@ def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_
 def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> Iterator[Call]:
     """Calls by the names of the parameters, with few tokens, as a sequence or as a map."""
     named = [p for p in inspect.signature(holder.forward).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-    stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution")]
+    stated = [getattr(holder, name, None) for name in ("window_size", "window_area", "N", "resolution", "grid")]
     hints = [prod(n) for n in stated if isinstance(n, (tuple, list)) and all(isinstance(m, int) for m in n)]
     hints += [n**power for n in stated if isinstance(n, int) for power in (1, 2)]
+    special = getattr(holder, "prefix", 0)
+    hints += [n + special for n in hints if isinstance(special, int) and special]
     for count in dict.fromkeys([*counts, *(n for n in hints if 0 < n < 1000)]):
         side = isqrt(count)
         layouts: list[tuple[int, ...]] = [(1, count, -1), (count, 1, -1)]
