@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope._util.names import unknown
-from weightscope.benchmarking.design import CONTROL, FROZEN
+from weightscope.benchmarking.design import CONTROL, FROZEN, point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
@@ -321,5 +321,5 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
 
 def _placed(arm: dict[str, Any]) -> str:
     """The initialiser of an arm with its cell and training length."""
-    cell = "".join(f"{name}={value}, " for name, value in arm.get("cell", {}).items())
-    return f"{arm['init']} ({cell}{arm['epochs']} epochs)"
+    cell = point_text(arm.get("cell", {}))
+    return f"{arm['init']} ({cell + ', ' if cell else ''}{arm['epochs']} epochs)"
