@@ -72,18 +72,14 @@ def test_recipes_with_other_text(start: int, stop: int, text: str, kinds: dict) 
 
 
 def test_the_fuzzer_notices_what_it_should(kinds: dict) -> None:
-    """An accepted change of a hashed file, an error of several lines, and any error that is not weightscope's own."""
-
-    def fail(_: bytes) -> None:
-        raise DataError("two\nlines")
+    """An accepted change of a hashed file, and any error that is not weightscope's own, which are of one line each."""
 
     def crash(_: bytes) -> None:
         raise KeyError("a bug")
 
     with pytest.raises(mutate.Undetected):
         mutate.attempt(mutate.Kind((b"a",), lambda _: None, hashed=True), b"b")
-    with pytest.raises(AssertionError, match="two"):
-        mutate.attempt(mutate.Kind((b"a",), fail), b"b")
+    assert "\n" not in str(DataError("two\nlines"))
     with pytest.raises(KeyError):
         mutate.attempt(mutate.Kind((b"a",), crash), b"b")
 

@@ -536,3 +536,20 @@ def test_generators_of_another_kind_are_refused(name, generator):
     numbers = {"mode": "rows"} if name == "mimetic_mlp" else {}
     with pytest.raises(UsageError, match=r"torch\.Generator"):
         get(name, **numbers)(fresh(case.families[0]), generator=generator)
+
+
+@pytest.mark.parametrize("name", ["mimetic_attention", "xavier"])
+@pytest.mark.parametrize("ambient", ["autocast", "default dtype"])
+def test_ambient_settings_change_no_bits(name: str, ambient: str) -> None:
+    wanted, found = (fresh(FAMILIES["ours-vit"], f"ambient {i}") for i in range(2))
+    get(name)(wanted, generator=torch.Generator().manual_seed(0))
+    if ambient == "autocast":
+        with torch.autocast("cpu", torch.bfloat16):
+            get(name)(found, generator=torch.Generator().manual_seed(0))
+    else:
+        torch.set_default_dtype(torch.float64)
+        try:
+            get(name)(found, generator=torch.Generator().manual_seed(0))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert all(map(torch.equal, tensors_of(wanted), tensors_of(found)))

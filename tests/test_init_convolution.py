@@ -49,10 +49,10 @@ def test_schedule_and_presets_are_the_published_ones():
 
 def test_sawtooth_starts_again_in_every_stage():
     class Part:
-        def __init__(self, stage):
-            self.stage = stage
+        def __init__(self, stage, relative_depth):
+            self.stage, self.relative_depth = stage, relative_depth
 
-    parts = [Part(s) for s in (0, 0, 0, 1, 1, 2)]
+    parts = [Part(s, i / 5) for i, s in enumerate((0, 0, 0, 1, 1, 2))]
     assert relative_depths(parts, "depth") == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert relative_depths(parts, "sawtooth") == [0, 0.5, 1, 0, 1, 0]
     assert relative_depths(parts[:1], "depth") == [0]

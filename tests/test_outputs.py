@@ -162,3 +162,26 @@ def test_folders_of_others_are_left_alone(
     assert "internal error" not in err
     assert contents(tmp_path) == before
     assert sorted(os.listdir("/")) == root
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "notes.json", "book.ipynb", "results.json"])
+def test_json_of_others_is_left_alone(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A dictionary of somebody else, a notebook and the results of a benchmark, all indented as ours are."""
+    monkeypatch.chdir(folder)
+    texts = {
+        "book.ipynb": {"cells": [], "metadata": {}, "nbformat": 4},
+        "results.json": {"runs": [], "summary": [], "metric": "test_accuracy", "metrics": {}, "environment": {}},
+    }
+    (tmp_path / name).write_text(json.dumps(texts.get(name, {"model_type": "vit", "n": 3}), indent=1))
+    before = contents(tmp_path)
+    for command in ("inspect", "covariance"):
+        given, options = COMMANDS[command]
+        code, _, err = run(
+            *(command, *given, "--json", tmp_path / name),
+            *(("-o", tmp_path / "new.png") if "-o" in options else ()),
+            capsys=capsys,
+        )
+        assert (code, contents(tmp_path)) == (2, before)
+        assert "this command would not have written it" in err

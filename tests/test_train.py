@@ -352,3 +352,18 @@ def test_freed_memory_is_kept_while_networks_train_and_returned_after():
     assert within < 1e7
     assert at_the_end > 3e7
     assert after > 3e7
+
+
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+def test_ambient_settings_change_no_bits_or_are_refused(engine):
+    plan = recipe(training__engine=engine)
+    wanted = train_tile(plan, 0, device="cpu").weights
+    for ambient in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.no_grad()):
+        with ambient:
+            np.testing.assert_array_equal(train_tile(plan, 0, device="cpu").weights, wanted)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(UsageError, match=r"default data type float32, found torch\.float64"):
+            train_tile(plan, 0, device="cpu")
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -22,14 +22,25 @@ _KINDS = {
     ".safetensors": rb'.{8}\{"__metadata__":\{"weightscope":',
 }
 _ENDS = 1 << 16
-_JSON = rb'\{\n "'  # an object, indented by one space
+# Command -> the first and a later key of the object that its --json writes.
+_KEYS = {
+    "inspect": ("path|source|format", "hashes|recipe|unread|provenance"),
+    "verify": ("source", "files"),
+    "list": ("initialisers|structures|networks|datasets|recipes", ""),
+    "covariance": ("n|networks|part", "transposed|pairs|correlations|rows"),
+    "products": ("rows", "options"),
+    "attention-maps": ("images|sequences", "layers"),
+    "audit": ("passed", "checks"),
+    "fit-init": ("format", "provenance"),
+    "bench": ("runs|cells", "environment|seconds"),
+}
 
 
-def checked(path: str | os.PathLike[str], *suffixes: str) -> Path:
+def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = None) -> Path:
     """The path of a file that can be written, whose suffix is one of those if any are given.
 
     An existing file is replaced only if it is of the same kind: a figure, an artifact, an exported population, a
-    standalone initialiser, a NumPy file, or (any other suffix) the JSON of a result. Anything else is a UsageError.
+    standalone initialiser, a NumPy file, or the JSON of the command `json_of`. Anything else is a UsageError.
     """
     path = Path(path)
     try:
@@ -52,12 +63,12 @@ def checked(path: str | os.PathLike[str], *suffixes: str) -> Path:
     if path.name == POPULATION_FILE or (folder.name == "shards" and is_population(folder.parent)):
         raise UsageError(f"{path}: expected a name that no file of a population has; only `collect` writes these")
     atomic.check_writable(path)
-    if path.exists() and not _same_kind(path):
+    if path.exists() and not _same_kind(path, json_of):
         raise UsageError(f"{path}: exists, and this command would not have written it; name another file or remove it")
     return path
 
 
-def _same_kind(path: Path) -> bool:
+def _same_kind(path: Path, json_of: str | None) -> bool:
     try:
         with path.open("rb") as file:
             text = file.read(_ENDS)
@@ -65,4 +76,8 @@ def _same_kind(path: Path) -> bool:
             text += file.read()
     except OSError:  # it cannot be read
         return False
-    return not text or re.match(_KINDS.get(path.suffix, _JSON), text, re.DOTALL) is not None
+    pattern = _KINDS.get(path.suffix)
+    if json_of is not None:
+        first, later = _KEYS[json_of]
+        pattern = rf'\{{\n "({first})": '.encode() + (rf'.*\n "({later})": '.encode() if later else b"")
+    return not text or (pattern is not None and re.match(pattern, text, re.DOTALL) is not None)

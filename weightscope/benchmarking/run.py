@@ -162,6 +162,11 @@ class Design:
         there, here = (json.loads(json.dumps(e)) for e in (stored.environment["recipe"], self.recipe.to_dict()))
         for recipe in (there, here):  # of which arms have their own
             recipe["training"].pop("epochs"), recipe["population"].pop("networks")
+        if "auto" in (
+            there["training"].get("kernels"),
+            here["training"].get("kernels"),
+        ):  # the runs keep what it became
+            there["training"].pop("kernels", None), here["training"].pop("kernels", None)
         trained = (self.folder / RUNS).exists()  # a probe compares what it uses of a recipe
         what = [f"another {key}" for key in sorted({*there, *here}) if trained and there.get(key) != here.get(key)]
         mine = {(cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init): arm for arm in self.arms}

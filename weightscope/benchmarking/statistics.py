@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope._util.names import unknown
-from weightscope.benchmarking.design import CONTROL, FROZEN
+from weightscope.benchmarking.design import CONTROL, FROZEN, point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
@@ -313,6 +313,13 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
     found = [arm for arm in arms if (arm.get("chance_p") or 0.0) >= LEVEL]
     if not found:
         return ""
-    named = ", ".join(dict.fromkeys(arm["init"] for arm in found))
+    elsewhere = {arm["init"] for arm in arms if arm not in found}  # in other cells, or after other lengths, it is not
+    named = ", ".join(dict.fromkeys(_placed(arm) if arm["init"] in elsewhere else arm["init"] for arm in found))
     levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
     return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"
+
+
+def _placed(arm: dict[str, Any]) -> str:
+    """The initialiser of an arm with its cell and training length."""
+    cell = point_text(arm.get("cell", {}))
+    return f"{arm['init']} ({cell + ', ' if cell else ''}{arm['epochs']} epochs)"

@@ -119,7 +119,9 @@ class _JSONFile(OutputFile):
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         if os.fspath(value) != "-":
-            return super().convert(value, param, ctx)
+            from weightscope._util import outputs
+
+            return outputs.checked(value, json_of=ctx.command.name if ctx is not None else None)
         if ctx is not None and not ctx.resilient_parsing:
             ctx.meta[_STDOUT] = sys.stdout
             ctx.with_resource(contextlib.redirect_stdout(sys.stderr))

@@ -29,7 +29,8 @@ def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
     It hardly depends on the size and the draw, so one fixed small sample serves; only the speed of `factors` does.
     """
     g = torch.Generator().manual_seed(0)
-    blocks = [torch.randn(_SAMPLE, _SAMPLE, generator=g) * (alpha / math.sqrt(_SAMPLE)) for _ in range(group)]
+    draws = [torch.randn(_SAMPLE, _SAMPLE, generator=g, dtype=torch.float32) for _ in range(group)]
+    blocks = [draw * (alpha / math.sqrt(_SAMPLE)) for draw in draws]
     for block in blocks:
         block.diagonal().add_(beta)
     return tuple(torch.linalg.svdvals(torch.cat(blocks)).square().tolist())
@@ -100,7 +101,7 @@ def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor 
     gram = _gram(matrix)
     step = gram.mul_(2 / half)  # 2 (G - centre I) / half, in place of G
     step.diagonal().sub_(2 * centre / half)
-    before = torch.eye(rank, n)  # vectors are rows here, which makes the products faster
+    before = torch.eye(rank, n, dtype=torch.float32)  # vectors are rows here, which makes the products faster
     block = step[:rank] / 2
     for _ in range(steps - 1):
         before, block = block, before.addmm_(block, step, beta=-1)
@@ -125,7 +126,7 @@ CONSTRUCTIONS = ("svd", "same-random")
 
 def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> Tensor:
     """`alpha Z + beta I` with the entries of Z from N(0, 1/d), float32 (d, d)."""
-    out = torch.empty(d, d).normal_(std=alpha / math.sqrt(d), generator=cpu_generator(generator))
+    out = torch.empty(d, d, dtype=torch.float32).normal_(std=alpha / math.sqrt(d), generator=cpu_generator(generator))
     out.diagonal().add_(beta)
     return out
 

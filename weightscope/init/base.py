@@ -45,7 +45,7 @@ def normal(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32
 
 def uniform(*shape: int, bound: float, generator: Generator) -> Tensor:
     """Uniform numbers in [-bound, bound) on the CPU, float32."""
-    return torch.rand(*shape, generator=cpu_generator(generator)).mul_(2 * bound).sub_(bound)
+    return torch.rand(*shape, generator=cpu_generator(generator), dtype=torch.float32).mul_(2 * bound).sub_(bound)
 
 
 def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,11 +92,12 @@ class _Initialisers(Registry[F]):
             @functools.wraps(function)
             def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
                 registered = function.__name__
-                if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
-                    return function(module, *args, **parameters)
-                with writable(module, registered, idle=details.get("may_set_nothing", False)) as inner:
-                    function(inner, *args, **parameters)
-                return module
+                with torch.autocast("cpu", enabled=False):  # the caller's would round what is computed
+                    if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
+                        return function(module, *args, **parameters)
+                    with writable(module, registered, idle=details.get("may_set_nothing", False)) as inner:
+                        function(inner, *args, **parameters)
+                    return module
 
             return register(initialise)  # type: ignore[arg-type]
 

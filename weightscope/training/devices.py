@@ -4,7 +4,7 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 
 import torch
@@ -72,14 +72,34 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def unaffected() -> Iterator[None]:
+    """Leave the caller's autocast, `no_grad` and inference mode within the block; each changes the bits of training.
+
+    UsageError if torch's default data type is not float32: it is one for all threads, so it is not changed here.
+    """
+    if torch.get_default_dtype() != torch.float32:
+        raise UsageError(
+            f"training needs torch's default data type float32, found {torch.get_default_dtype()}; "
+            "call torch.set_default_dtype(torch.float32)"
+        )
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+@contextmanager
 def one_thread() -> Iterator[None]:
-    """Run on one CPU thread within the block: the number of threads changes the bits of reductions."""
+    """Run `unaffected` on one CPU thread within the block: the number of threads changes the bits of reductions."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     keep_freed_memory()
     try:
-        yield
+        with unaffected():
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)

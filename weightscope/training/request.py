@@ -26,7 +26,7 @@ from weightscope.population import shards
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
-from weightscope.training.devices import check_memory, resolve_device
+from weightscope.training.devices import check_memory, resolve_device, unaffected
 from weightscope.training.distillation import teacher_of
 from weightscope.training.initial_weights import check_initialisers
 from weightscope.training.kernel_choice import Choice, choose_kernels
@@ -90,6 +90,7 @@ class Request:
     own_code: OwnCode  # the functions that the recipe refers to
 
     @classmethod
+    @unaffected()
     def of(
         cls,
         recipe: Recipe | Mapping[str, Any],
