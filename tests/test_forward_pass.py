@@ -152,7 +152,9 @@ def test_attention_of_timm_that_was_misread(name, right, wrong):
     before = copy.deepcopy(model.state_dict())
     parts = anatomy.FINDERS["attention modules"](anatomy.named_tensors(model))
     assert (len(parts), len(parts.unread)) == (right, wrong)
-    with pytest.raises(AnatomyError, match="computes something else"):
+    with pytest.raises(
+        AnatomyError, match=r"computes something else|the output has 192 rows, the stream a width of 96"
+    ):
         wi.mimetic_attention_(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -109,7 +109,7 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         out, columns = weights["fc1"].size(tensors)
         rows = weights["fc2"].size(tensors)[0]
         wanted = math.prod(tensors.shape(biases["fc2"].name)) if "fc2" in biases else columns
-        if rows != wanted:
+        if columns and rows != wanted:
             raise AnatomyError(f"`{prefix.removesuffix('.')}`: fc2 has {rows} rows, its bias or the stream {wanted}")
         kind: Literal["plain", "gated"] = "gated" if "gate" in weights else "plain"
         return MLPPart(0, prefix.removesuffix("."), kind, columns, out, tensors, weights, biases)
