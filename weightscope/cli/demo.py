@@ -83,7 +83,7 @@ def run_demo(
     benchmarks = _benchmarks(recipe, out, seeds, **options)
 
     say(f"5/5  the report -> {out / 'report.html'}")
-    title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
+    title = "Covariance over networks of [vec fc1, vec fc2], second block"
     drawn: dict[str, Any] = {
         "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=0.1),
         "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
