@@ -103,7 +103,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
 
 
 def _with_absent(rows: Sequence[tuple[int, Place]], tensors: NamedTensors) -> list[tuple[int, Place]]:
-    """The places, and one for each block between them of which no tensor is there, if blocks are numbered one by one."""
+    """The places, and one for each block that is absent between them, where blocks are numbered one by one."""
     gaps = [_gap(one.path, other.path) for (_, one), (_, other) in pairwise(rows)]
     if min((len(gap) for gap in gaps if gap is not None), default=1):
         return list(rows)
