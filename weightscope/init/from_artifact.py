@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
@@ -158,12 +159,14 @@ class NetworkInit(FittedInit):
         return f"NetworkInit({numbers.structure} of {len(numbers.layers)} layers)"
 
 
-def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationInit | NetworkInit:
+def load_init(
+    path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
+) -> PopulationInit | NetworkInit:
     """The initialiser in an artifact that `weightscope fit-init` wrote.
 
     A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
     part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
-    `load_artifact`. An invalid artifact is a DataError.
+    `load_artifact`; with `trust`, whatever structure the artifact names. An invalid artifact is a DataError.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -171,7 +174,8 @@ def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] =
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    found = load_artifact(path, structures=structures)
+    with trusting(trust):
+        found = load_artifact(path, structures=structures)
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 
