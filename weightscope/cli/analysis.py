@@ -376,8 +376,8 @@ def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool,
     model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
-        config = labelled(init)[1]
-        name, parameters = config.name, config.parameters
+        parsed = labelled(init)[1]
+        name, parameters = parsed.name, parsed.parameters
     config = None if num_heads is None else {"num_attention_heads": num_heads}
     report = run(model, name, config=config, **{"strict": not no_strict, **parameters})
     click.echo(str(report))
