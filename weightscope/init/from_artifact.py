@@ -21,7 +21,7 @@ from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import Generator, M, cpu_generator
-from weightscope.init.convolution import TransferOptions, conv_covariance_, transfer_distributions
+from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
@@ -142,8 +142,7 @@ class NetworkInit(FittedInit):
             if isinstance(numbers, ScheduleFit):
                 conv_covariance_(module, **numbers.options, strict=strict, generator=generator)
             else:
-                options = TransferOptions(**numbers.options)
-                negative = transfer_distributions(module, list(numbers.layers), options, generator, strict=strict)
+                negative = draw_transferred(module, numbers, generator, strict=strict)
                 notes = numbers.remarks()
                 if negative:
                     worst = max(negative, key=negative.__getitem__)
