@@ -20,10 +20,8 @@ from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 
 DEFAULT_TILE = 32  # networks, on a CPU
-_IN_FLOAT32: tuple[Any, ...] = (
-    *(torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn),
-    torch.backends.cuda.matmul,
-)
+_CPU: Any = torch.backends.mkldnn
+_IN_FLOAT32: tuple[Any, ...] = _CPU.matmul, _CPU.conv, _CPU.rnn, torch.backends.cuda.matmul
 _ATTENTION = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "EFFICIENT", "CUDNN")] + [SDPBackend.MATH]
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
