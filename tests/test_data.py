@@ -598,7 +598,7 @@ def test_a_worker_refuses_a_factory_that_makes_other_data_there(tmp_path: Path, 
     options = {"workers": 1, "device": "cpu", "progress": False}
     assert len(collect(values, tmp_path / "one.pop", **options)) == 2
     monkeypatch.setattr(dataset, "made_by", made_by.__wrapped__)
-    with pytest.raises(DataError, match="unseeded_factory: expected data of hash .* in each worker.* a fixed seed"):
+    with pytest.raises(DataError, match=r"unseeded_factory: expected data of hash .* in each worker.* a fixed seed"):
         collect(values, tmp_path / "two.pop", **options)
 
 

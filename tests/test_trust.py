@@ -176,8 +176,8 @@ def test_trusted_once_it_runs_again_until_it_changes(folder, capsys, monkeypatch
 def test_python_asks_for_trust_too(folder, monkeypatch):
     import torch
 
-    from weightscope.auditing import audit
     from weightscope import fit_init
+    from weightscope.auditing import audit
     from weightscope.init import load_init
 
     def fit(**given):

@@ -77,11 +77,11 @@ def train_tile(
             kernels = choose_kernels(recipe, where).kernels
         data = _load(recipe, data_root)
         if data_hash not in (None, data.fingerprint):
-            name = recipe.data.name
             hint = "did they change, or is it another copy?"
-            if is_reference(name):
+            if is_reference(recipe.data.name):
                 hint = "if it draws random numbers, give it a fixed seed"
-            raise DataError(f"{name}: expected data of hash {data_hash} in each worker, found {data.fingerprint}; {hint}")
+            difference = f"expected data of hash {data_hash} in each worker, found {data.fingerprint}"
+            raise DataError(f"{recipe.data.name}: {difference}; {hint}")
         return TileRun(recipe, tile, data, where, kernels).train(progress)
 
 
