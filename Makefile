@@ -73,9 +73,14 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 # Optional packages and model libraries; tests that need them are skipped without them. torchvision and timm are installed
-# without their dependencies, which would replace torch by a CUDA build.
+# without their dependencies, which would replace torch by a CUDA build; torchvision beside a CPU build of torch comes from
+# the same index, where that can be reached.
+TORCHVISION = install --quiet --no-deps torchvision==0.28.0
 .venv/.peers: $(INSTALLED)
-	-$(BIN)/pip install --quiet --no-deps timm==1.0.31 torchvision==0.28.0 && \
+	-case "$$($(BIN)/python -c 'import torch; print(torch.__version__)')" in \
+		*+cpu) $(BIN)/pip $(TORCHVISION) --index-url https://download.pytorch.org/whl/cpu || $(BIN)/pip $(TORCHVISION) ;; \
+		*) $(BIN)/pip $(TORCHVISION) ;; \
+	esac && $(BIN)/pip install --quiet --no-deps timm==1.0.31 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
 	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,ray,docs,onnx]" onnxscript
 	touch $@

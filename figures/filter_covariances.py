@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from weightscope import plots
+from weightscope.plots.text import p_value
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "filter_covariances"
@@ -49,7 +50,7 @@ def main(study: Path = STUDY, out: Path = HERE / "filter_covariances.png") -> No
     trend = next(t for t in result["trends"] if (t["kernel"], t["statistic"]) == (5, "relative_spread"))
     title = (
         "5×5 filters become more diffuse with depth where the image keeps its size (rank correlation "
-        f"{trend['rank_correlation']:.2f}, p = {trend['p']:.2g}, {len(trend['layers'])} layers); default "
+        f"{trend['rank_correlation']:.2f}, {p_value(trend['p'])}, {len(trend['layers'])} layers); default "
         "initialisation is even everywhere"
     )
     curves = [curve(name, [row for row in rows if row["source"] == name]) for name in networks]

@@ -48,7 +48,7 @@ def vector(recipe, k, size=SPEC.size):
     return numpy_generator(recipe.population.seed, k, Purpose.INIT).standard_normal(size).astype(np.float32)
 
 
-def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, kernels="torch"):
+def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, kernels="torch", data_hash=None):
     size, seed, epochs = recipe.population.tile, recipe.population.seed, recipe.training.epochs
     numbers = range(tile * size, tile * size + size)
     for fraction in (0.5, 1.0):

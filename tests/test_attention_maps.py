@@ -452,6 +452,7 @@ def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
         (("hf", "--images", "digits", "--network", "1"), "the option applies to populations"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "cifar11"), "cifar1"),
+        (("none",), "none: no such file or folder"),
         (("hf", "--images", "hf"), "hf: expected pictures"),
     ],
 )

@@ -129,6 +129,17 @@ def test_the_interval_of_a_difference_is_bounded_by_what_is_possible() -> None:
     assert paired(np.array([0.9]), np.zeros(1), BITS) == {"difference": 0.9, "difference_ci95": None, "p": 1.0}
 
 
+def test_two_seeds_are_too_few_for_an_interval() -> None:
+    """It was printed as -100 to +100, and half of it beside a mean in bold."""
+    pair = rows_of("default", [0.9, 0.96]) + rows_of("x", [0.5, 0.99])
+    result = BenchResult(pair, summarise(pair))
+    assert [line.count("too few seeds") for line in result.text().splitlines()[2:4]] == [0, 2]
+    assert [result.table(form).count("74.5 (too few seeds)") for form in ("text", "markdown", "latex")] == [1, 1, 1]
+    assert not any(mark in result.table(form) for form, mark in (("markdown", "**"), ("latex", "textbf")))
+    known = pair + rows_of("y", [0.95, 0.99])
+    assert "-21.45 to +29.45" in BenchResult(known, summarise(known)).text()
+
+
 def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
     runs = runs_of("default", BASE) + runs_of("x", BASE - 0.05) + runs_of("never", BASE)
     lost = [run for run in runs if run["init"] == "never" or (run["init"], run["seed"]) == ("x", 2)]

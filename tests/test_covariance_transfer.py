@@ -17,9 +17,9 @@ import weightscope.init as wi
 from weightscope.anatomy import depthwise
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits import load_artifact, write_standalone
-from weightscope.fits.filters import filter_distributions
+from weightscope.fits.filters import FilterFit, filter_distributions
 from weightscope.fits.one_network import fit_filters, fit_network
-from weightscope.init.convolution import TransferOptions, target_distributions
+from weightscope.init.convolution import target_distributions
 from weightscope.networks import ConvMixer, ConvNeXt
 from weightscope.statistics.filters import at_depth, resized_covariance, resized_mean
 
@@ -162,7 +162,7 @@ def test_a_kronecker_product_is_drawn_exactly_and_others_by_their_nearest():
     is_drawn_from(filters(depthwise(target)[0]), np.kron(a, a), 0.0)
 
     (layer,) = filter_distributions(structured(mixer(width=64, depth=1, kernel=3)))
-    ((_, found),) = target_distributions(depthwise(target), [layer], TransferOptions(kronecker=True))
+    ((_, found),) = target_distributions(depthwise(target), FilterFit(layers=[layer], kronecker=True))
     factor = found.reshape(3, 3, 3, 3)[:, 0, :, 0] / math.sqrt(found[0, 0])  # A, from A[0, 0] A
     np.testing.assert_allclose(np.kron(factor, factor), found, atol=1e-12)
 
@@ -178,11 +178,11 @@ def test_mixed_kernel_sizes_are_resized_each_or_chosen():
     source_layers = filter_distributions(source)
     assert [layer.kernel for layer in source_layers] == [3, 5, 3]
     target = depthwise(mixer(width=8, depth=3, kernel=7))
-    found = target_distributions(target, source_layers, TransferOptions())
+    found = target_distributions(target, FilterFit(layers=source_layers))
     for (_, covariance), layer in zip(found, source_layers, strict=True):
         np.testing.assert_allclose(covariance, resized_covariance(layer.covariance, layer.kernel, 7), atol=1e-12)
     five = resized_covariance(source_layers[1].covariance, 5, 7)
-    for _, covariance in target_distributions(target, source_layers, TransferOptions(kernel=5)):
+    for _, covariance in target_distributions(target, FilterFit(layers=source_layers, kernel=5)):
         np.testing.assert_allclose(covariance, five)
     with pytest.raises(UsageError, match="no layer of the source has 9 x 9 filters, found sizes 3, 5"):
         wi.covariance_transfer_(mixer(), source, kernel=9)
@@ -192,7 +192,7 @@ def test_stages_correspond():
     torch.manual_seed(0)
     source, target = structured(ConvNeXt((8, 16), (2, 1))), ConvNeXt((12, 24), (3, 2))
     source_layers = filter_distributions(source)
-    found = [c for _, c in target_distributions(depthwise(target), source_layers, TransferOptions(schedule="stage"))]
+    found = [c for _, c in target_distributions(depthwise(target), FilterFit(layers=source_layers, schedule="stage"))]
     first, second, third = (layer.covariance for layer in source_layers)
     for covariance, wanted in zip(found, (first, (first + second) / 2, second, third, third), strict=True):
         np.testing.assert_allclose(covariance, wanted)
@@ -207,7 +207,7 @@ def test_filters_have_the_energy_of_another_familys(source):
     for target in ("ours-convnext", "timm-convnext", "timm-convmixer", "torchvision-convnext"):
         model = FAMILIES[target].build()
         wi.covariance_transfer_(model, donor, generator=seeded())
-        distributions = target_distributions(depthwise(model), wanted, TransferOptions())
+        distributions = target_distributions(depthwise(model), FilterFit(layers=wanted))
         for part, (_, covariance) in zip(depthwise(model), distributions, strict=True):
             values = np.abs(np.linalg.eigvalsh(covariance))
             # The total energy of n filters has the mean n tr S and the variance 2 n |S|^2.

@@ -18,10 +18,11 @@ from scipy.io import savemat
 from sklearn.datasets import load_digits
 
 from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
-from weightscope.data import Dataset, load, readers, registry
-from weightscope.data.image_section import dataset_info
+from weightscope.data import Dataset, dataset, load, readers, registry
+from weightscope.data.image_section import dataset_info, made_by
 from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, UsageError
+from weightscope.training.collection import collect
 
 # numbers of training and test images, channels, size and classes
 SIZES = {
@@ -579,6 +580,26 @@ def test_a_factory_by_reference_is_called_once() -> None:
     assert load(own_factory).fingerprint == load(name).fingerprint != data.fingerprint
     assert CALLS == ["own"]
     assert load(f"{__name__}:dataset_factory").fingerprint == load(name).fingerprint
+
+
+def unseeded_factory() -> list[np.ndarray]:
+    images = np.random.default_rng().integers(0, 256, (40, 1, 8, 8), dtype=np.uint8)
+    return [images, np.arange(40) % 4, images[:8], np.arange(8) % 4]
+
+
+def test_a_worker_refuses_a_factory_that_makes_other_data_there(tmp_path: Path, monkeypatch) -> None:
+    """A factory is called once in a process; here each time, as by workers of their own."""
+    values = {
+        "network": {"type": "convnext", "width": 4, "depth": 1, "patch_size": 2},
+        "data": {"name": unseeded_factory},
+        "training": {"epochs": 1, "kernels": "torch"},
+        "population": {"networks": 2, "tile": 2},
+    }
+    options = {"workers": 1, "device": "cpu", "progress": False}
+    assert len(collect(values, tmp_path / "one.pop", **options)) == 2
+    monkeypatch.setattr(dataset, "made_by", made_by.__wrapped__)
+    with pytest.raises(DataError, match=r"unseeded_factory: expected data of hash .* in each worker.* a fixed seed"):
+        collect(values, tmp_path / "two.pop", **options)
 
 
 @pytest.mark.usefixtures("trusted")

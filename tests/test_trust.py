@@ -1,5 +1,6 @@
 """Code of users' own runs only if they trust it, whatever recipes, populations, artifacts and the command line name."""
 
+import contextlib
 import hashlib
 import os
 import py_compile
@@ -170,6 +171,34 @@ def test_trusted_once_it_runs_again_until_it_changes(folder, capsys, monkeypatch
         code, _, err = run(*command, capsys=capsys)
         assert (code, old in err, new in err) == (3, True, True), err
     assert not (folder / "mark").exists()
+
+
+def test_python_asks_for_trust_too(folder, monkeypatch):
+    import torch
+
+    from weightscope import fit_init
+    from weightscope.auditing import audit
+    from weightscope.init import load_init
+
+    def fit(**given):
+        return fit_init("own.pop", "foreign:Structure", select="*", holdout=0.4, **given)
+
+    with trust.trusting():
+        fit().save("own.safetensors")
+    calls = (
+        fit,
+        lambda **given: load_init("own.safetensors", **given),
+        lambda **given: audit({"weight": torch.zeros(3)}, "foreign:init", **given),
+    )
+    for call in calls:
+        forget(folder, monkeypatch)
+        (folder / "state" / "weightscope" / "trusted").unlink(missing_ok=True)
+        with pytest.raises((UsageError, DataError), match="--trust"):
+            call()
+        assert not (folder / "mark").exists()
+        with contextlib.suppress(UsageError):  # an initialiser is no function with expectations
+            call(trust=True)
+        assert (folder / "mark").exists()
 
 
 def test_an_object_that_is_passed_is_trusted_later_too(folder, monkeypatch):

@@ -129,7 +129,10 @@ def check(seed: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "path"), [("attention modules", "attn.proj"), ("MLPs", "mlp.fc2")])
-def test_an_output_that_is_short_by_a_row_is_not_read(kind: str, path: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_output_that_is_short_by_a_row_is_not_read(
+    kind: str, path: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where pictures are written
     state = dict(ViT(8, 4, 12, DEPTH, 2, 3).state_dict())
     state[f"blocks.1.{path}.weight"] = state[f"blocks.1.{path}.weight"][:11].clone()
     torch.save(state, tmp_path / "pytorch_model.bin")

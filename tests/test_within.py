@@ -24,6 +24,7 @@ from weightscope.fits.filters import FilterDistribution, filter_distributions
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
+from weightscope.statistics.filters import relative_depths
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum
 from weightscope.statistics.separability import separability_test
 from weightscope.statistics.slices import centre_focus, slice_moments
@@ -254,6 +255,15 @@ def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_ar
 def test_one_filter_is_no_sample():
     with pytest.raises(DataError, match="at least 2 finite samples, found 1"):
         slice_moments(np.ones((1, 9)))
+
+
+def test_a_layer_has_the_number_of_its_name_where_a_block_is_absent():
+    state = ConvNeXt((8, 16), (4, 3)).state_dict()
+    found = covariance_within({name: x for name, x in state.items() if not name.startswith("stages.0.blocks.1.")})
+    assert [(layer.layer, layer.depth) for layer in found.layers] == [(i, 7) for i in (0, 2, 3, 4, 5, 6)]
+    assert "`stages.0.blocks.1.conv_dw` is absent" in found.text()
+    depths = relative_depths(depthwise(state)[:1] + depthwise(state)[2:], "sawtooth")
+    assert depths == pytest.approx([0, 2 / 3, 1, 0, 1 / 2, 1])
 
 
 def test_dead_filters_are_counted():

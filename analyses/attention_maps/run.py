@@ -70,17 +70,22 @@ def sensitivity(network: nn.Module, batch: Tensor, before: AttentionMaps) -> dic
     return moved | {"stable_rank": {"mean": float(change.mean()), "largest": float(np.abs(change).max())}}
 
 
+def shortened(values: np.ndarray) -> np.ndarray:
+    """As float16 with 7 significant bits: an error below 0.8 %, and zeros at the end, which compress."""
+    return ((values.astype(np.float16).view(np.uint16) + 8) & 0xFFF0).view(np.float16)
+
+
 def pooled(maps: np.ndarray, prefix: int) -> np.ndarray:
-    """Head means of (H, n, n) between patches, averaged over cells, float16."""
+    """Head means of (H, n, n) between patches, averaged over cells."""
     block = maps.mean(axis=0)[prefix:, prefix:]
     n = len(block) // POOL
-    return block.reshape(n, POOL, n, POOL).mean(axis=(1, 3)).astype(np.float16)
+    return shortened(block.reshape(n, POOL, n, POOL).mean(axis=(1, 3)))
 
 
 def stored(found: AttentionMaps, expected: bool) -> dict[str, np.ndarray]:
     arrays = {
         "maps": np.stack([pooled(layer.maps, found.tokens.prefix) for layer in found.layers]),
-        "offsets": found.offsets().astype(np.float16),
+        "offsets": shortened(found.offsets()),
         "ranks": np.stack([layer.stable_ranks for layer in found.layers]).astype(np.float32),
     }
     if expected:

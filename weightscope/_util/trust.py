@@ -66,7 +66,7 @@ def check(reference: str, source: bytes, file: Path) -> None:
 
 
 def approve(reference: str, source: bytes, *, remember: bool = True) -> None:
-    """Let the code run, in this process and, if it is to be remembered, in later ones of this user on this machine."""
+    """Trust this code in the running process and, with `remember`, in the user's later processes on this machine."""
     line = _line(reference, source)
     if line in _approved:
         return

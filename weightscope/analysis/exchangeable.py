@@ -76,6 +76,17 @@ class ExchangeableCovariance(Result):
         first = f"{where_a}: {what_a}" if where_a else what_a
         return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"
 
+    def _named(self, groups: Sequence[str]) -> str:
+        """Groups of axes for a title: `channels` where all channels are one group, else `channels 0 of 3`."""
+        known = {name for found in self.types for name in found.kind.groups}
+
+        def named(group: str) -> str:
+            word, _, number = group.partition(".")
+            alike = sum(name.partition(".")[0] == word for name in known)
+            return word if alike == 1 else f"{word} {number} of {alike}"
+
+        return " x ".join(map(named, groups)) or "means"
+
     def to_dict(self) -> dict[str, Any]:
         types = [
             {"groups": list(found.kind.groups), "dimension": found.kind.dimension, "samples": found.samples}
@@ -105,8 +116,7 @@ class ExchangeableCovariance(Result):
                 raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
-        over = re.sub(r"\.(\d+)", r" of group \1", _label(found.kind.groups))
-        title = f"Correlation over {over}: {found.samples:,} samples from {networks}"
+        title = f"Correlation over {self._named(found.kind.groups)}: {found.samples:,} samples from {networks}"
         correlation = found.correlation()
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan

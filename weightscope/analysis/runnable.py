@@ -67,6 +67,13 @@ def runnable(
         ours = not (Path(source) / "config.json").is_file() or parts_of("state-space layers", source)
         model, notes = (rebuilt(source), []) if ours else _transformer(Path(source))
     else:
+        if not Path(source).exists():
+            raise DataError(f"{source}: no such file or folder")
+        if not (Path(source) / "config.json").is_file():
+            raise UsageError(
+                f"{source}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of "
+                "other models, call weightscope.attention_maps(module, images) in Python"
+            )
         batch = images_for(source, images, count=count, size=size, root=data)
         model, notes = _transformer(Path(source))
         if images is None:
@@ -77,11 +84,6 @@ def runnable(
 
 def _transformer(folder: Path) -> tuple[nn.Module, list[str]]:
     """A model of transformers, and a note on tensors that its file lacks."""
-    if not (folder / "config.json").is_file():
-        raise UsageError(
-            f"{folder}: expected a .pop folder, or a model's folder with config.json and model.safetensors; of other "
-            "models, call weightscope.attention_maps(module, images) in Python"
-        )
     try:
         from transformers import AutoModel
         from transformers.utils import logging

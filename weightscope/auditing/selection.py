@@ -11,10 +11,12 @@ from torch import Tensor
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.auditing.intervals import UNTOUCHED, Row
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.init._trained import end_to_end, spaced
 from weightscope.init.selection import Pair, matched
 
 INCONSISTENT = "inconsistent indices"
 _FREE = ("l1", "random-inconsistent", "magnitude")  # rules whose indices differ between tensors
+_RULES = {"linspace": end_to_end, "consecutive": lambda large, small: torch.arange(small)}  # others: `spaced`
 _ALL = (1.0, 1.0)
 
 
@@ -143,15 +145,8 @@ def _agreed(parts: list[_Part], found: list[list[Tensor]], rule: str) -> dict[tu
         if rule == "random" and large != small:
             out[large, small] = there.argmax(1)
         elif rule not in _FREE or large == small:
-            out[large, small] = _rule(large, small, rule)
+            out[large, small] = _RULES.get(rule, spaced)(large, small)
     return out
-
-
-def _rule(large: int, small: int, rule: str) -> Tensor:
-    i = torch.arange(small)
-    if rule == "uniform" or large == small:
-        return i * large // small
-    return i if rule == "consecutive" else (i * (large - 1) / max(1, small - 1)).double().round().long()
 
 
 def _share(pairs: list[tuple[Tensor, Tensor]]) -> float:

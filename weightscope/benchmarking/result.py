@@ -15,7 +15,7 @@ from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note
+from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note, tells
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "markdown", "latex")
 _LARGEST = 2**31  # bytes of a results.json
+TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
 _SCALE_HEADER = (
     *("initialiser", "epochs", "pairs", "effect of scale", "interval (Holm)", "p (Holm)"),
@@ -164,7 +165,10 @@ def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
 
 def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
     mean = "" if row["mean"] is None else _number(row["mean"], metric)
-    cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, _interval(row["ci95"], metric)]
+    interval = _interval(row["ci95"], metric)
+    if row["n"] and interval in ("", _interval(metric.bounds, metric)):
+        interval = TOO_FEW
+    cells = [row["init"], f"{row['epochs']}", f"{row['n']}", mean, interval]
     cells += ["" if row["pairs"] is None else f"{row['pairs']}"] * pairs + _difference(row, "difference", metric)
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
@@ -186,14 +190,16 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     if row[key] is None:
         return ["", "", ""]
     p = f"{row['p_holm' if key == 'difference' else f'{key}_p_holm']:.2g}".replace("e-0", "e-")
-    return [_number(row[key], metric, "+"), _interval(row[f"{key}_ci_holm"], metric, "+"), p]
+    interval = row[f"{key}_ci_holm"]
+    shown = _interval(interval, metric, "+") if tells(interval, metric) else TOO_FEW
+    return [_number(row[key], metric, "+"), shown, p]
 
 
 def _number(value: float, metric: Metric, form: str = "") -> str:
     return format(metric.factor * value, f"{form}.{metric.decimals}f")
 
 
-def _interval(interval: list[float] | None, metric: Metric, sign: str = "") -> str:
+def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") -> str:
     return " to ".join(_number(value, metric, f"{sign}{metric.decimals + 3}") for value in interval or [])
 
 
@@ -232,7 +238,13 @@ def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: M
 
 
 def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, float] | None:
-    """The largest number of seeds and the best mean of the arms with so many; None if no network has a finite value."""
+    """The largest number of seeds and the best mean of the arms with so many.
+
+    None if no network has a finite value, or if there are too few seeds to compare any of them.
+    """
+    compared = [row["difference_ci_holm"] for row in column if row["difference"] is not None]
+    if compared and not any(tells(interval, metric) for interval in compared):
+        return None
     most = max(row["n"] for row in column)
     means = [row["mean"] for row in column if row["n"] == most and row["mean"] is not None]
     return (most, max(means, key=lambda mean: metric.sign * mean)) if means else None
@@ -259,8 +271,10 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: 
     mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if best is not None and (row["n"], row["mean"]) == best:
         mean = {"latex": rf"\textbf{{{mean}}}", "markdown": f"**{mean}**", "text": f"*{mean}"}[form]
-    if row["difference_ci_holm"] is None:
+    if row["difference"] is None:
         return mean
+    if not tells(row["difference_ci_holm"], metric):
+        return f"{mean} ({TOO_FEW})"
     low, high = row["difference_ci_holm"]
     half = f"{metric.factor / 2 * (high - low):.{decimals}f}"
     sure = row["p_holm"] is not None and row["p_holm"] < LEVEL

@@ -292,6 +292,14 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
 
 
+def tells(interval: Sequence[float] | None, metric: Metric = ACCURACY) -> bool:
+    """Whether the interval of a difference says anything: it is narrower than the range of the metric.
+
+    A wider one, such as that of two seeds at an adjusted level, holds 0 and at least half of what is possible.
+    """
+    return interval is not None and interval[1] - interval[0] < metric.bounds[1] - metric.bounds[0]
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjustment (1979) of m p-values, in their order: max over j <= i of (m - j) p_(j), at most 1."""
     adjusted, running = [0.0] * len(p_values), 0.0

@@ -16,7 +16,9 @@ from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
+from weightscope.benchmarking.statistics import chance_of
 from weightscope.cli.report import write_report
+from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
 from weightscope.fits.fitting import fit
@@ -84,8 +86,10 @@ def run_demo(
 
     say(f"5/5  the report -> {out / 'report.html'}")
     title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
+    chance = chance_of(population.recipe, ACCURACY, options.get("data"))
+    assert chance is not None  # the digits have several classes
     drawn: dict[str, Any] = {
-        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=0.1),
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=chance.accuracy),
         "block": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
         "whole": found.plot(),
         "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util import atomic
+from weightscope.benchmarking.statistics import tells
 
 PAIRS = 12  # rows of the table of correlated pairs
 FITTED, CONTROL = "fitted", "fitted (scale only)"
@@ -91,8 +92,8 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
     """
     if difference is None:
         return "the reference of the comparison"
-    if ci95 is None or p is None or not all(map(math.isfinite, (difference, *ci95, p))):
-        return f"cannot be judged: no confidence interval{' with one seed' if n == 1 else ''}"
+    if ci95 is None or p is None or not tells(ci95):
+        return f"cannot be judged: too few seeds{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
     places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
     chance = f"p = {p:.2g}".replace("e-0", "e-") if p > 0 else "p < 1e-300"

@@ -102,22 +102,17 @@ def components(module: nn.Module | NamedTensors) -> dict[str, str]:
     return out
 
 
-def chosen_components(wanted: str | Sequence[str]) -> set[str]:
-    """The set of components of a name or several; "all" for all."""
-    names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    for name in names:
-        if name not in COMPONENTS:
-            raise UsageError(f"components: expected 'all' or some of {', '.join(COMPONENTS)}, found {name!r}")
-    if not names:
-        raise UsageError("components: expected at least one, found none")
-    return set(names)
-
-
 def chosen(
     module: nn.Module | NamedTensors, wanted: str | Sequence[str], select: str = "*", exclude: str | None = None
 ) -> dict[str, Tensor]:
     """The tensors of the wanted components whose names match the selection and not the exclusion."""
-    everything, allowed, kinds = weights(module), chosen_components(wanted), components(module)
+    allowed = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for component in allowed:
+        if component not in COMPONENTS:
+            raise UsageError(f"components: expected 'all' or some of {', '.join(COMPONENTS)}, found {component!r}")
+    if not allowed:
+        raise UsageError("components: expected at least one, found none")
+    everything, kinds = weights(module), components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
     names = [name for name in matching(select, everything) if kinds[name] in allowed]
     out = {name: everything[name] for name in names if not any(fnmatchcase(name, p) for p in skipped)}
@@ -125,7 +120,7 @@ def chosen(
         left = (f" that matches select={select!r}" if select != "*" else "") + (
             "" if exclude is None else f" after exclude={exclude!r}"
         )
-        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(allowed))}{left}")
+        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(set(allowed)))}{left}")
     return out
 
 

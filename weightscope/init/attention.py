@@ -329,11 +329,9 @@ def equal_random_points(width: int, rank: int, generator: Generator) -> list[dic
 def svd_point(width: int, rank: int, alpha: float, beta: float, generator: Generator) -> dict[str, Any]:
     """The alpha and beta of the best approximation of a rank to `alpha Z + beta I`."""
     if rank == width:
-        product = noisy_identity(width, alpha, beta, generator)
-    else:
-        queries, keys = query_key(width, rank, 1, alpha, beta, generator)
-        product = queries[0] @ keys.T
-    return _point("SVD", rank, alpha, beta, product)
+        return _point("SVD", rank, alpha, beta, noisy_identity(width, alpha, beta, generator))
+    queries, keys = query_key(width, rank, 1, alpha, beta, generator)
+    return _point("SVD", rank, alpha, beta, queries[0] @ keys.T)
 
 
 def _point(

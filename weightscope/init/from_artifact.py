@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
@@ -20,7 +21,7 @@ from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import Generator, M, cpu_generator
-from weightscope.init.convolution import TransferOptions, conv_covariance_, transfer_distributions
+from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
@@ -141,8 +142,7 @@ class NetworkInit(FittedInit):
             if isinstance(numbers, ScheduleFit):
                 conv_covariance_(module, **numbers.options, strict=strict, generator=generator)
             else:
-                options = TransferOptions(**numbers.options)
-                negative = transfer_distributions(module, list(numbers.layers), options, generator, strict=strict)
+                negative = draw_transferred(module, numbers, generator, strict=strict)
                 notes = numbers.remarks()
                 if negative:
                     worst = max(negative, key=negative.__getitem__)
@@ -158,12 +158,14 @@ class NetworkInit(FittedInit):
         return f"NetworkInit({numbers.structure} of {len(numbers.layers)} layers)"
 
 
-def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationInit | NetworkInit:
+def load_init(
+    path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
+) -> PopulationInit | NetworkInit:
     """The initialiser in an artifact that `weightscope fit-init` wrote.
 
     A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
     part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
-    `load_artifact`. An invalid artifact is a DataError.
+    `load_artifact`; with `trust`, whatever structure the artifact names. An invalid artifact is a DataError.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -171,7 +173,8 @@ def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] =
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    found = load_artifact(path, structures=structures)
+    with trusting(trust):
+        found = load_artifact(path, structures=structures)
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 

@@ -117,11 +117,10 @@ def heldout_scores(
         ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     theme.reference(ax, 0)
-    ax.set_xlabel(f"held-out log-likelihood per network, relative to the best (nats{scale})")
-    for y, row in enumerate(failed, len(fitted)):
-        reason, *more = wrap(f"not fitted: {row['failed']}", 0.6 * canvas.width).split("\n")
-        style: dict[str, Any] = {"fontsize": SMALL, "color": theme.MUTED, "va": "center"}
-        ax.text(0.01, y, reason + " …" * bool(more), transform=ax.get_yaxis_transform(), gid="failed", **style)
+    reasons = [wrap(f"{row['structure']} is not fitted: {row['failed']}", canvas.width) for row in failed]
+    ax.set_xlabel("\n".join([f"held-out log-likelihood per network, relative to the best (nats{scale})", *reasons]))
+    for y in range(len(fitted), len(rows)):
+        theme.outside(ax, 0, y, "not fitted", 4, color=theme.MUTED)
     names, blank = [wrap(row["structure"], 2.1) for row in (*fitted, *failed)], [""] * len(failed)
     theme.list_axis(ax, range(len(names)), names, len(names))
     parameters = [f"{row['parameters']:,}" for row in fitted] + blank

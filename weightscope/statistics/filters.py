@@ -156,9 +156,15 @@ def covariance_root(covariance: np.ndarray, psd: str = "abs") -> np.ndarray:
 
 
 def relative_depths(parts: Sequence[Any], schedule: str) -> list[float]:
-    """The relative depth in [0, 1] of each layer: over the network ("depth"), or from 0 in every stage ("sawtooth")."""
+    """The relative depth in [0, 1] of each layer: over the network ("depth"), or from 0 in every stage ("sawtooth").
+
+    Layers that are absent or cannot be read count.
+    """
+    depths = [part.relative_depth for part in parts]
     if schedule == "depth":
-        return [part.relative_depth for part in parts]  # which counts layers that cannot be read
-    stages = [part.stage for part in parts]
-    places = [(stages[:i].count(stage), stages.count(stage)) for i, stage in enumerate(stages)]
-    return [i / max(1, n - 1) for i, n in places]
+        return depths
+    stages: dict[int, list[float]] = {}
+    for part, depth in zip(parts, depths, strict=True):
+        stages.setdefault(part.stage, []).append(depth)
+    ends = [(min(stages[part.stage]), max(stages[part.stage])) for part in parts]
+    return [(x - low) / (high - low) if high > low else 0.0 for x, (low, high) in zip(depths, ends, strict=True)]

@@ -204,7 +204,13 @@ def train_shard(
     request.own_code.load()
     kernels, device = request.kernels_here()
     trained = train_tile(
-        request.recipe, tile, data_root=request.data, device=request.device, progress=progress, kernels=kernels.kernels
+        request.recipe,
+        tile,
+        data_root=request.data,
+        device=request.device,
+        progress=progress,
+        kernels=kernels.kernels,
+        data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
     )
     there = manifests.read(path)
     manifests.match(path, there, manifest)

@@ -22,6 +22,7 @@ from weightscope._util.torch_random import seeded
 from weightscope.data.registry import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
+from weightscope.errors import DataError
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
@@ -57,6 +58,7 @@ def train_tile(
     device: str = "auto",
     progress: Callable[[float], None] | None = None,
     kernels: Kernels | None = None,
+    data_hash: str | None = None,
 ) -> TrainedTile:
     """Train the T networks `tile * T, ..., tile * T + T - 1` of a population, as `collect` does.
 
@@ -67,12 +69,20 @@ def train_tile(
         device: "auto", "cpu" or "cuda".
         progress: called with the fraction done after each step.
         kernels: those that were chosen and compared with torch's; by default they are, and the network is checked.
+        data_hash: of the data when `collect` was called; DataError if they are others here.
     """
     where = resolve_device(device)
     with one_thread(), current(where):
         if kernels is None:
             kernels = choose_kernels(recipe, where).kernels
-        return TileRun(recipe, tile, _load(recipe, data_root), where, kernels).train(progress)
+        data = _load(recipe, data_root)
+        if data_hash not in (None, data.fingerprint):
+            hint = "did they change, or is it another copy?"
+            if is_reference(recipe.data.name):
+                hint = "if it draws random numbers, give it a fixed seed"
+            difference = f"expected data of hash {data_hash} in each worker, found {data.fingerprint}"
+            raise DataError(f"{recipe.data.name}: {difference}; {hint}")
+        return TileRun(recipe, tile, data, where, kernels).train(progress)
 
 
 @lru_cache(maxsize=2)

@@ -253,7 +253,7 @@ def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, be
         optimiser = BatchedAdamW(weights, gradient, trained, rates, decays, betas=betas, kernels=backend)
         update = by_kernels(optimiser.step, backend)
         for step in range(_STEPS):
-            gradient.copy_(gradients[step])
+            gradient.copy_(gradients[step].to(device) * trained)
             update(torch.tensor(optimiser.scalars(step + 1, 0.5), dtype=kind, device=device), 1.0)
         results.append((weights, optimiser.first, optimiser.second))
     for what, found, expected in zip(("weights", "first moments", "second moments"), *results, strict=True):
