@@ -270,11 +270,11 @@ def test_nearest_correlation_against_highams_example() -> None:
 
 def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     correlation = np.array([[1.0, 0.10, 0.01], [0.10, 1.0, 0.40], [0.01, 0.40, 1.0]])
-    found = amplified(correlation, np.full((3, 3), 0.02), 3.0)
-    assert (found.kept, found.dropped, found.clipped) == (2, 1, 1)
-    assert np.linalg.eigvalsh(found.matrix)[0] > 0
-    np.testing.assert_allclose(found.matrix.diagonal(), 1.0)
-    assert 0.2 < found.matrix[0, 1] < 0.4 < 0.8 < found.matrix[1, 2] <= 0.9
+    matrix, done = amplified(correlation, np.full((3, 3), 0.02), 3.0)
+    assert (done["kept"], done["dropped"], done["clipped"]) == (2, 1, 1)
+    assert np.linalg.eigvalsh(matrix)[0] > 0
+    np.testing.assert_allclose(matrix.diagonal(), 1.0)
+    assert 0.2 < matrix[0, 1] < 0.4 < 0.8 < matrix[1, 2] <= 0.9
 
 
 def test_mimetic_attention_is_two_entries_of_the_table() -> None:

@@ -53,7 +53,7 @@ class Task(Section):
     stacked: ClassVar[bool] = True  # whether T networks run by `torch.vmap`, or else on the channels of one network
     causal: ClassVar[bool] = False  # whether the outputs at a place of the input must not depend on later places
     source: ClassVar[str]  # "module:function", called with the section and a folder, reads the data
-    batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.batches`)
+    batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.engine`)
 
     name: str  # the task or the data set
 
