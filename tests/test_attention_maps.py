@@ -315,7 +315,7 @@ NO_MAPS = [(lambda: _vision_transformer(qk_norm=True), AnatomyError, r"`blocks.0
 NO_MAPS += [(_swin, DataError, "attention within windows")]
 for kind in ("gpsa", "conv-logits", "conv-map"):
     build = partial(ViT, 32, 8, 48, 2, 3, 10, attention=kind)
-    NO_MAPS.append((build, AnatomyError, r"`blocks.0.attn`: gates or convolutions enter its map"))
+    NO_MAPS.append((build, AnatomyError, r"`blocks.0.attn`: gates, convolutions or biases of positions enter its map"))
 
 
 @pytest.mark.parametrize(("build", "error", "match"), NO_MAPS)

@@ -321,7 +321,7 @@ def _of_positions_alone(part: AttentionPart) -> AttentionPart:
         raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
     if part.positional:
         raise UsageError(
-            f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
+            f"`{part.name}`: gates, convolutions or biases of positions enter the map, so Q K^T does not give it; "
             "impulse_attention is for attention without them"
         )
     return part
