@@ -13,7 +13,7 @@ from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import ScoredSequences
 from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
-from weightscope.training.batches import hits
+from weightscope.training.image_task import hits
 from weightscope.training.many_networks import Networks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
