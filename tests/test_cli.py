@@ -203,9 +203,8 @@ def test_the_shell_completes_names_and_paths():
 @pytest.mark.slow
 def test_audit_without_a_name_describes_and_exits_with_0(tmp_path, capsys):
     torch.save({n: torch.randn_like(v) for n, v in ViT(16, 4, 24, 1, 2, 3).state_dict().items()}, tmp_path / "m.pt")
-    (tmp_path / "config.json").write_text('{"num_attention_heads": 2}')
-    out = succeed("audit", tmp_path / "m.pt", capsys=capsys)
-    assert "checks fail" in out
+    assert "mimetic_attention: no, " in succeed("audit", tmp_path / "m.pt", "--num-heads", "2", capsys=capsys)
+    assert "no attribute or config with the number of heads" in succeed("audit", tmp_path / "m.pt", capsys=capsys)
 
 
 def test_audit_answers_with_its_exit_code(tmp_path, capsys):

@@ -117,9 +117,7 @@ def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
     assert "−12.3 ± 1.5" in texts
     assert "12,345" in texts
     assert "not fitted" in texts
-    assert f"kronecker is not fitted: {SCORES[-1]['failed'].strip()}" in ax.get_xlabel().replace(
-        "\n", " "
-    )
+    assert f"kronecker is not fitted: {SCORES[-1]['failed'].strip()}" in ax.get_xlabel().replace("\n", " ")
     assert ax.get_xscale() == "symlog"
     assert "logarithmic beyond ±10" in ax.get_xlabel()
     near = plots.heldout_scores([score_row("a", 0.0, 0.0), score_row("b", -3.0, 1.0)])

@@ -10,6 +10,7 @@ import torch
 from plain import train_alone
 from scipy import stats
 from tiny import NETWORKS, assert_same_metrics, assert_same_weights, recipe
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope._util.seeding import Purpose, torch_seed
@@ -63,13 +64,7 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
         plain.epoch(epoch)
         found = run.evaluate()
         trained = run.nets.weights.clone()
-        parameters = np.concatenate(
-            [
-                np.arange(run.nets.spec.size)[run.nets.spec.slices[t.name]]
-                for t in run.nets.spec.tensors
-                if t.role == "parameter"
-            ]
-        )
+        parameters = run.optimiser.trained
         assert torch.equal(trained[:, parameters], plain.nets.weights[:, parameters])
         other = plain.nets.weights.clone()
         plain.nets.weights.copy_(run.average)
@@ -367,3 +362,46 @@ def test_ambient_settings_change_no_bits_or_are_refused(engine):
             train_tile(plan, 0, device="cpu")
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Pruned(torch.nn.Module):
+    """A network of one's own with a pruned layer, or with a tensor that is computed when it is built."""
+
+    def __init__(self, in_channels, image_size, num_classes, computed=0):
+        super().__init__()
+        self.fc = torch.nn.Linear(in_channels * image_size**2, num_classes)
+        prune.l1_unstructured(self.fc, "weight", 0.3)
+        if computed:
+            self.twice = 2 * self.fc.bias
+
+    def forward(self, x):
+        return self.fc(x.flatten(1)) + getattr(self, "twice", 0)
+
+
+def test_pruned_networks_train_by_the_loop_alone_and_keep_their_masks():
+    plan = recipe(network={"type": Pruned}, training__engine="loop")
+    for row in train_tile(plan, 0, device="cpu").weights:
+        found = spec_of(plan).unpack(row)
+        assert np.mean(found["fc.weight_mask"] == 0) == pytest.approx(0.3, abs=0.01)
+    for changes, message in (
+        ({"training__engine": "batched"}, r'`fc` \(Linear\) has hooks, such as .*use training.engine = "loop"'),
+        ({"network__computed": 1}, "`twice` is computed from weights when the network is built; do so in `forward`"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train_tile(plan.replace({key.replace("__", "."): value for key, value in changes.items()}), 0, device="cpu")
+
+
+def test_the_callers_precision_changes_no_bit_and_is_the_callers_afterwards():
+    """On processors without bfloat16 the precision has no effect; that attention kernels have none is tested on all."""
+    plan = recipe(network=NETWORKS["vit"], training__kernels="torch")
+    expected = train_tile(plan, 0, device="cpu").weights
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        found = train_tile(plan, 0, device="cpu").weights
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.enable_flash_sdp(True)
+    np.testing.assert_array_equal(found, expected)

@@ -1,5 +1,6 @@
 """Code of users' own runs only if they trust it, whatever recipes, populations, artifacts and the command line name."""
 
+import contextlib
 import hashlib
 import os
 import py_compile
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from programs import run
 
-from weightscope._util import plugins, trust
+from weightscope._util import identity, plugins, trust
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population, open_network
 from weightscope.training.collection import collect
@@ -57,7 +58,7 @@ SIZES = ", width = 4, depth = 1, patch_size = 2"
 def forget(folder, monkeypatch):
     """As in a new process of a user who has trusted nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    for known in (trust._approved, plugins._loaded, plugins._passed, plugins._hashes):
+    for known in (trust._approved, plugins._passed, identity._seen):
         known.clear()
     sys.modules.pop("foreign", None)
     (folder / "mark").unlink(missing_ok=True)
@@ -172,6 +173,34 @@ def test_trusted_once_it_runs_again_until_it_changes(folder, capsys, monkeypatch
     assert not (folder / "mark").exists()
 
 
+def test_python_asks_for_trust_too(folder, monkeypatch):
+    import torch
+
+    from weightscope import fit_init
+    from weightscope.auditing import audit
+    from weightscope.init import load_init
+
+    def fit(**given):
+        return fit_init("own.pop", "foreign:Structure", select="*", holdout=0.4, **given)
+
+    with trust.trusting():
+        fit().save("own.safetensors")
+    calls = (
+        fit,
+        lambda **given: load_init("own.safetensors", **given),
+        lambda **given: audit({"weight": torch.zeros(3)}, "foreign:init", **given),
+    )
+    for call in calls:
+        forget(folder, monkeypatch)
+        (folder / "state" / "weightscope" / "trusted").unlink(missing_ok=True)
+        with pytest.raises((UsageError, DataError), match="--trust"):
+            call()
+        assert not (folder / "mark").exists()
+        with contextlib.suppress(UsageError):  # an initialiser is no function with expectations
+            call(trust=True)
+        assert (folder / "mark").exists()
+
+
 def test_an_object_that_is_passed_is_trusted_later_too(folder, monkeypatch):
     import importlib
 
@@ -219,7 +248,8 @@ def test_no_other_state_lets_code_run(folder, seed, monkeypatch):
         shutil.move("foreign.py", "package/foreign.py")
         reference = f"package.{reference}"
     monkeypatch.syspath_prepend(folder)
-    file = plugins.source_of(reference)[1]
+    file = trust.source_file(reference.partition(":")[0])
+    assert file is not None
     if way != "never":
         trust.approve(f"{reference}2" if way == "other name" else reference, file.read_bytes())
     state = trust.state_file()

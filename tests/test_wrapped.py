@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations, prune
 
 import weightscope.init as wi
 from weightscope import anatomy
+from weightscope.analysis.attention_products import products
+from weightscope.analysis.within_network import covariance_within
 from weightscope.auditing import audit
 from weightscope.errors import DataError, UsageError
 
@@ -27,14 +29,25 @@ def test_random_layers_in_random_wrappings(seed):
     assert wrappings.random_case(seed) in (wrappings.RIGHT, wrappings.REFUSED)
 
 
+ADAPTERS = ("LoRA around a layer", "LoRA in a layer")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", wrappings.LAYERS)
 def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
     model = wrappings.wrapped(wi.xavier_(wrappings.vit(), generator=seeded()), kind)
-    if kind == "int8 weights":
-        with pytest.raises(DataError, match="cannot be read as weights"):
+    refusal = {"int8 weights": "cannot be read as weights"} | dict.fromkeys(ADAPTERS, "lora_A` changes a weight")
+    if kind in refusal:
+        with pytest.raises(DataError, match=refusal[kind]):
             audit(model, "xavier")
-        return
+        if kind not in ADAPTERS:
+            return
+        for command in (products, covariance_within):
+            with pytest.raises(DataError, match=refusal[kind]):
+                command(model)
+        for name, value in model.named_parameters():
+            if name.endswith("lora_B"):
+                nn.init.zeros_(value)  # as adapters start
     found, expected = audit(model, "xavier"), audit(wrappings.bare(model)[0], "xavier")
     assert [check.found for check in found.checks] == pytest.approx(
         [check.found for check in expected.checks], rel=1e-4

@@ -5,6 +5,7 @@ would change our networks.
 import random
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -51,12 +52,18 @@ class seeded(TorchDispatchMode):
 
 def draws(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation of torch draws random numbers from a generator of the process."""
-    if torch.Tag.nondeterministic_seeded not in function.tags or function is torch.ops.aten._fused_sdp_choice.default:
+    if not _may_draw(function):
         return False
     given = {a.name: a.default_value for a in function._schema.arguments}
     given |= dict(zip(given, args, strict=False)) | kwargs
     rates = [given[name] for name in ("dropout", "dropout_p") if name in given]
     return given.get("generator") is None and given.get("train") is not False and rates != [0.0]
+
+
+@cache  # `tags` takes ten times as long as a small operation
+def _may_draw(function: Any) -> bool:
+    no_draw = torch.ops.aten._fused_sdp_choice.default  # tagged all the same
+    return function is not no_draw and torch.Tag.nondeterministic_seeded in function.tags
 
 
 def _with_generator(function: Any) -> Any:

@@ -7,13 +7,13 @@ fail. Errors that were found this way in public copies of these initialisers: ex
 missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
 """
 
-from collections.abc import Callable, Mapping
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
+from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
-from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.effective import refuse_adapters, unsettable
 from weightscope.anatomy.probing import find_attention
 
 # Imported for their registration.
@@ -26,6 +26,8 @@ from weightscope.population import open_network
 
 __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 
+Found = tuple[list[Check], list[str]]  # checks, and the names of what looks like the parts and was not read
+
 
 def audit(
     model: Any,
@@ -33,6 +35,7 @@ def audit(
     *,
     config: Mapping[str, Any] | None = None,
     strict: bool = True,
+    trust: bool = False,
     **parameters: Any,
 ) -> AuditReport:
     """Check a model against the expectations of an initialiser, layer by layer and head by head.
@@ -46,6 +49,8 @@ def audit(
         config: the model's config, for a mapping.
         strict: whether tensors that look like the parts and cannot be read are an error; if not, they are listed in
             the report's `unparsed`.
+        trust: run the code of one's own that `init`, or the population of `model`, names by a text
+            (docs/what-runs-when.md).
         parameters: the initialiser's named parameters that differ from its defaults.
 
     Returns:
@@ -55,6 +60,7 @@ def audit(
     Raises:
         AnatomyError: if the model lacks the part that the initialiser sets, or (strict) some of it cannot be read.
         UsageError: if the name or a parameter is unknown (names the nearest one), or a function does not return checks.
+        DataError: if the weights are not what the layers compute with: quantised, or changed by adapters (LoRA).
 
     Example:
         >>> print(audit(mimetic_attention_(vit), "mimetic_attention"))
@@ -66,28 +72,34 @@ def audit(
         >>> audit(vit, small_head, limit=0.02).passed
         True
     """
-    tensors = named_tensors(open_network(model), config)
-    if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
-        raise DataError(f"audit: {why}")
-    if init is None:
-        if parameters:
-            raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
-        return _every(tensors, strict)
-    wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
-    shares = distribute([_signature(one) for one in wanted], parameters)
-    found = [_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True)]
-    left = dict.fromkeys(name for _, names in found for name in names)
+    with trusting(trust):
+        model = open_network(model)
+        tensors = named_tensors(model, config)
+        if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
+            raise DataError(f"audit: {why}")
+        refuse_adapters("audit", model, tensors)
+        if init is None:
+            if parameters:
+                raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
+            return _every(tensors, strict)
+        wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
+        shares = distribute([_signature(one) for one in wanted], parameters)
+        return _report(
+            tensors, (_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True))
+        )
+
+
+def _report(tensors: NamedTensors, found: Iterable[Found], skipped: Mapping[str, str] | None = None) -> AuditReport:
+    """The report of the checks; every initialiser was tried if some are given as `skipped`."""
+    found = list(found)
     checks = tuple(check for some, _ in found for check in some)
-    return AuditReport(checks, unparsed=tuple(left), unconfirmed=_unconfirmed(tensors, checks))
-
-
-def _unconfirmed(tensors: NamedTensors, checks: tuple[Check, ...]) -> tuple[str, ...]:
-    """Packed projections of a checkpoint that were checked: it has no code that confirms the order of their rows."""
-    if isinstance(tensors, ModuleTensors) or not {"qk", "vo", "map", "q"} & {check.part for check in checks}:
-        return ()
-    named = {check.name for check in checks}
-    found = [part.parameters for part in find_attention(tensors) if part.name in named]
-    return tuple(names["q"][0] for names in found if names["q"] == names["k"])
+    packed: list[str] = []  # projections of a checkpoint, which has no code that confirms the order of their rows
+    if not isinstance(tensors, ModuleTensors) and {"qk", "vo", "map", "q"} & {check.part for check in checks}:
+        named = {check.name for check in checks}
+        parts = [part.parameters for part in find_attention(tensors) if part.name in named]
+        packed = [names["q"][0] for names in parts if names["q"] == names["k"]]
+    unread = tuple(dict.fromkeys(name for _, names in found for name in names))
+    return AuditReport(checks, dict(skipped or {}), skipped is not None, unparsed=unread, unconfirmed=tuple(packed))
 
 
 def _signature(init: Any) -> Signature:
@@ -105,10 +117,10 @@ def _signature(init: Any) -> Signature:
     return found
 
 
-def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> tuple[list[Check], list[str]]:
-    """The checks of one initialiser, or of a function with expectations, and what looks like its parts and is not read.
+def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> Found:
+    """The checks of one initialiser, or of a function with expectations.
 
-    The latter is an error if strict.
+    What looks like its parts and is not read is an error if strict.
     """
     function, signature = EXPECTATIONS.find(init), _signature(init)
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
@@ -134,21 +146,16 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:
     """Every initialiser, with its presets; of the variants of one, that with the smallest share of failures."""
-    checks: list[Check] = []
+    found: list[Found] = []
     skipped: dict[str, str] = {}
-    unparsed: list[str] = []
     for name in EXPECTATIONS:
-        variants: list[tuple[float, list[Check]]] = []
+        variants: list[Found] = []
         for variant in EXPECTATIONS.details[name].get("variants", ({},)):
             try:
-                found, left = _checks(tensors, name, variant, strict)
+                variants.append(_checks(tensors, name, variant, strict))
             except (AnatomyError, UsageError) as error:
                 skipped[name] = str(error)
-                continue
-            unparsed += left
-            variants.append((sum(not check.passed for check in found) / max(1, len(found)), found))
         if variants:
             skipped.pop(name, None)
-            checks += min(variants, key=itemgetter(0))[1]
-    names = tuple(dict.fromkeys(unparsed))
-    return AuditReport(tuple(checks), skipped, True, unparsed=names, unconfirmed=_unconfirmed(tensors, tuple(checks)))
+            found.append(min(variants, key=lambda one: sum(not c.passed for c in one[0]) / max(1, len(one[0]))))
+    return _report(tensors, found, skipped)

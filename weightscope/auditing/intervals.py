@@ -131,11 +131,8 @@ class Simulated:
 
 
 def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
-    out: dict[str, list[float]] = {}
-    for row in rows:
-        for key, value in row.items():
-            out.setdefault(key, []).append(value)
-    return out
+    every = list(rows)
+    return {key: [row[key] for row in every if key in row] for key in dict.fromkeys(k for row in every for k in row)}
 
 
 def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:

@@ -354,9 +354,10 @@ def attention_maps(
     type=Named("initialisers"),
     help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.",
 )
+@click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @json_option
-def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None) -> None:
+def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool, json_file: Path | None) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.
 
     SOURCE is a .safetensors or .pt file, a model folder or PATH.pop::k, network k of a population. Tests the effective
@@ -375,9 +376,10 @@ def audit(source: str, init: str | None, no_strict: bool, json_file: Path | None
     model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
-        config = labelled(init)[1]
-        name, parameters = config.name, config.parameters
-    report = run(model, name, **{"strict": not no_strict, **parameters})
+        parsed = labelled(init)[1]
+        name, parameters = parsed.name, parsed.parameters
+    config = None if num_heads is None else {"num_attention_heads": num_heads}
+    report = run(model, name, config=config, **{"strict": not no_strict, **parameters})
     click.echo(str(report))
     write_json(json_file, report.to_dict())
     if init is not None and not report.passed:

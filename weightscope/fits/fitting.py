@@ -14,6 +14,7 @@ from weightscope._util.checks import choice
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
+from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit
@@ -378,6 +379,7 @@ def fit_init(
     structure: Any = "auto",
     *,
     options: dict[str, Any] | None = None,
+    trust: bool = False,
     **settings: Any,
 ) -> PopulationFit | NetworkFit:
     """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
@@ -386,6 +388,8 @@ def fit_init(
         source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
         structure: as in `fit` or `fit_network`.
         options: the structure's.
+        trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
+            (docs/what-runs-when.md).
         settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
 
     Raises:
@@ -398,18 +402,19 @@ def fit_init(
     from weightscope.fits.one_network import NETWORK_FITS, fit_network  # torch
     from weightscope.population import Population, open_source  # h5py
 
-    name = underscored(structure) if isinstance(structure, str) else None
-    if isinstance(source, Population) or is_population(source):
-        if name in NETWORK_FITS:
-            known = ", ".join(("auto", *STRUCTURES))
-            raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
-        return fit(open_source(source), structure=structure, options=options, **settings)
-    if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-        shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
-        raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
-    if settings:
-        raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
-    return fit_network(source, structure, **(options or {}))
+    with trusting(trust):
+        name = underscored(structure) if isinstance(structure, str) else None
+        if isinstance(source, Population) or is_population(source):
+            if name in NETWORK_FITS:
+                known = ", ".join(("auto", *STRUCTURES))
+                raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
+            return fit(open_source(source), structure=structure, options=options, **settings)
+        if name == "auto" or name in STRUCTURES or isinstance(structure, type):
+            shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
+            raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
+        if settings:
+            raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
+        return fit_network(source, structure, **(options or {}))
 
 
 def parsed_options(texts: Iterable[str]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -24,8 +23,10 @@ from weightscope.anatomy import (
     positions,
 )
 from weightscope.anatomy.effective import plain
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
@@ -71,6 +72,12 @@ def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:
     return {name: value for name, value in named if value.is_floating_point() and name in stored}
 
 
+def layers_of(module: Any, *kinds: type[nn.Module]) -> dict[str, Any]:
+    """Name of the weight -> the layer, of every layer of some kinds."""
+    layers = module.named_modules() if isinstance(module, nn.Module) else ()
+    return {f"{path}.weight".lstrip("."): layer for path, layer in layers if isinstance(layer, kinds)}
+
+
 def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[Any]:
     """The parts of a model, none if it has no such parts or they cannot be read."""
     try:
@@ -102,22 +109,17 @@ def components(module: nn.Module | NamedTensors) -> dict[str, str]:
     return out
 
 
-def chosen_components(wanted: str | Sequence[str]) -> set[str]:
-    """The set of components of a name or several; "all" for all."""
-    names = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
-    for name in names:
-        if name not in COMPONENTS:
-            raise UsageError(f"components: expected 'all' or some of {', '.join(COMPONENTS)}, found {name!r}")
-    if not names:
-        raise UsageError("components: expected at least one, found none")
-    return set(names)
-
-
 def chosen(
     module: nn.Module | NamedTensors, wanted: str | Sequence[str], select: str = "*", exclude: str | None = None
 ) -> dict[str, Tensor]:
     """The tensors of the wanted components whose names match the selection and not the exclusion."""
-    everything, allowed, kinds = weights(module), chosen_components(wanted), components(module)
+    allowed = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
+    for component in allowed:
+        if component not in COMPONENTS:
+            raise UsageError(f"components: expected 'all' or some of {', '.join(COMPONENTS)}, found {component!r}")
+    if not allowed:
+        raise UsageError("components: expected at least one, found none")
+    everything, kinds = weights(module), components(module)
     skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
     names = [name for name in matching(select, everything) if kinds[name] in allowed]
     out = {name: everything[name] for name in names if not any(fnmatchcase(name, p) for p in skipped)}
@@ -125,7 +127,7 @@ def chosen(
         left = (f" that matches select={select!r}" if select != "*" else "") + (
             "" if exclude is None else f" after exclude={exclude!r}"
         )
-        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(allowed))}{left}")
+        raise UsageError(f"components: the module has no tensor of {', '.join(sorted(set(allowed)))}{left}")
     return out
 
 
@@ -294,28 +296,17 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
     return ".".join(there)
 
 
-@dataclass(frozen=True)
-class PositionTable:
+def token_grid(part: PositionEmbedding) -> TokenGrid:
     """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
-
-    prefix: int
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, part: PositionEmbedding) -> "PositionTable":
-        """The table of a part of the anatomy."""
-        return cls(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {self.rows} x {self.columns}"
+    return TokenGrid(*(part.grid or (1, part.tokens - part.prefix)), part.prefix)
 
 
-def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Tensor:
+def selected_tokens(name: str, small: TokenGrid, large: TokenGrid) -> Tensor:
     """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
     if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
+        theirs, mine = (f"{grid.prefix} + {grid.rows} x {grid.columns}" for grid in (large, small))
         raise SpecError(
-            f"`{name}`: expected at most the teacher's tokens, {large}, found {small}; use positions='interpolate'"
+            f"`{name}`: expected at most the teacher's tokens, {theirs}, found {mine}; use positions='interpolate'"
         )
     if large.rows == 1:
         found = torch.arange(small.columns)
@@ -326,7 +317,7 @@ def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Te
     return torch.cat([torch.arange(small.prefix), found + large.prefix])
 
 
-def interpolated(name: str, table: Tensor, there: PositionTable, wanted: PositionTable) -> Tensor:
+def interpolated(name: str, table: Tensor, there: TokenGrid, wanted: TokenGrid) -> Tensor:
     """A position embedding (..., tokens, d) on another grid, smaller or larger, by bicubic interpolation.
 
     Special tokens are copied; pixels are aligned by their edges and smaller grids are filtered (antialias), as in

@@ -2,14 +2,14 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice, count, flag, number, positive
+from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
@@ -25,7 +25,7 @@ from weightscope.statistics.filters import (
 )
 
 if TYPE_CHECKING:
-    from weightscope.fits.filters import FilterDistribution  # SciPy: a second to import
+    from weightscope.fits.filters import FilterDistribution, FilterFit  # SciPy: a second to import
 
 # Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
 PRESETS: dict[str, Schedule] = {
@@ -180,7 +180,7 @@ def impulse_filters_(
         count("filter_size", filter_size)
     cpu_generator(generator)
     for part in depthwise(module, strict=strict, caller="impulse_filters_"):
-        pixels = _central(part, filter_size)
+        pixels = central_pixels(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
             pixels = pixels[torch.randperm(len(pixels), generator=generator)]
@@ -191,7 +191,7 @@ def impulse_filters_(
     return module
 
 
-def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
+def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:
     """Flat indices of the central pixels of a part's filters, row by row."""
     kh, kw = part.kernel
     sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in (kh, kw)]
@@ -219,44 +219,20 @@ def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generato
 # --- from a trained network's covariances, between any two shapes -----------------------------------------------------
 
 
-SCHEDULES = ("depth", "stage")
 _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 
-@dataclass(frozen=True)
-class TransferOptions:
-    """The named parameters of `covariance_transfer_`, checked."""
-
-    kronecker: bool = False
-    means: bool = False
-    schedule: str = "depth"
-    kernel: int | None = None
-    psd: str = "abs"
-
-    def __post_init__(self) -> None:
-        flag("kronecker", self.kronecker)
-        flag("means", self.means)
-        choice("schedule", self.schedule, SCHEDULES)
-        choice("psd", self.psd, ("abs", "clip"))
-        if self.kernel is not None:
-            count("kernel", self.kernel)
-
-
-def target_distributions(
-    parts: list[DepthwisePart], source: "list[FilterDistribution]", options: TransferOptions
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
     from weightscope.fits.filters import refuse_constant
 
-    chosen = [layer for layer in source if options.kernel in (None, layer.kernel) and layer.usable]
+    source, chosen = fit.layers, list(fit.used)
     if not chosen:
         sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
-        wanted = (
-            "filters that are not dead" if options.kernel is None else f"{options.kernel} x {options.kernel} filters"
-        )
+        wanted = "filters that are not dead" if fit.kernel is None else f"{fit.kernel} x {fit.kernel} filters"
         raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
-    refuse_constant(chosen, options.means)
-    if options.schedule == "stage":
+    refuse_constant(chosen, fit.means)
+    if fit.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:
         groups, depths = [chosen] * len(parts), relative_depths(parts, "depth")
@@ -269,15 +245,15 @@ def target_distributions(
             if (layer.name, size) not in cache:
                 cache[layer.name, size] = resized_covariance(layer.covariance, layer.kernel, size)
         covariance = at_depth(places, [cache[layer.name, size] for layer in group], depth)
-        if options.kronecker:
+        if fit.kronecker:
             covariance = _factored(part.name, covariance)
         mean = at_depth(places, [resized_mean(layer.mean, layer.kernel, size) for layer in group], depth)
-        out.append((mean if options.means else np.zeros_like(mean), covariance))
+        out.append((mean if fit.means else np.zeros_like(mean), covariance))
     return out
 
 
 def _by_stage(
-    parts: list[DepthwisePart], source: "list[FilterDistribution]", chosen: "list[FilterDistribution]"
+    parts: list[DepthwisePart], source: "Sequence[FilterDistribution]", chosen: "list[FilterDistribution]"
 ) -> tuple["list[list[FilterDistribution]]", list[float], dict[str, float]]:
     """The source's layers in each part's stage, the parts' depths within their stages, and the source's by name."""
     mine, theirs = (list(dict.fromkeys(x.stage for x in xs)) for xs in (parts, source))
@@ -348,32 +324,28 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.fits.filters import filter_distributions
+    from weightscope.fits.filters import FilterFit, filter_distributions, filter_options
 
-    options = TransferOptions(kronecker, means, schedule, kernel, psd)
-    transfer_distributions(module, filter_distributions(source, strict=strict), options, generator, strict=strict)
+    options = filter_options(kronecker, means, schedule, kernel, psd)
+    fit = FilterFit.model_validate({"layers": filter_distributions(source, strict=strict), **options})
+    draw_transferred(module, fit, generator, strict=strict)
     return module
 
 
-def transfer_distributions(
-    module: nn.Module,
-    source: "list[FilterDistribution]",
-    options: TransferOptions,
-    generator: Generator,
-    *,
-    strict: bool = True,
+def draw_transferred(
+    module: nn.Module, fit: "FilterFit", generator: Generator, *, strict: bool = True
 ) -> dict[str, float]:
-    """Draw a module's filters from a source's; layer -> share of negative eigenvalues, where there are some."""
+    """Draw a module's filters from a fit's; layer -> share of negative eigenvalues, where there are some."""
     parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
     parts = checked_filters(parts, "covariances are transferred for images only", strict)
     cpu_generator(generator)
-    wanted = target_distributions(parts, source, options)
-    used = {layer.kernel for layer in source if options.kernel in (None, layer.kernel)}
+    wanted = target_distributions(parts, fit)
+    used = {layer.kernel for layer in fit.layers if fit.kernel in (None, layer.kernel)}
     negative = {}
     for part, (mean, covariance) in zip(parts, wanted, strict=True):
-        filters = draw_filters(part.channels, covariance, options.psd, generator)
-        part.write(filters + torch.from_numpy(mean).float() if options.means else filters)
-        if options.kronecker or used != {part.kernel[0]}:
+        filters = draw_filters(part.channels, covariance, fit.psd, generator)
+        part.write(filters + torch.from_numpy(mean).float() if fit.means else filters)
+        if fit.kronecker or used != {part.kernel[0]}:
             values = np.linalg.eigvalsh(covariance)
             share = float(-values[values < 0].sum() / max(np.abs(values).sum(), np.finfo(float).tiny))
             if share > _ROUNDING:

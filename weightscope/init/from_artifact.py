@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.errors import DataError, SpecError
@@ -19,8 +20,8 @@ from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
-from weightscope.init.base import Generator, M, cpu_generator
-from weightscope.init.convolution import TransferOptions, conv_covariance_, transfer_distributions
+from weightscope.init.base import Generator, M, cpu_generator, running
+from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
 __all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
@@ -54,7 +55,7 @@ class FittedInit:
         error, as are drawn numbers that are not finite in a tensor's own dtype. Nothing is changed then.
         """
         cpu_generator(generator)
-        with writable(module, "load_init") as inner:
+        with running("load_init"), writable(module, "load_init") as inner:
             self.report = self._set(inner, generator, strict)
         return module
 
@@ -88,10 +89,10 @@ class PopulationInit(FittedInit):
             shown: dict[str, list[str]] = {}
             for name, problem in problems.items():
                 shown.setdefault(problem, []).append(name)
-            likewise = {
-                problem: f", likewise {listing(names[1:], 3)}" * (len(names) > 1) for problem, names in shown.items()
-            }
-            texts = [f"`{names[0]}` {problem}{likewise[problem]}" for problem, names in shown.items()]
+            texts = [
+                f"`{first}` {problem}" + (f", likewise {listing(others, 3)}" if others else "")
+                for problem, (first, *others) in shown.items()
+            ]
             more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
         values: dict[str, np.ndarray] = {}
@@ -141,8 +142,7 @@ class NetworkInit(FittedInit):
             if isinstance(numbers, ScheduleFit):
                 conv_covariance_(module, **numbers.options, strict=strict, generator=generator)
             else:
-                options = TransferOptions(**numbers.options)
-                negative = transfer_distributions(module, list(numbers.layers), options, generator, strict=strict)
+                negative = draw_transferred(module, numbers, generator, strict=strict)
                 notes = numbers.remarks()
                 if negative:
                     worst = max(negative, key=negative.__getitem__)
@@ -158,12 +158,14 @@ class NetworkInit(FittedInit):
         return f"NetworkInit({numbers.structure} of {len(numbers.layers)} layers)"
 
 
-def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationInit | NetworkInit:
+def load_init(
+    path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
+) -> PopulationInit | NetworkInit:
     """The initialiser in an artifact that `weightscope fit-init` wrote.
 
     A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
     part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
-    `load_artifact`. An invalid artifact is a DataError.
+    `load_artifact`; with `trust`, whatever structure the artifact names. An invalid artifact is a DataError.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -171,7 +173,8 @@ def load_init(path: str | Path, *, structures: Sequence[str | type[Structure]] =
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    found = load_artifact(path, structures=structures)
+    with trusting(trust):
+        found = load_artifact(path, structures=structures)
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 

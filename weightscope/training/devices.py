@@ -4,10 +4,12 @@ import ctypes
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import cache
+from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope import networks
 from weightscope._util.environment import available_memory
@@ -18,6 +20,9 @@ from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 
 DEFAULT_TILE = 32  # networks, on a CPU
+_CPU: Any = torch.backends.mkldnn
+_IN_FLOAT32: tuple[Any, ...] = _CPU.matmul, _CPU.conv, _CPU.rnn, torch.backends.cuda.matmul
+_ATTENTION = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "EFFICIENT", "CUDNN")] + [SDPBackend.MATH]
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
 
@@ -73,7 +78,9 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 
 @contextmanager
 def unaffected() -> Iterator[None]:
-    """Leave the caller's autocast, `no_grad` and inference mode within the block; each changes the bits of training.
+    """Leave the caller's autocast, `no_grad`, inference mode, reduced precision and attention kernels within the block.
+
+    Each changes the bits of training. The last two belong to the process, so other threads are affected meanwhile.
 
     UsageError if torch's default data type is not float32: it is one for all threads, so it is not changed here.
     """
@@ -87,6 +94,14 @@ def unaffected() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(sdpa_kernel(_ATTENTION))
+        for operation in _IN_FLOAT32:
+            stack.callback(setattr, operation, "fp32_precision", operation.fp32_precision)
+        with suppress(RuntimeError):  # of a caller who has used both of torch's interfaces
+            stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
+        for operation in _IN_FLOAT32:
+            operation.fp32_precision = "ieee"
         yield
 
 

@@ -1,6 +1,5 @@
 """Distillation: a term of the loss that compares every network of a tile with one trained network, the teacher."""
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from weightscope.init import transfer_
 from weightscope.init._trained import COMPONENTS
 from weightscope.population import Population
 from weightscope.recipe import DistillationConfig, Recipe
-from weightscope.training.many_networks import Networks
+from weightscope.training.many_networks import Networks, copied
 
 PROJECTION = "distillation_projection"
 """Name of the student's MLP in the network that is trained; it is not stored."""
@@ -76,7 +75,7 @@ class Distillation:
             return template
         self.head = head_of(template, classes)
         self.widths = _features(template, self.head), _features(self.teacher, head_of(self.teacher))
-        template = copy.deepcopy(template)
+        template = copied(template)
         with seeded(0):  # its weights are not used
             template.add_module(PROJECTION, _mlp(*self.widths))
         return template

@@ -119,6 +119,18 @@ def networks_for(
     return nets
 
 
+def copied(network: nn.Module) -> nn.Module:
+    """A deep copy, also of layers whose weights a hook computes from others before each pass, as pruning does."""
+    for path, module in network.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                if not module._forward_pre_hooks:
+                    where = f"`{name}` of `{path}`" if path else f"`{name}`"
+                    raise UsageError(f"{where} is computed from weights when the network is built; do so in `forward`")
+                setattr(module, name, value.detach())
+    return copy.deepcopy(network)
+
+
 class StackedNetworks(Networks):
     """Networks for sequences as one function of their stacked weights, by `torch.vmap`; tied parameters stay tied.
 
@@ -131,7 +143,7 @@ class StackedNetworks(Networks):
         for tensor in self.spec:
             if tensor.role == "statistic":
                 raise UsageError(f"`{tensor.name}`, a buffer, cannot be batched; {USE_LOOP}")
-        self.network = copy.deepcopy(template)
+        self.network = copied(template)
         for name, buffer in template.named_buffers():  # constants that are not stored
             path, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(path), last, buffer.to(device))
@@ -173,7 +185,7 @@ class LoopNetworks(Networks):
     def __init__(self, template: nn.Module, count: int, device: Device = "cpu", *, seeds: Sequence[int] | None) -> None:
         super().__init__(template, count, device)
         self.seeds, self.passes = seeds, 0
-        self.networks = nn.ModuleList(copy.deepcopy(template).to(device) for _ in range(count))
+        self.networks = nn.ModuleList(copied(template).to(device) for _ in range(count))
         self._drop_paths = [[m for m in network.modules() if isinstance(m, DropPath)] for network in self.networks]
         self.drop_paths: int = len(self._drop_paths[0])
         self.parameters_of: list[dict[str, nn.Parameter]] = []
@@ -181,7 +193,7 @@ class LoopNetworks(Networks):
             parameters = dict(network.named_parameters())
             tensors = {**dict(network.named_buffers()), **parameters}
             for name, view in self.spec.unpack(row).items():
-                if tensors[name].dtype != torch.float32:
+                if tensors[name].dtype != row.dtype:
                     raise UsageError(f"`{name}`: expected float32 weights, found {tensors[name].dtype}")
                 tensors[name].data = view
             self.parameters_of.append(parameters)
@@ -339,7 +351,7 @@ class BatchedNetworks(Networks):
         for name, item in named:  # what has two names would become independent weights
             if first.setdefault(id(item), name) != name:
                 raise UsageError(f"`{first[id(item)]}` and `{name}` are the same and cannot be batched; {USE_LOOP}")
-        self.network = self._batch(copy.deepcopy(template), "")
+        self.network = self._batch(copied(template), "")
         self._drop_paths = [layer for layer in self.network.modules() if isinstance(layer, BatchedDropPath)]
         self.drop_paths: int = len(self._drop_paths)
 
@@ -357,6 +369,9 @@ class BatchedNetworks(Networks):
         return self._fused(module, batched, path) if self.kernels == "c" else batched
 
     def _batched_layer(self, module: nn.Module, path: str) -> BatchedLayer:
+        if module._forward_pre_hooks or module._forward_hooks:
+            hooked = f"`{path.rstrip('.')}` ({type(module).__name__}) has hooks, such as those of pruning"
+            raise UsageError(f"{hooked}, and cannot be batched; {USE_LOOP}")
         try:
             layer = BATCHED_LAYERS[type(module)](module, self.count)
         except UsageError as error:

@@ -9,7 +9,10 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +25,7 @@ from weightscope.training.kernel_choice import Choice, choose_kernels, settings
 from weightscope.training.kernels import build
 from weightscope.training.kernels.functions import Kernels
 
+T = TypeVar("T")
 LARGEST = 1024
 _SHARE = 0.8  # of the free memory; the rest is for fragmentation and other processes
 _TRIED = (4, 8)  # sizes of tiles whose memory is measured; it is linear in the size
@@ -117,9 +121,7 @@ def _compared(recipe: Recipe, data: Source, device: torch.device, compiled: Kern
     best, end = [math.inf, math.inf], time.perf_counter() + _COMPARED_SECONDS
     for _ in range(_ROUNDS):
         for k, run in enumerate(runs):
-            begun = time.perf_counter()
-            run.epoch(0)
-            best[k] = min(best[k], time.perf_counter() - begun)
+            best[k] = min(best[k], _timed(partial(run.epoch, 0))[0])
         if time.perf_counter() > end:
             break
     ours, torchs = (f"{1000 * seconds:.3g}" for seconds in best)
@@ -144,21 +146,26 @@ class TileCost:
 
 
 def time_tile(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels) -> TileCost:
-    """What tile 0 of a recipe costs in this process, from a few steps; nothing is kept."""
+    """What tile 0 of a recipe costs in this process, from a few steps; nothing is kept.
+
+    Each part is done once before it is timed: code is compiled and memory is allocated on first use.
+    """
     with one_thread(), current(device):
-        begun = time.perf_counter()
         run = TileRun(recipe, 0, data, device, kernels)
-        start = time.perf_counter() - begun
-        whole, steps, step = run.steps_per_epoch, min(2, run.steps_per_epoch), 0.0
-        while True:  # the first round warms up; later ones are longer, until they can be timed
-            short = TileRun(recipe, 0, data.shortened(steps * run.batch), device, kernels)
+        run.evaluate()
+        whole, steps = run.steps_per_epoch, min(2, run.steps_per_epoch)
+        while True:  # longer and longer, until it can be timed
+            few = data.shortened(steps * run.batch)
+            start, short = _timed(partial(TileRun, recipe, 0, few, device, kernels))
             short.epoch(0)
-            begun = time.perf_counter()
-            short.epoch(0)
-            step = (time.perf_counter() - begun) / steps
-            if step * steps > _TIMED_SECONDS / 4 or steps >= min(whole, _MOST_STEPS):
+            seconds, _ = _timed(partial(short.epoch, 0))
+            if seconds > _TIMED_SECONDS / 4 or steps >= min(whole, _MOST_STEPS):
                 break
             steps = min(2 * steps, whole, _MOST_STEPS)
-        begun = time.perf_counter()
-        run.evaluate()
-        return TileCost(start, step, whole, time.perf_counter() - begun)
+        return TileCost(start, seconds / steps, whole, _timed(run.evaluate)[0])
+
+
+def _timed(work: Callable[[], T]) -> tuple[float, T]:
+    begun = time.perf_counter()
+    found = work()
+    return time.perf_counter() - begun, found

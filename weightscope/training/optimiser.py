@@ -18,7 +18,7 @@ class BatchedAdamW:
 
     Equal to `torch.optim.AdamW(model.parameters())` on each network alone: `m <- b1 m + (1 - b1) g`,
     `v <- b2 v + (1 - b2) g^2`, `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
-    Weights and gradient are (T, D), rates and decays (T,); what is not `trained` (D,) is not touched.
+    Weights and gradient are (T, D), rates and decays (T,); what is not `trained` (D,) has gradient 0 and no decay.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -47,24 +47,25 @@ class BatchedAdamW:
     @torch.no_grad()
     def step(self, scalars: Tensor, clip_norm: float = 0.0) -> None:
         """One update in place; only tensors change from step to step, so a CUDA graph can capture it."""
-        clip = None
+        clip = torch.ones_like(self.rate)
         if clip_norm > 0:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
         if self.kernels == "c":
-            clip = torch.ones_like(self.rate) if clip is None else clip
             moments, rates = (self.first, self.second), (self.rate, self.decay)
             tensors = self.weights, self.gradient, moments, self.trained, rates, clip, scalars
             functions.adamw(*tensors, self.betas, _EPS)
             return
         b1, b2 = self.betas
         factor, mean, root = scalars
-        g = self.gradient if clip is None else self.gradient * clip[:, None]
-        rate = (self.rate * factor)[:, None] * self.trained
+        rate, g = (self.rate * factor)[:, None], self.gradient
+        if clip_norm > 0:
+            g.mul_(clip[:, None])
         self.first.lerp_(g, 1 - b1)
         self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
-        denominator = self.second.sqrt().mul_(root).add_(_EPS)
-        self.weights.addcmul_(self.weights, rate * self.decay[:, None], value=-1)
-        self.weights.addcmul_(rate * mean, self.first / denominator, value=-1)
+        change = self.second.sqrt().mul_(root).add_(_EPS)
+        torch.div(self.first, change, out=change)
+        self.weights.addcmul_(self.weights, rate * self.decay[:, None] * self.trained, value=-1)
+        self.weights.addcmul_(rate * mean, change, value=-1)
 
 
 def row_norms(matrix: Tensor) -> Tensor:
