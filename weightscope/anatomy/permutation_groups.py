@@ -286,7 +286,8 @@ def _views(tensor: TensorSpec, rules: Sequence[Rule], spec: WeightSpec) -> tuple
             axes = _filled(named, values, tensor)
             if axes is None:
                 return None
-            out.append(View(f"{tensor.name}[{label}]", tensor.name, (count, *tensor.shape[1:]), axes, start))
+            offset = (start, *(0 for _ in tensor.shape[1:]))
+            out.append(View(f"{tensor.name}[{label}]", tensor.name, (count, *tensor.shape[1:]), axes, offset))
             start += count
         return tuple(out)
     return None

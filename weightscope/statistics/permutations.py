@@ -7,6 +7,7 @@ from itertools import chain, combinations
 from math import prod
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from weightscope._util.names import listing
 from weightscope.errors import SpecError, UsageError
@@ -23,7 +24,10 @@ class View:
     # for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or that
     # name after a "~" where the group also flips the sign of each of its coordinates
     axes: tuple[str | None, ...]
-    start: int = 0  # first row of the view within the tensor's first axis
+    offset: tuple[int, ...] = ()  # where it begins on each axis of the tensor; () at zero
+    # for each axis of the view the tensor's axis and the lengths and strides along it, in entries; () if the view has the
+    # axes of the tensor. A group of heads has two, of the heads and of the units in each
+    strides: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
 
     @property
     def labels(self) -> frozenset[str]:
@@ -35,12 +39,26 @@ class View:
         """The number of fixed entries, which is how often each irreducible part occurs."""
         return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
 
+    def _window(self, tensor: np.ndarray) -> np.ndarray:
+        """The view's entries in the tensor's memory, (..., *lengths)."""
+        strides = self.strides or tuple((i, ((n, 1),)) for i, n in enumerate(self.shape))
+        ndim = len(self.offset) or len(self.shape)
+        lead = tensor.ndim - ndim
+        if self.offset:
+            tensor = tensor[(..., *(slice(start, None) for start in self.offset))]
+        lengths = [n for _, pairs in strides for n, _ in pairs]
+        steps = [step * tensor.strides[lead + axis] for axis, pairs in strides for _, step in pairs]
+        return as_strided(tensor, (*tensor.shape[:lead], *lengths), (*tensor.strides[:lead], *steps))
+
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """The view's entries (..., *shape) of its tensor (..., *tensor shape)."""
-        lead = tensor.ndim - len(self.shape)
-        return (
-            tensor[(slice(None),) * lead + (slice(self.start, self.start + self.shape[0]),)] if self.shape else tensor
-        )
+        window = self._window(tensor)
+        return window.reshape(*window.shape[: tensor.ndim - (len(self.offset) or len(self.shape))], *self.shape)
+
+    def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Set the view's entries of its tensor to values (..., *shape)."""
+        window = self._window(tensor)
+        window[...] = values.reshape(window.shape)
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ class PermutationSpec:
                 part = np.take(part, order, axis=i)
                 if is_signed(axis):
                     part = part * signs.astype(part.dtype).reshape([-1 if j == i else 1 for j in range(part.ndim)])
-            view.of(out[view.tensor])[...] = part
+            view.write(out[view.tensor], part)
         return out
 
 
