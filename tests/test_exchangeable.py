@@ -256,6 +256,18 @@ def test_standard_errors_know_that_networks_differ() -> None:
     assert all(pair.p > 1e-3 for pair in correlated_pairs((mixed,)))
 
 
+def test_tensors_that_are_equal_have_no_design_effect_of_their_own() -> None:
+    """A correlation of 1 has the standard errors 0 and 0, whose ratio says nothing about the other pairs."""
+    spec = WeightSpec([TensorSpec(name, (8,)) for name in "abc"])
+    permutations = PermutationSpec.from_axes(spec, dict.fromkeys("abc", ("units",)))
+    x = np.random.default_rng(0).standard_normal((50, spec.size))
+    x[:, 8:16] = -x[:, :8]
+    mixed = ExchangeableMoments(spec, permutations).update(x).covariances()[1]
+    alone = ExchangeableMoments(spec.select("a,b"), permutations.restrict("ab")).update(x[:, :16]).covariances()[1]
+    assert 0.3 < design_effect(mixed) < 3
+    assert design_effect(alone) == 1
+
+
 def test_too_few_networks_and_bad_numbers_are_refused() -> None:
     moments = ExchangeableMoments(SPEC, PERMUTATIONS)
     with pytest.raises(DataError, match="at least 2 networks"):

@@ -345,11 +345,12 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
 
 def design_effect(found: TypeCovariance) -> float:
     """The median squared ratio of standard errors over networks to those of independent samples; 1 where unknown."""
-    upper = np.triu(np.isfinite(found.errors), 1)
-    if not upper.any():
+    squares = found.correlation() ** 2
+    known = np.triu(np.isfinite(found.errors) & (squares < 1 - 1e-12), 1)  # copies that are equal have errors 0 and 0
+    if not known.any():
         return 1.0
-    independent = (1 - found.correlation()[upper] ** 2) / sqrt(max(found.samples, 1))
-    return float(np.median((found.errors[upper] / independent) ** 2))
+    independent = (1 - squares[known]) / sqrt(max(found.samples, 1))
+    return float(np.median((found.errors[known] / independent) ** 2))
 
 
 _Tested = tuple[float, tuple[float, float], float, float]

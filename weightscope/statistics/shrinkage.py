@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from weightscope.errors import DataError
 from weightscope.statistics.moments import Moments
 
 
@@ -17,37 +16,53 @@ class LedoitWolf:
     target: float  # the mean of the variances, tr(S) / D
 
 
-def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fourth: float) -> LedoitWolf:
-    """The optimal intensity (Ledoit and Wolf 2004, Lemma 3.2-3.5) from sums over centred vectors x_k.
+def ledoit_wolf(moments: Moments) -> LedoitWolf:
+    """The optimal intensity (Ledoit and Wolf 2004, Lemma 3.2-3.5), without a second pass over the data.
 
-    With S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
+    For vectors x about their mean, with S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
     b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
     """
-    if n < 1:
-        raise DataError(f"shrinkage: expected at least one vector, found {n}")
-    target = trace / (n * size)
-    squared = frobenius / n**2
-    delta = squared - size * target**2
-    beta = (fourth / n - squared) / n
+    return _scaled(moments, moments.mean, np.ones(moments.size), destroy=False)[1]
+
+
+def shrunk_covariance(moments: Moments, *, destroy: bool = False) -> np.ndarray:
+    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
+    return shrunk_about(moments, moments.mean, np.ones(moments.size), destroy=destroy)[0]
+
+
+def shrunk_about(
+    moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool = False
+) -> tuple[np.ndarray, LedoitWolf]:
+    """The shrunk second moment (D, D) of (x - centre) / scale, with one scale (D,) in each part of `moments`."""
+    matrix, found = _scaled(moments, centre, scale, destroy=destroy)
+    matrix *= 1.0 - found.intensity
+    matrix[np.diag_indices_from(matrix)] += found.intensity * found.target
+    return matrix, found
+
+
+def _scaled(moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool) -> tuple[np.ndarray, LedoitWolf]:
+    """The second moment of (x - centre) / scale, divisor n, and its shrinkage."""
+    n, mean = moments.n, moments.mean
+    shift = mean - centre
+    matrix = moments.covariance(destroy=destroy)
+    matrix *= n - 1
+    if shift.any():
+        matrix += n * np.outer(shift, shift)
+    fourth = moments.fourth.about(centre, scale, mean, matrix)
+    matrix /= scale
+    matrix /= scale[:, None] * n
+    square = float(np.einsum("ij,ij->", matrix, matrix, dtype=np.float64))
+    return matrix, _ledoit_wolf(n, float(np.trace(matrix)), square, fourth, moments.size)
+
+
+def _ledoit_wolf(n: int, trace: float, square: float, fourth: float, size: int) -> LedoitWolf:
+    """From tr(S), |S|_F^2 and the sum of |x|^4."""
+    target = trace / size
+    delta = square - size * target**2
     # In one dimension, or when S is a multiple of the identity already, shrinking changes nothing.
     if size == 1 or delta <= 0:
         return LedoitWolf(0.0, target)
-    return LedoitWolf(min(max(beta, 0.0), delta) / delta, target)
-
-
-def ledoit_wolf(moments: Moments) -> LedoitWolf:
-    """The intensity from moments, without a second pass over the data."""
-    return ledoit_wolf_from_sums(moments.n, moments.size, *moments.squared_norms())
-
-
-def shrunk_covariance(moments: Moments, shrinkage: LedoitWolf | None = None, *, destroy: bool = False) -> np.ndarray:
-    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
-    shrinkage = shrinkage or ledoit_wolf(moments)
-    n = moments.n
-    matrix = moments.covariance(destroy=destroy)
-    matrix *= (1.0 - shrinkage.intensity) * (n - 1) / n
-    matrix[np.diag_indices_from(matrix)] += shrinkage.intensity * shrinkage.target
-    return matrix
+    return LedoitWolf(min(max((fourth / n - square) / n, 0.0), delta) / delta, target)
 
 
 def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
@@ -58,7 +73,7 @@ def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
     n, size = rows.shape
     squares = np.einsum("ij,ij->i", rows, rows)
     gram = rows @ rows.T if n < size else rows.T @ rows
-    return ledoit_wolf_from_sums(n, size, float(squares.sum()), float(np.vdot(gram, gram)), float(squares @ squares))
+    return _ledoit_wolf(n, float(squares.sum()) / n, float(np.vdot(gram, gram)) / n**2, float(squares @ squares), size)
 
 
 _THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
