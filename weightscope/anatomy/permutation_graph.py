@@ -53,6 +53,7 @@ class _Step:
     pointwise: bool
     arguments: dict[str, Any]
     written: str | None  # the argument that it changes in place
+    strides: tuple[int, ...]  # of its first tensor, before
     out: list[_Ref]
 
 
@@ -82,6 +83,8 @@ class _Recorder(TorchDispatchMode):
         schema = func._schema
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+        first = next((x for x in args if isinstance(x, Tensor)), None)
+        strides = tuple(first.stride()) if first is not None and first.layout == torch.strided else ()
         arguments = self._refs(arguments)
         out = func(*args, **(kwargs or {}))
         returned = [self.ref(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
@@ -94,7 +97,7 @@ class _Recorder(TorchDispatchMode):
                 self.written.add(root)
         name = schema.name.partition("::")[2]
         pointwise = torch.Tag.pointwise in func.tags
-        self.steps.append(_Step(name, func._overloadname, pointwise, arguments, written, returned))
+        self.steps.append(_Step(name, func._overloadname, pointwise, arguments, written, strides, returned))
         return out
 
 
@@ -126,18 +129,29 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-_ODD = (
-    ["neg", "positive", "clone", "sign", "tanh", "sin", "sinh", "asin", "asinh", "atan", "atanh", "erf", "erfinv", "reciprocal", "trunc", "round", "sgn", "_to_copy"]
-)
+_ODD = set("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round".split())
 _EVEN = ["abs", "cos", "cosh", "square"]
 _SUMS = ["add", "sub", "rsub"]
 _PRODUCTS = ["mul", "div", "multiply", "divide"]
 _MOVED = ["alias", "detach", "lift_fresh", "contiguous", "view_as_real"]
-_FILLED = ["zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like", "scalar_tensor"]
-_POOLED = ["avg_pool1d", "avg_pool2d", "avg_pool3d", "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_avg_pool1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d"]
-_MAXIMA = ["max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max_pool1d_with_indices"]
+_FILLED = set(
+    "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
+    "scalar_tensor".split()
+)
+_POOLED = set(
+    "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d".split()
+)
+_MAXIMA = set(
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d max_pool1d_with_indices".split()
+)
 _SPATIAL = {name: 1 if "1d" in name else 3 if "3d" in name else 2 for name in [*_POOLED, *_MAXIMA]}
-_ATTENTION = ["_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_scaled_dot_product_attention_math", "_scaled_dot_product_cudnn_attention", "scaled_dot_product_attention"]
+_ATTENTION = set(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math "
+    "_scaled_dot_product_cudnn_attention scaled_dot_product_attention".split()
+)
 
 
 class _Pass:
@@ -262,8 +276,6 @@ class _Pass:
         scalars = [
             x for key, x in a.items() if key in ("self", "other", "value", "exponent") and isinstance(x, int | float)
         ]
-        if name == "copy":
-            return self.broadcast([a["src"], [fixed(1)] * len(a["self"])])
         if name in _ODD:
             return values[0]
         power = a.get("exponent")
@@ -500,6 +512,27 @@ def _index(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
     return [[*value[: used[0]], *(fixed(n) for n in shape[used[0] : used[0] + new]), *rest]]
 
 
+@_rule("copy")
+def _copy(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
+    src = [*([fixed(1)] * (len(a["self"]) - len(a["src"]))), *a["src"]]
+    return [[x or fixed(length(y), free=True) for x, y in zip(src, a["self"], strict=True)]]
+
+
+@_rule("as_strided")
+def _as_strided(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
+    shape = tuple(a["size"])
+    kept = [(n, s) for n, s in zip(shape, a["stride"], strict=True) if n > 1]
+    same = step.written and shape == tuple(map(length, a["self"])) and not a.get("storage_offset")
+    if same and kept == [(n, s) for n, s in zip(shape, step.strides, strict=True) if n > 1]:
+        return [a["self"]]  # only the strides of axes of length one are set
+    return p._unknown(step, [a["self"]])
+
+
+@_rule("hardswish", "hardsigmoid", "hardtanh", "relu6", "mish", "celu", "selu", "softplus", "leaky_relu", "prelu")
+def _elementwise(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
+    return [p.pointwise(step.name, a, step)]
+
+
 @_rule("index_select", "gather")
 def _indexed(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
     d = a["dim"] % len(a["self"])
@@ -588,7 +621,11 @@ def _matmul(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
 
 @_rule(*_ATTENTION)
 def _attention(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
-    q, k, v = a["query"], a["key"], a["value"]
+    q, k, v = list(a["query"]), list(a["key"]), list(a["value"])
+    heads, groups = length(q[1]) if len(q) > 3 else 1, length(k[1]) if len(k) > 3 else 1
+    if heads != groups:  # each head of keys serves several of queries
+        q[1] = p.axes.resolved(tuple(f for axis in p.axes.reshaped([q[1]], (groups, heads // groups)) for f in axis))
+        k[1], v[1] = (p.axes.resolved((*axis, *fixed(heads // groups, free=True))) for axis in (k[1], v[1]))
     merge = p.axes.merge
     batch = [merge(x, y) for x, y in zip(q[:-2], k[:-2], strict=True)]  # their logits go through a softmax
     p.contracted(q[-1], k[-1], batch)
@@ -653,7 +690,11 @@ def _patches(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
 
 @_rule("native_batch_norm", "_native_batch_norm_legit_no_training", "batch_norm", "cudnn_batch_norm")
 def _batch_norm(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
-    if a.get("running_mean") is None or a.get("training"):
+    if a.get("running_mean") is None:  # as in standardised weights
+        for i, axis in enumerate(a["input"]):
+            if i != 1:
+                p.axes.unsigned(axis)
+    elif a.get("training"):
         return p._unknown(step, [v for v in a.values() if isinstance(v, list)])
     return [p.normalised(a, [1], mean="running_mean", variance="running_var")]
 
@@ -880,6 +921,8 @@ def _specification(
                 masks[unit] = masks.get(unit, 0) | sign
     flipped = _flipped(units.equations, masks)
     outer = _heads(units, everything)
+    for head in outer.values():  # signs of whole heads are among those of their units
+        flipped.pop(head, None)
     names = _names(segments, outer)
     views = []
     for name, axes in segments.items():
@@ -888,27 +931,29 @@ def _specification(
             label = _label(name, axes, chosen)
             rows = [_view_axes(i, segment, names, flipped, outer) for i, segment in enumerate(chosen)]
             layout = tuple(entry for row in rows for entry in row)
+            lengths = tuple(prod(n for n, _ in pairs) for _, pairs, _ in layout)
+            offset = tuple(segment.offset for segment in chosen)
+            strides = tuple((axis, pairs) for axis, pairs, _ in layout)
+            if [axis for axis, _ in strides] == list(range(len(shape))) and all(map(_contiguous, strides)):
+                strides = ()  # rows of the tensor, or all of it
             views.append(
-                View(
-                    label,
-                    name,
-                    tuple(prod(n for n, _ in strides) for _, strides, _ in layout),
-                    tuple(group for _, _, group in layout),
-                    tuple(segment.offset for segment in chosen),
-                    tuple((axis, strides) for axis, strides, _ in layout),
-                )
+                View(label, name, lengths, tuple(g for *_, g in layout), offset if any(offset) or strides else (), strides)
             )
-        assert len(axes) == len(shape)
-    groups = {
-        names[unit]: (None if head.fixed else names[head].removeprefix("head of "), head.size)
-        for unit, head in outer.items()
-    }
-    groups |= {
-        names[head]: (names[head].removeprefix("head of "), head.size) for head in outer.values() if not head.fixed
-    }
+    groups = {names[unit]: (None if head.fixed else names[head], head.size) for unit, head in outer.items()}
+    groups |= {names[head]: (names[head], head.size) for head in outer.values() if not head.fixed}
     used = {axis.removeprefix("~") for view in views for axis in view.axes if axis is not None}
     heads = {group: value for group, value in groups.items() if group in used}
     return DerivedPermutations(PermutationSpec(tuple(views), heads), tuple(sorted(unknown)), unused)
+
+
+def _contiguous(strides: tuple[int, tuple[tuple[int, int], ...]]) -> bool:
+    """Whether entries along an axis of a view are side by side."""
+    width = 1
+    for n, step in reversed(strides[1]):
+        if step != width:
+            return False
+        width *= n
+    return True
 
 
 def _on_two_axes(segments: Mapping[str, Sequence[Sequence[_Segment]]]) -> list[Unit]:

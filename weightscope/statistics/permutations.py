@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, combinations
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -24,9 +25,9 @@ class View:
     # for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or that
     # name after a "~" where the group also flips the sign of each of its coordinates
     axes: tuple[str | None, ...]
-    offset: tuple[int, ...] = ()  # where it begins on each axis of the tensor; () at zero
-    # for each axis of the view the tensor's axis and the lengths and strides along it, in entries; () if the view has the
-    # axes of the tensor. A group of heads has two, of the heads and of the units in each
+    offset: tuple[int, ...] = ()  # where it begins on each axis of the tensor; () at zero, if there are no strides
+    # for each axis of the view the tensor's axis and the lengths and strides along it, in entries; () if the view has
+    # the axes of the tensor. A group of heads may have two, of the heads and of the units in each
     strides: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
 
     @property
@@ -38,6 +39,28 @@ class View:
     def copies(self) -> int:
         """The number of fixed entries, which is how often each irreducible part occurs."""
         return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "View":
+        """The view that `dataclasses.asdict` gave, from JSON."""
+        strides = tuple((axis, tuple((n, step) for n, step in pairs)) for axis, pairs in stored.get("strides", ()))
+        shapes = {key: tuple(stored.get(key, ())) for key in ("shape", "axes", "offset")}
+        return cls(stored["name"], stored["tensor"], **shapes, strides=strides)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has all entries of the view."""
+        strides = self.strides or tuple((i, ((n, 1),)) for i, n in enumerate(self.shape))
+        last = list(self.offset or (0,) * len(shape))
+        numbers = [*last, *self.shape, *(x for axis, pairs in strides for pair in ((axis, 1), *pairs) for x in pair)]
+        if not all(type(x) is int and x >= 0 for x in numbers) or not len(last) == len(shape) >= len({a for a, _ in strides}):
+            return False
+        if [prod(n for n, _ in pairs) for _, pairs in strides] != list(self.shape):
+            return False
+        for axis, pairs in strides:
+            if axis >= len(shape):
+                return False
+            last[axis] += sum((n - 1) * step for n, step in pairs)
+        return all(end < n for end, n in zip(last, shape, strict=True)) and len(self.axes) == len(self.shape)
 
     def _window(self, tensor: np.ndarray) -> np.ndarray:
         """The view's entries in the tensor's memory, (..., *lengths)."""
