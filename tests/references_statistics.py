@@ -11,16 +11,6 @@ def covariance(rows):
     return centred.T @ centred / (len(rows) - 1)
 
 
-def flip_flop_log_likelihood(w, rows, columns):
-    """Log-likelihood of centred matrices (N, p, n) under vec(W) ~ N(0, rows (x) columns), through the dense matrix."""
-    dense = np.kron(rows, columns)
-    sign, log_det = np.linalg.slogdet(dense)
-    assert sign > 0
-    flat = w.reshape(len(w), -1)
-    quadratic = np.einsum("ki,ij,kj->k", flat, np.linalg.inv(dense), flat)
-    return float(-0.5 * (quadratic + log_det + flat.shape[1] * np.log(2 * np.pi)).sum())
-
-
 def stripe_ratios(w):
     """Column, row and grand ratio of (N, p, n), entry by entry."""
     w = np.asarray(w, dtype=np.float64)

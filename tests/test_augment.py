@@ -324,20 +324,6 @@ def test_images_of_one_colour_are_no_special_case(channels: int) -> None:
             assert torch.equal(_one(name, images, 1.0, 0.25), images)
 
 
-def test_every_operation_is_drawn_equally_often() -> None:
-    """Chi-squared over the distinguishable results of 6,500 draws, 13 operations, 0.1 % false alarms."""
-    images = _images(1, 3, 16)
-    names = operations(3)
-    assert len(names) == 13
-    draws = torch.rand(6500, 2, generator=torch.Generator().manual_seed(3))
-    result = apply(images.expand(6500, -1, -1, -1), draws[:, 0], draws[:, 1], tables(3, 16, 16, 0.6, CPU))
-    by_name = torch.stack([torch.stack([_one(name, images, 0.6, s)[0] for s in (0.25, 0.75)]) for name in names])
-    equal = (result[:, None, None] == by_name).flatten(3).all(3).any(2)  # (6500, 13)
-    assert (equal.sum(1) >= 1).all()
-    counts = equal.sum(0).double()
-    assert ((counts - 500) ** 2 / 500).sum() < 32.9
-
-
 def test_the_operations_are_those_of_the_paper_and_of_torchvision() -> None:
     """Cubuk et al. 2020, section 3, where colour is called saturation here."""
     paper = "identity autocontrast equalize rotate solarize saturation posterize contrast brightness sharpness"

@@ -129,26 +129,6 @@ def test_filter_covariance_of_one_network_is_a_block_of_its_channels() -> None:
     np.testing.assert_allclose(block, np.cov(spec.unpack(x)["conv"][0].reshape(40, 9).T), atol=1e-12)
 
 
-@pytest.mark.parametrize("gain", [None, 3.0])
-def test_density_is_that_of_the_assembled_covariance(gain: float | None) -> None:
-    x = weights(200)
-    fitted = Exchangeable.fit(x, SPEC, permutations=PERMUTATIONS, gain=gain)
-    expected = stats.multivariate_normal(fitted.mean, fitted.covariance()).logpdf(x[:9])
-    np.testing.assert_allclose(fitted.log_prob(x[:9]), expected, rtol=1e-10)
-    assert fitted.log_prob(x[0]).shape == ()
-
-
-def test_samples_have_the_fitted_moments() -> None:
-    fitted = Exchangeable.fit(weights(200), SPEC, permutations=PERMUTATIONS)
-    n = 20_000
-    drawn, wanted = fitted.sample(np.random.default_rng(0), n), fitted.covariance()
-    scale = np.sqrt(np.outer(wanted.diagonal(), wanted.diagonal()))
-    # 903 entries and 42 means, each beyond 5 standard errors with probability 6e-7: a false alarm in 1 of 1,800 seeds.
-    spread = np.sqrt((1 + (wanted / scale) ** 2) / n)
-    assert (np.abs(np.cov(drawn.T) - wanted) / scale < 5 * spread).all()
-    assert (np.abs(drawn.mean(0) - fitted.mean) < 5 * np.sqrt(wanted.diagonal() / n)).all()
-
-
 def test_damaged_permutations_are_refused() -> None:
     fitted = Exchangeable.fit(weights(60), SPEC, permutations=PERMUTATIONS)
     damaged = fitted.to_tensors() | {"permutations": np.frombuffer(b'{"views": [{"name": 1}]}', dtype=np.uint8)}
@@ -208,7 +188,7 @@ def test_independent_networks_show_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [4, 8, 20])
+@pytest.mark.parametrize("n", [4, 20])
 def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
     """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
     permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)

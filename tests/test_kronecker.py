@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import references_kronecker as naive
-from references_statistics import flip_flop_log_likelihood, random_covariance
+from references_statistics import random_covariance
 from scipy.stats import binom
 
 from weightscope.errors import DataError, UsageError
@@ -157,17 +157,13 @@ def test_first_factors_are_positive_where_they_are_not_unique(same):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_powers_and_lanczos_change_nothing(monkeypatch, same):
+def test_power_iteration_changes_nothing(monkeypatch, same):
     rng = np.random.default_rng(9)
     covariance = np.kron(random_covariance(7, rng), np.eye(7)) + 0.1 * random_covariance(49, rng)
     fast = kronecker_sum(covariance, same=same)
     monkeypatch.setattr(kronecker, "_POWERS", 0)
-    dense, several = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
-    monkeypatch.setattr(kronecker, "_DENSE", 0)
-    lanczos, few = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
-    for other in (fast, lanczos):
-        np.testing.assert_allclose(other.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
-    np.testing.assert_allclose(few.matrix(), several.matrix(), rtol=0, atol=1e-11 * np.abs(covariance).max())
+    dense = kronecker_sum(covariance, same=same)
+    np.testing.assert_allclose(fast.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
 
 
 # --- explained variance, the result --------------------------------------------------------------------------------
@@ -305,32 +301,12 @@ def factors():
     return rows * np.trace(columns) / 3, columns * 3 / np.trace(columns)
 
 
-def test_matrix_normal_recovers_the_factors(factors):
-    # Standard error of a variance from N n = 6,000 values is 2 %; 10 % has a false-alarm rate below 1e-5.
-    w = sample(np.random.default_rng(5), 2000, *factors)
+def test_permuting_rows_conjugates_the_matrix_normal(factors):
+    rng = np.random.default_rng(7)
+    w = sample(rng, 60, *factors)
     fit = tensor_normal(w)
     assert fit.converged
     assert np.trace(fit.factors[1]) == pytest.approx(3, rel=1e-12)
-    np.testing.assert_allclose(fit.factors[0], factors[0], atol=0.1 * np.diag(factors[0]).max())
-    np.testing.assert_allclose(fit.factors[1], factors[1], atol=0.1 * np.diag(factors[1]).max())
-
-
-def test_matrix_normal_is_a_maximum(factors):
-    rng = np.random.default_rng(6)
-    w = sample(rng, 40, *factors)
-    fit = tensor_normal(w, tolerance=1e-14)
-    best = flip_flop_log_likelihood(w, fit.factors[0], fit.factors[1])
-    for _ in range(100):
-        step = [m @ (np.eye(len(m)) + 0.02 * rng.standard_normal(m.shape)) for m in (fit.factors[0], fit.factors[1])]
-        rows, columns = ((m + m.T) / 2 for m in step)
-        assert flip_flop_log_likelihood(w, rows, columns) < best
-
-
-def test_matrix_normal_does_not_depend_on_order_and_conjugates(factors):
-    rng = np.random.default_rng(7)
-    w = sample(rng, 60, *factors)
-    fit, shuffled = tensor_normal(w), tensor_normal(rng.permutation(w))
-    np.testing.assert_allclose(shuffled.factors[0], fit.factors[0], rtol=1e-10, atol=1e-12)
     # Permuting hidden units conjugates the covariance between rows.
     order = rng.permutation(5)
     permuted = tensor_normal(w[:, order])

@@ -44,7 +44,6 @@ from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
 from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS, query_key, same_random, table_codes
-from weightscope.networks.layers import TEMPERATURE
 
 IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
@@ -257,9 +256,6 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
         scale, distance = _likeness(ordinary, codes)
-        name = table.name
-        if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
-            name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
         pairs = zip((limits, DISTANCE), zip(*starts, strict=True), strict=True) if starts else ()
         scaled, apart = [outside_of(interval, draws) for interval, draws in pairs] or (0.0, 0.0)
@@ -269,7 +265,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         ]
         if special == "zero" and table.prefix:
             rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
-        checks += checks_of("sinusoidal_positions", "positions", i, None, name, rows)
+        checks += checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
     return checks
 
 
@@ -289,17 +285,6 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
     mine, theirs = table @ table.T, codes @ codes.T
     scale = float((mine * theirs).sum() / theirs.square().sum())
     return math.sqrt(max(scale, 0.0)), float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
-
-
-def _endpoint_codes(table: Tensor) -> Tensor:
-    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T: `T^(-i / (q - 1))`, not `T^(-i / q)`.
-
-    Source: Vaswani et al.'s tensor2tensor, from which Whisper and fairseq have it.
-    """
-    q = table.shape[1] // 2
-    frequencies = TEMPERATURE ** (-torch.arange(q, dtype=torch.float64) / max(1, q - 1))
-    angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 # --- impulses ---------------------------------------------------------------------------------------------------------
@@ -347,9 +332,7 @@ def impulse_attention_checks(
         if part.positional:
             raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
-        every = impulse.filter_offsets(filter_size, tokens.rows > 1)
-        known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
-        known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
+        known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()
         checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
     if not checks:

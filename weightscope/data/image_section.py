@@ -191,9 +191,9 @@ class DataConfig(Task, SourceConfig):
 
 
 def check_patches(network: Any, size: int, whose: str = "its") -> None:
-    """Raise ValueError unless the factor by which a network's section reduces an image divides the image's side."""
+    """Raise UsageError unless the factor by which a network's section reduces an image divides the image's side."""
     if size % network.reduction:
-        raise ValueError(
+        raise UsageError(
             f"network.patch_size: the network reduces the image by a factor of {network.reduction}, which must divide "
             f"{whose} {size} pixels"
         )

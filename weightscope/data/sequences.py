@@ -69,11 +69,6 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-def perplexity(nats: float) -> float:
-    """The exponential of a cross entropy per token in nats."""
-    return math.exp(nats)
-
-
 # --- generated tasks --------------------------------------------------------------------------------------------------
 
 

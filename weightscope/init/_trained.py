@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from weightscope.anatomy import (
     positions,
 )
 from weightscope.anatomy.effective import plain
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
@@ -289,28 +289,17 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
     return ".".join(there)
 
 
-@dataclass(frozen=True)
-class PositionTable:
+def token_grid(part: PositionEmbedding) -> TokenGrid:
     """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
-
-    prefix: int
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, part: PositionEmbedding) -> "PositionTable":
-        """The table of a part of the anatomy."""
-        return cls(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {self.rows} x {self.columns}"
+    return TokenGrid(*(part.grid or (1, part.tokens - part.prefix)), part.prefix)
 
 
-def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Tensor:
+def selected_tokens(name: str, small: TokenGrid, large: TokenGrid) -> Tensor:
     """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
     if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
+        theirs, mine = (f"{grid.prefix} + {grid.rows} x {grid.columns}" for grid in (large, small))
         raise SpecError(
-            f"`{name}`: expected at most the teacher's tokens, {large}, found {small}; use positions='interpolate'"
+            f"`{name}`: expected at most the teacher's tokens, {theirs}, found {mine}; use positions='interpolate'"
         )
     if large.rows == 1:
         found = torch.arange(small.columns)
@@ -321,7 +310,7 @@ def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Te
     return torch.cat([torch.arange(small.prefix), found + large.prefix])
 
 
-def interpolated(name: str, table: Tensor, there: PositionTable, wanted: PositionTable) -> Tensor:
+def interpolated(name: str, table: Tensor, there: TokenGrid, wanted: TokenGrid) -> Tensor:
     """A position embedding (..., tokens, d) on another grid, smaller or larger, by bicubic interpolation.
 
     Special tokens are copied; pixels are aligned by their edges and smaller grids are filtered (antialias), as in

@@ -13,7 +13,7 @@ from weightscope._util.checks import choice
 from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
-from weightscope.anatomy.matrices import fans, matrices
+from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.errors import UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,12 +65,17 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
+def selected(module: nn.Module, select: str) -> list[Matrix]:
+    """The weights of linear and convolutional layers whose names match the patterns."""
+    found = matrices(module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    return [matrix for matrix in found if matrix.name in wanted]
+
+
 def each_matrix(module: M, select: str, fill: Callable[[Tensor], Tensor], bias: str, generator: Generator) -> M:
     """Fill every selected weight, matrix by matrix (out, in, ...), and set its bias by a rule."""
     choice("bias", bias, ("uniform", "zero", "keep"))
-    found = matrices(module)
-    wanted = set(matching(select, (matrix.name for matrix in found)))
-    for matrix in (matrix for matrix in found if matrix.name in wanted):
+    for matrix in selected(module, select):
         blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))

@@ -10,6 +10,7 @@ so heads with one offset share a solution without sharing weights.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers,
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
@@ -347,8 +349,7 @@ def position_codes(
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     causal = bool(part.causal)
     if table is not None:
-        shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read().cpu(), TokenGrid(*shape, table.prefix, causal)
+        return table.read().cpu(), replace(token_grid(table), causal=causal)
     if isinstance(grid, int):
         return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
     if grid is None:
@@ -390,7 +391,7 @@ def _plans(
     generator: Generator,
 ) -> list[_Plan]:
     """The plans of attention modules; if all layers are the same, that of the first one of each shape."""
-    known = _known_offsets(rule, filter_size, tokens)
+    known = known_offsets(rule, filter_size, tokens)
     in_turn, plans, kept = itertools.cycle(known), list[_Plan](), dict[tuple[float, ...], _Plan]()
     for part in parts:
         shape, k = (part.heads, part.kv_heads, part.width, part.head_width, part.scale), part.head_width
@@ -416,7 +417,7 @@ def _finite(part: AttentionPart, name: PartName) -> Tensor:
     return value
 
 
-def _known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
+def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
     """The offsets to choose from, checked."""
     if isinstance(rule, str):
         choice("offsets", rule, ("random", "cycle"))

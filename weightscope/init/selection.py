@@ -14,7 +14,6 @@ from weightscope.errors import SpecError
 from weightscope.init import _trained
 from weightscope.init._trained import (
     Place,
-    PositionTable,
     Source,
     chosen,
     counterparts,
@@ -23,6 +22,7 @@ from weightscope.init._trained import (
     interpolated,
     selected_tokens,
     spaced,
+    token_grid,
 )
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
@@ -88,7 +88,7 @@ def select_weights_(
     cpu_generator(generator)
     options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
     pairs = matched(module, teacher, **options)
-    selection = _Selection(elements, generator)
+    selection = Selection(elements, generator)
     for pair, value in [(pair, selection.select(pair)) for pair in pairs]:
         put(pair.value, value)
     return module
@@ -143,8 +143,8 @@ class Layout:
             for named in (part.parameters, part.bias_parameters):
                 inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: PositionTable.of(p) for p in found_parts(position_tables, student)}
-        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
+        self.tables = {p.name: token_grid(p) for p in found_parts(position_tables, student)}
+        self.theirs = {source.places[p.name].name: token_grid(p) for p in found_parts(position_tables, teacher)}
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
         """The teacher's tensor at `place` with the student's positions, checked to be selectable."""
@@ -187,7 +187,7 @@ def _uneven(part: Any, student: Any) -> str | None:
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
-class _Selection:
+class Selection:
     """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
     def __init__(self, rule: str, generator: Generator) -> None:

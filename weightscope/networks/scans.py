@@ -79,7 +79,6 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep the inputs and all states."""
         *values, _ = inputs
         _, states = output
         ctx.save_for_backward(*values, states)

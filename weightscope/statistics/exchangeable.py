@@ -263,12 +263,10 @@ def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarr
 
 def _centred_grams(averages: _Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
-    out = np.zeros((1, 1, 1))
+    out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
     for smaller in subsets([label for label in key if not is_signed(label)]):
         kept = tuple(label for label in key if is_signed(label) or label in smaller)
         flat = [averages(view, kept)[..., 0] for view in views]
-        if out.size == 1:
-            out = np.zeros((len(flat[0]), len(flat), len(flat)))
         axes = "abcdefgh"[: len(kept)]
         sign = 1.0 if (len(key) - len(kept)) % 2 == 0 else -1.0
         for i, one in enumerate(flat):
