@@ -1,9 +1,9 @@
 """Permutations that keep the function of any network, derived from the operations of its forward pass.
 
-The forward pass is run once on example inputs and its operations are recorded. Then the axes of all parameters are propagated
-through them symbolically (`symbolic_axes`): what is added is permuted alike, what is contracted cancels, what meets tokens,
-pixels or an operation that is not known stays in its place. Passes are repeated until reshapes and slices have shown what each
-axis is composed of. The result is checked by function: units are renumbered, the outputs must not change.
+The forward pass is run once on example inputs and its operations are recorded. Then the axes of all parameters are
+propagated through them symbolically (`symbolic_axes`): what is added is permuted alike, what is contracted cancels, and
+what meets tokens, pixels or an operation that is not known stays in its place. Passes are repeated until reshapes and
+slices have shown what each axis is composed of.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from weightscope._util.names import listing
 from weightscope.anatomy.symbolic_axes import (
     Axes,
     Axis,
@@ -57,7 +58,7 @@ class _Step:
     out: list[_Ref]
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """Records the operations that are run, with tensors replaced by numbers."""
 
     def __init__(self) -> None:
@@ -65,11 +66,13 @@ class _Recorder(TorchDispatchMode):
         self.steps: list[_Step] = []
         self.shapes: list[tuple[int, ...]] = []
         self.storages: list[int] = []
+        self.dtypes: set[torch.dtype] = set()  # of floating-point numbers that were computed
         self.written: set[int] = set()  # tensors of which a view was changed in place
         self._numbers = WeakTensorKeyDictionary()
         self._bases: dict[int, int] = {}
 
     def ref(self, tensor: Tensor) -> _Ref:
+        """The number of a tensor, a new one if it has not been seen."""
         if tensor not in self._numbers:
             self._numbers[tensor] = len(self.shapes)
             self.shapes.append(tuple(tensor.shape))
@@ -87,7 +90,9 @@ class _Recorder(TorchDispatchMode):
         strides = tuple(first.stride()) if first is not None and first.layout == torch.strided else ()
         arguments = self._refs(arguments)
         out = func(*args, **(kwargs or {}))
-        returned = [self.ref(x) for x in tree_leaves(out) if isinstance(x, Tensor)]
+        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.dtypes |= {x.dtype for x in tensors if x.is_floating_point()}
+        returned = [self.ref(x) for x in tensors]
         aliases = [a for a in schema.arguments if a.alias_info is not None]
         written = next((a.name for a in aliases if a.alias_info.is_write), None)
         if aliases and isinstance(base := arguments.get(aliases[0].name), _Ref):
@@ -108,11 +113,10 @@ def call(module: nn.Module, inputs: Any) -> Any:
     return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """All tensors in what a module returns; dataclass-like outputs of transformers are mappings."""
-    if isinstance(value, Mapping):
-        value = dict(value)
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+def tensors_in(value: Any) -> list[Tensor]:
+    """All floating-point tensors in what a module returns; the outputs of transformers are mappings."""
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 # -- what each operation does to axes
@@ -129,35 +133,40 @@ def _rule(*names: str) -> Callable[[Rule], Rule]:
     return add
 
 
-_ODD = set("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round".split())
-_EVEN = ["abs", "cos", "cosh", "square"]
-_SUMS = ["add", "sub", "rsub"]
-_PRODUCTS = ["mul", "div", "multiply", "divide"]
-_MOVED = ["alias", "detach", "lift_fresh", "contiguous", "view_as_real"]
-_FILLED = set(
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ODD = _words("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
+_EVEN = {"abs", "cos", "cosh", "square"}
+_SUMS = {"add", "sub", "rsub"}
+_PRODUCTS = {"mul", "div", "multiply", "divide"}
+_MOVED = {"alias", "detach", "lift_fresh", "contiguous", "clone", "_to_copy"}
+_FILLED = _words(
     "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
-    "scalar_tensor".split()
+    "scalar_tensor"
 )
-_POOLED = set(
+_POOLED = _words(
     "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d "
     "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d".split()
+    "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
 )
-_MAXIMA = set(
-    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d max_pool1d_with_indices".split()
-)
+_MAXIMA = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max_pool1d_with_indices"}
 _SPATIAL = {name: 1 if "1d" in name else 3 if "3d" in name else 2 for name in [*_POOLED, *_MAXIMA]}
-_ATTENTION = set(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math "
-    "_scaled_dot_product_cudnn_attention scaled_dot_product_attention".split()
-)
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention",
+    "scaled_dot_product_attention",
+}
 
 
 class _Pass:
     """One walk through the recorded operations, from the parameters' axes to the outputs'."""
 
-    def __init__(self, recorder: _Recorder, axes: Axes, parameters: Mapping[int, Value]) -> None:
+    def __init__(self, recorder: Recorder, axes: Axes, parameters: Mapping[int, Value]) -> None:
         self.axes = axes
         self.shapes = recorder.shapes
         self.values: dict[int, Value] = dict(parameters)
@@ -177,7 +186,7 @@ class _Pass:
             self.fix(self.value(ref))
 
     def value(self, ref: _Ref) -> Value:
-        """The axes of a tensor; those of one that no operation returned are constant, and fix what they share memory with."""
+        """The axes of a tensor; one that no operation returned is constant, and fixes what it shares memory with."""
         if ref.number not in self.values:
             if ref.number in self._aliased:
                 self.fix(self._aliased[ref.number])
@@ -185,10 +194,12 @@ class _Pass:
         return self.values[ref.number]
 
     def fix(self, value: Value) -> None:
+        """Hold the units of all axes in their places."""
         for axis in value:
             self.axes.fix(axis)
 
     def unsigned(self, value: Value) -> None:
+        """Entries must not change sign with units of any axis."""
         for axis in value:
             self.axes.unsigned(axis)
 
@@ -336,7 +347,7 @@ def _dims(given: Any, n: int) -> list[int]:
     return [d % n for d in (given if isinstance(given, list | tuple) else [given])] if n else []
 
 
-@_rule(*_MOVED, "clone", "_to_copy", "dropout", "native_dropout")
+@_rule(*_MOVED, "dropout", "native_dropout")
 def _kept(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
     return [a["self"] if "self" in a else a["input"]]
 
@@ -496,10 +507,8 @@ def _index(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
     value, indices = a["self"], list(a["indices"])
     used = [i for i, index in enumerate(indices) if index is not None]
     shape = p.shapes[step.out[0].number]
-    if (
-        used != list(range(used[0], used[-1] + 1))
-        or (any(len(indices[i]) > 1 and len(used) == 1 for i in used)
-        and False)
+    if used != list(range(used[0], used[-1] + 1)) or (
+        any(len(indices[i]) > 1 and len(used) == 1 for i in used) and False
     ):
         return p._unknown(step, [value])
     for i in used:
@@ -728,14 +737,15 @@ def _weight_norm(p: _Pass, a: dict[str, Any], step: _Step) -> list[Value]:
     return [p.broadcast([a["v"], a["g"]], product=True)]
 
 
-_MOVEMENTS = {
-    *_MOVED, "clone", "_to_copy", "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "t", "transpose", "unsqueeze",
-    "squeeze", "expand", "slice", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
+_MOVEMENTS = _MOVED | {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand",
+    "slice", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
 }  # fmt: skip
 
 
 # -- from the operations to the specification
 
+_PASSES = 20  # each one finds what the axes of the one before are composed of; three are common
 Skeleton: TypeAlias = tuple[Any, ...]  # an axis's factors: lengths, and lists of skeletons one after another
 
 
@@ -816,7 +826,7 @@ def _segments(units: Axes, axis: Axis) -> list[_Segment]:
 
 
 def _flipped(equations: Sequence[int], masks: Mapping[Unit, int]) -> dict[Unit, int]:
-    """Unit -> the bits of a solution of the equations, other than zero, among the bits of its axes; none where there is none.
+    """Unit -> a solution of the equations, other than zero, among the bits of its axes, if there is one.
 
     Each equation is about the axes of one unit.
     """
@@ -848,31 +858,25 @@ def _bits(mask: int) -> list[int]:
     return [i for i, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
-@dataclass
-class DerivedPermutations:
-    """What the graph of a module says of its permutations."""
+def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
+    """The permutations of a module's units that its forward pass on these inputs shows, not yet checked by function.
 
-    permutations: PermutationSpec
-    unknown: tuple[str, ...]  # operations without a rule, whose axes are fixed
-    unused: tuple[str, ...]  # tensors that no operation reads
-
-
-def derive_permutations(module: nn.Module, inputs: Any, *, passes: int = 20) -> DerivedPermutations:
-    """The permutations of a module's units that its forward pass on these inputs shows, not yet checked by function."""
+    `notes` of the result say which operations are not known, which tensors were not used, and what cannot be described.
+    """
     spec = WeightSpec.of(module)
-    recorder = _Recorder()
+    recorder = Recorder()
     state = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
     named = {name: recorder.ref(state[name]).number for name in spec.names}
     with _evaluating(module), recorder:
-        outputs = [recorder.ref(tensor) for tensor in _tensors(call(module, inputs))]
+        outputs = [recorder.ref(tensor) for tensor in tensors_in(call(module, inputs))]
     numbers = sorted(set(named.values()))
     skeletons: dict[int, list[Skeleton]] = {
         n: [(size,) if size > 1 else () for size in recorder.shapes[n]] for n in numbers
     }
-    for _ in range(passes):
+    for _ in range(_PASSES):
         units = Axes()
         values = {n: [_instance(units, skeleton) for skeleton in skeletons[n]] for n in numbers}
         current = _Pass(recorder, units, values)
@@ -882,12 +886,14 @@ def derive_permutations(module: nn.Module, inputs: Any, *, passes: int = 20) -> 
             break
         skeletons = found
     read = {ref.number for step in recorder.steps for ref in tree_leaves(step.arguments) if isinstance(ref, _Ref)}
-    unused = tuple(name for name in spec.names if named[name] not in read)
+    notes = [
+        f"{name}: no rule for this operation, so the axes that it meets are fixed" for name in sorted(current.unknown)
+    ]
+    if unused := [name for name in spec.names if named[name] not in read]:
+        notes.append(f"not used in the forward pass: {listing(unused)}")
     for name in unused:
         current.fix(values[named[name]])
-    return _specification(
-        spec, units, {name: values[number] for name, number in named.items()}, current.unknown, unused
-    )
+    return _specification(spec, units, {name: values[number] for name, number in named.items()}, notes)
 
 
 @contextlib.contextmanager
@@ -906,11 +912,11 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
             m.training = True
 
 
-def _specification(
-    spec: WeightSpec, units: Axes, values: Mapping[str, Value], unknown: set[str], unused: tuple[str, ...]
-) -> DerivedPermutations:
+def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], notes: Sequence[str]) -> PermutationSpec:
     segments = {name: [_segments(units, axis) for axis in value] for name, value in values.items()}
-    for unit in _on_two_axes(segments):  # the covariance would have further parts
+    if twice := _on_two_axes(segments):  # the covariance would have further parts
+        notes = [*notes, f"the same units on two axes, so fixed: {listing(dict(twice))}"]
+    for _, unit in twice:
         unit.fixed = True
     segments = {name: [_segments(units, axis) for axis in value] for name, value in values.items()}
     everything = [s.factors for axes in segments.values() for axis in axes for s in axis]
@@ -937,13 +943,20 @@ def _specification(
             if [axis for axis, _ in strides] == list(range(len(shape))) and all(map(_contiguous, strides)):
                 strides = ()  # rows of the tensor, or all of it
             views.append(
-                View(label, name, lengths, tuple(g for *_, g in layout), offset if any(offset) or strides else (), strides)
+                View(
+                    label,
+                    name,
+                    lengths,
+                    tuple(g for *_, g in layout),
+                    offset if any(offset) or strides else (),
+                    strides,
+                )
             )
     groups = {names[unit]: (None if head.fixed else names[head], head.size) for unit, head in outer.items()}
     groups |= {names[head]: (names[head], head.size) for head in outer.values() if not head.fixed}
     used = {axis.removeprefix("~") for view in views for axis in view.axes if axis is not None}
     heads = {group: value for group, value in groups.items() if group in used}
-    return DerivedPermutations(PermutationSpec(tuple(views), heads), tuple(sorted(unknown)), unused)
+    return PermutationSpec(tuple(views), heads, tuple(notes))
 
 
 def _contiguous(strides: tuple[int, tuple[tuple[int, int], ...]]) -> bool:
@@ -956,18 +969,18 @@ def _contiguous(strides: tuple[int, tuple[tuple[int, int], ...]]) -> bool:
     return True
 
 
-def _on_two_axes(segments: Mapping[str, Sequence[Sequence[_Segment]]]) -> list[Unit]:
-    """Units that occur twice in one part of a tensor."""
+def _on_two_axes(segments: Mapping[str, Sequence[Sequence[_Segment]]]) -> list[tuple[str, Unit]]:
+    """Tensors and the units that occur twice in one part of them."""
     out = []
-    for axes in segments.values():
+    for name, axes in segments.items():
         for chosen in combinations(*axes):
             there = [unit for segment in chosen for unit, *_ in segment.factors if not unit.fixed]
-            out += [unit for unit in set(there) if there.count(unit) > 1]
+            out += [(name, unit) for unit in there if there.count(unit) > 1]
     return out
 
 
 def _heads(units: Axes, rows: Sequence[Sequence[tuple[Unit, int, int, int]]]) -> dict[Unit, Unit]:
-    """Unit -> the one that it may be permuted within, as the coordinates of each head: always next to it, its only such."""
+    """Unit -> the one that it may be permuted within, as coordinates within heads: always next to it."""
     found: dict[Unit, Unit | None] = {}
     for row in rows:
         for i, (unit, *_) in enumerate(row):

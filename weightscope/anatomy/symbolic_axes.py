@@ -1,13 +1,13 @@
-"""Axes as products of units that may be renumbered: what permutations of a network's units do to the axes of its tensors.
+"""Axes as products of units that may be renumbered: what permutations of units do to the axes of tensors.
 
-The rows of a linear layer are n units that may be renumbered. Reshaping them into heads makes them a product, slicing makes
-them a concatenation, adding a residual makes two sets of units one, and meeting tokens or pixels makes them fixed. `Axes` keeps
-this as terms and merges them by unification; `Unit.within` says on which other units a permutation may depend, since the
-coordinates of each head may be renumbered by themselves.
+The rows of a linear layer are n units that may be renumbered. Reshaping them into heads makes them a product, slicing
+makes them a concatenation, adding a residual makes two sets of units one, and meeting tokens or pixels makes them
+fixed. `Axes` keeps this as terms and merges them by unification; `Unit.within` says on which other units a permutation
+may depend, since the coordinates of each head may be renumbered by themselves.
 
-Signs are linear equations over GF(2). Each axis of a parameter has an unknown bit: whether its entries change sign when that of
-the unit does. An axis of an intermediate result has a sum of such bits, as the bit mask of an int; products add, sums and
-contractions need equal ones, and an operation that is neither odd nor even needs zero.
+Signs are linear equations over GF(2). Each axis of a parameter has an unknown bit: whether its entries change sign when
+that of the unit does. An axis of an intermediate result has a sum of such bits, as the bit mask of an int; products
+add, sums and contractions need equal ones, and an operation that is neither odd nor even needs zero.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +65,7 @@ class Concatenation:
 
 @dataclass(frozen=True)
 class Choice:
-    """An axis that is another one for each part of the `Concatenation` with this key: queries, keys and values in (3, n)."""
+    """An axis that differs between the parts of the `Concatenation` with this key: q, k and v in (3, n)."""
 
     key: int
     axes: "tuple[Axis, ...]"
@@ -185,7 +185,7 @@ class Axes:
         a.outer = a.outer or b.outer
 
     def _compose(self, unit: Unit, parts: Axis) -> None:
-        """Record that units are a product of factors, of which the inner ones may depend on the outer ones, or parts."""
+        """Record that units are a product, whose inner factors may depend on the outer ones, or a concatenation."""
         unit.parts = parts
         before: set[Unit] = set(unit.within)
         for place, factor in enumerate(parts):
@@ -247,10 +247,12 @@ class Axes:
             return (Leaf(x.unit, x.sign ^ y.sign if product else x.sign),)
         if isinstance(x, Leaf) or isinstance(y, Leaf):
             leaf, cat = (x, y) if isinstance(x, Leaf) else (y, x)
-            assert isinstance(leaf, Leaf) and isinstance(cat, Concatenation)
+            assert isinstance(leaf, Leaf)
+            assert isinstance(cat, Concatenation)
             self._compose(leaf.unit, (Concatenation(tuple(self._shape_of(part) for part in cat.parts)),))
             return self.merge((leaf,), (cat,), product=product)
-        assert isinstance(x, Concatenation) and isinstance(y, Concatenation)
+        assert isinstance(x, Concatenation)
+        assert isinstance(y, Concatenation)
         ends = sorted({*_ends(x), *_ends(y)})
         parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
         if any(p is None or q is None for p, q in parts):
@@ -329,20 +331,21 @@ class Axes:
             return self.resolved((factor,))
         if isinstance(factor, Choice):
             halves = [self._halved(axis, outer) for axis in factor.axes]
-            if any(half is None for half in halves):
-                return None
             found = [half for half in halves if half is not None]
+            if len(found) < len(halves):
+                return None
             return (Choice(factor.key, tuple(h[0] for h in found)), Choice(factor.key, tuple(h[1] for h in found)))
         sizes = [length(part) for part in factor.parts]
         if any(size % inner for size in sizes):
             return None
-        found = [self._halved(part, size // inner) for part, size in zip(factor.parts, sizes, strict=True)]
-        if any(half is None for half in found):
+        halves = [self._halved(part, size // inner) for part, size in zip(factor.parts, sizes, strict=True)]
+        found = [half for half in halves if half is not None]
+        if len(found) < len(halves):
             return None
         self._keys += 1
         return (
-            Concatenation(tuple(half[0] for half in found if half), self._keys),
-            Choice(self._keys, tuple(half[1] for half in found if half)),
+            Concatenation(tuple(h[0] for h in found), self._keys),
+            Choice(self._keys, tuple(h[1] for h in found)),
         )
 
     def _halved(self, axis: Axis, outer: int) -> tuple[Axis, Axis] | None:

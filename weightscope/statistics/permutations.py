@@ -52,7 +52,9 @@ class View:
         strides = self.strides or tuple((i, ((n, 1),)) for i, n in enumerate(self.shape))
         last = list(self.offset or (0,) * len(shape))
         numbers = [*last, *self.shape, *(x for axis, pairs in strides for pair in ((axis, 1), *pairs) for x in pair)]
-        if not all(type(x) is int and x >= 0 for x in numbers) or not len(last) == len(shape) >= len({a for a, _ in strides}):
+        if not all(type(x) is int and x >= 0 for x in numbers) or not len(last) == len(shape) >= len(
+            {a for a, _ in strides}
+        ):
             return False
         if [prod(n for n, _ in pairs) for _, pairs in strides] != list(self.shape):
             return False
@@ -68,7 +70,8 @@ class View:
         ndim = len(self.offset) or len(self.shape)
         lead = tensor.ndim - ndim
         if self.offset:
-            tensor = tensor[(..., *(slice(start, None) for start in self.offset))]
+            window: tuple[Any, ...] = (..., *(slice(start, None) for start in self.offset))
+            tensor = tensor[window]
         lengths = [n for _, pairs in strides for n, _ in pairs]
         steps = [step * tensor.strides[lead + axis] for axis, pairs in strides for _, step in pairs]
         return as_strided(tensor, (*tensor.shape[:lead], *lengths), (*tensor.strides[:lead], *steps))
@@ -123,6 +126,7 @@ class PermutationSpec:
         heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
             within their head, and heads of one name are permuted together; those without a name (None) stay where
             they are. Statistics do not depend on it: they are averages over heads.
+        notes: what a specification that was derived leaves out, and why.
 
     Raises:
         SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
@@ -131,6 +135,7 @@ class PermutationSpec:
 
     views: tuple[View, ...]
     heads: Mapping[str, tuple[str | None, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         self.sizes  # noqa: B018 - checks the lengths
