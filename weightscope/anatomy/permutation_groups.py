@@ -251,7 +251,7 @@ def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None
 def derived(module: nn.Module, inputs: Any) -> PermutationSpec:
     """The specification that the module's forward pass shows, checked by function in float64."""
     found = derive_permutations(module, inputs)
-    change, tolerance = _change_of_function(module, inputs, found)
+    change, tolerance = change_of_function(module, inputs, found)
     if not change < tolerance:
         raise AnatomyError(
             f"expected renumbering to leave the network's outputs unchanged, found them to change by {change:.1g} of "
@@ -366,12 +366,14 @@ def check_permutations(
     right specification, of the order of 1 for a wrong one. `inputs` are as for `permutation_spec`.
     """
     before = [output.clone() for output in tensors_in(call(module, inputs))]
-    kept = {name: value.clone() for name, value in module.state_dict().items()}
+    state = module.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
     try:
         apply_permutation(module, permutations, rng=np.random.default_rng(seed))
         after = tensors_in(call(module, inputs))
     finally:
-        module.load_state_dict(kept)
+        for name, value in kept.items():
+            state[name].copy_(value)
     return max(float((b - a).abs().max() / a.abs().max()) for a, b in zip(before, after, strict=True))
 
 
@@ -382,9 +384,9 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     """The permutation specification of the tensors of a source: that of their names, derived, or one's own, checked.
 
     Where the names are not known it is derived from a network of the source's recipe, if it has one. One's own may be
-    tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked by function if the
-    source has a recipe, as a population has: a network of the recipe with random weights in all its tensors must have
-    the same outputs after renumbering; a SpecError if not.
+    tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked by function if
+    the source has a recipe, as a population has: a network of the recipe with random weights in all its tensors must
+    have the same outputs after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
     recipe = getattr(source, "recipe", None)
@@ -400,7 +402,7 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
     if recipe is not None:
-        change, tolerance = _change_of_function(_built(recipe), _inputs(recipe), found)
+        change, tolerance = change_of_function(_built(recipe), _inputs(recipe), found)
         if not change < tolerance:
             raise SpecError(
                 "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
@@ -420,7 +422,7 @@ def _inputs(recipe: Recipe) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _change_of_function(module: nn.Module, inputs: Any, permutations: PermutationSpec) -> tuple[float, float]:
+def change_of_function(module: nn.Module, inputs: Any, permutations: PermutationSpec) -> tuple[float, float]:
     """`check_permutations` of a copy in float64 whose tensors all differ between units, and the tolerance for it.
 
     Networks that compute parts in float32, as transformers' softmax and RMSNorm, are compared to its precision.
