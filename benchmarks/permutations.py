@@ -25,7 +25,19 @@ from weightscope.statistics.permutations import PermutationSpec
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shims
 
-TORCHVISION = dict.fromkeys(("resnet18", "vgg11_bn", "alexnet", "squeezenet1_1", "densenet121", "mobilenet_v2", "mobilenet_v3_small", "shufflenet_v2_x0_5", "regnet_y_400mf", "mnasnet0_5", "swin_t"), 64)
+TORCHVISION = [
+    "resnet18",
+    "vgg11_bn",
+    "alexnet",
+    "squeezenet1_1",
+    "densenet121",
+    "mobilenet_v2",
+    "mobilenet_v3_small",
+    "shufflenet_v2_x0_5",
+    "regnet_y_400mf",
+    "mnasnet0_5",
+    "swin_t",
+]
 TIMM = {
     "resnext50_32x4d": 64,
     "efficientnet_lite0": 64,
@@ -104,8 +116,8 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
     timm, transformers = shims.timm(), shims.transformers()
     vision = importlib.import_module("torchvision.models")
     out: dict[str, tuple[Callable[[], nn.Module], Any]] = {}
-    for name, size in TORCHVISION.items():
-        out[f"torchvision {name}"] = (lambda n=name: getattr(vision, n)(num_classes=7)), torch.randn(2, 3, size, size)
+    for name in TORCHVISION:
+        out[f"torchvision {name}"] = (lambda n=name: getattr(vision, n)(num_classes=7)), torch.randn(2, 3, 64, 64)
     for name, size in TIMM.items():
         fixed = {"img_size": size} if any(k in name for k in ("patch", "mixer_s", "mlp_", "cait", "xcit")) else {}
         out[f"timm {name}"] = (lambda n=name, f=fixed: timm.create_model(n, **f)), torch.randn(2, 3, size, size)
