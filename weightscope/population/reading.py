@@ -334,8 +334,7 @@ class Population(Result):
         file = shards.shard_file(self.path, tile)
         try:
             least = self._rows.get(tile, 1)
-            with shards.open_shard(file, self._manifest, tile, known=self._verified.get(tile), least=least) as h5:
-                self._verified[tile] = shards.signature(file)
+            with shards.open_shard(file, self._manifest, tile, verified=self._verified, least=least) as h5:
                 yield h5
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None
