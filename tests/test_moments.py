@@ -1,12 +1,13 @@
 import numpy as np
 import pytest
 import references_statistics as naive
+from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics import gram
 from weightscope.statistics.gram import _TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
-from weightscope.statistics.shrinkage import ledoit_wolf
+from weightscope.statistics.shrinkage import ledoit_wolf, shrunk_covariance
 
 
 def relative(found, expected):
@@ -188,3 +189,25 @@ def test_rank_k_updates_in_place(dtype):
             gram.add_gram(matrix, bad)
     with pytest.raises(ValueError, match="Fortran-ordered"):
         gram.add_gram(matrix.T, rows)
+
+
+@pytest.mark.parametrize(("n", "size"), [(30, 80), (80, 30), (500, 20), (3, 50), (2, 5)])
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_equals_scikit_learn(n, size, mean):
+    rng = np.random.default_rng(n + size)
+    data = rng.standard_normal((n, size)) @ naive.random_covariance(size, rng) + mean
+    expected = LedoitWolf().fit(data)
+    moments = Moments(size).update(data)
+    shrinkage = ledoit_wolf(moments)
+    assert shrinkage.intensity == pytest.approx(expected.shrinkage_, abs=1e-10)
+    np.testing.assert_allclose(shrunk_covariance(moments), expected.covariance_, rtol=0, atol=1e-10)
+    in_place = shrunk_covariance(moments, destroy=True)
+    np.testing.assert_allclose(in_place, expected.covariance_, rtol=0, atol=1e-10)
+
+
+def test_nothing_to_shrink():
+    rng = np.random.default_rng(2)
+    assert ledoit_wolf(Moments(1).update(rng.standard_normal((9, 1)))).intensity == 0
+    # Exactly white: S is the identity already.
+    white = np.concatenate([np.eye(4), -np.eye(4)])
+    assert ledoit_wolf(Moments(4).update(white)).intensity == 0

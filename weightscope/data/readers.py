@@ -300,20 +300,16 @@ def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
     """The first images of a file with X, uint8 (S, S, 3, n), and y (n, 1), in which 10 is the digit 0."""
     from scipy.io import loadmat, whosmat
 
-    def check(shapes: dict[str, tuple[int, ...]]) -> None:
-        pixels, labels = shapes.get("X", ()), shapes.get("y", ())
-        items = pixels[3] if len(pixels) == 4 else 0
-        expected = (info.size, info.size, info.channels, items), (items, 1)
-        if (pixels, labels) != expected or not count <= items <= most:
-            raise DataError(
-                f"{path}: expected X of shape {(info.size, info.size, info.channels, most)} and y of shape {(most, 1)},"
-                f" found {pixels or 'no X'} and {labels or 'no y'}"
-            )
-
+    image = info.size, info.size, info.channels
     try:
-        check({name: shape for name, shape, _ in whosmat(path)})  # before anything is read
+        shapes = {name: shape for name, shape, _ in whosmat(path)}  # by the header, before anything is read
+        x, y = shapes.get("X", ()), shapes.get("y", ())
+        if x[:3] != image or y != (*x[3:], 1) or not count <= y[0] <= most:
+            raise DataError(
+                f"{path}: expected X of shape {(*image, most)} and y of shape {(most, 1)}, found {x or 'no X'} and "
+                f"{y or 'no y'}"
+            )
         values = loadmat(path, variable_names=["X", "y"])
-        check({name: np.shape(values[name]) for name in ("X", "y")})
     except DataError:
         raise
     except Exception as error:  # the reader raises whatever it meets in a damaged file

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from weightscope._util.plugins import Registry, member
 from weightscope.data.metrics import Metric
+from weightscope.data.section import Section
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -46,10 +45,8 @@ def hash_of(tensors: "Iterable[Tensor]", about: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
-class Task(BaseModel):
+class Task(Section):
     """What networks are trained on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     what: ClassVar[str]  # the inputs in one word, for messages
     input_axes: ClassVar[int]  # number of axes of one input

@@ -180,7 +180,7 @@ def impulse_filters_(
         count("filter_size", filter_size)
     cpu_generator(generator)
     for part in depthwise(module, strict=strict, caller="impulse_filters_"):
-        pixels = _central(part, filter_size)
+        pixels = central_pixels(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
             pixels = pixels[torch.randperm(len(pixels), generator=generator)]
@@ -191,7 +191,7 @@ def impulse_filters_(
     return module
 
 
-def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
+def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:
     """Flat indices of the central pixels of a part's filters, row by row."""
     kh, kw = part.kernel
     sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in (kh, kw)]

@@ -89,10 +89,10 @@ class PopulationInit(FittedInit):
             shown: dict[str, list[str]] = {}
             for name, problem in problems.items():
                 shown.setdefault(problem, []).append(name)
-            likewise = {
-                problem: f", likewise {listing(names[1:], 3)}" * (len(names) > 1) for problem, names in shown.items()
-            }
-            texts = [f"`{names[0]}` {problem}{likewise[problem]}" for problem, names in shown.items()]
+            texts = [
+                f"`{first}` {problem}" + (f", likewise {listing(others, 3)}" if others else "")
+                for problem, (first, *others) in shown.items()
+            ]
             more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
         values: dict[str, np.ndarray] = {}

@@ -316,14 +316,13 @@ def impulse_attention_(
 
 def _of_positions_alone(part: AttentionPart) -> AttentionPart:
     """The part, if the map of its positions is that of Q K^T."""
-    if part.rotary or part.normalised:
-        why = "rotated by position (RoPE)" if part.rotary else "normalised"
-        raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-    if part.positional:
-        raise UsageError(
-            f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
-            "impulse_attention is for attention without them"
-        )
+    reasons = {
+        "queries and keys are rotated by position (RoPE)": part.rotary,
+        "queries and keys are normalised": part.normalised,
+        "gates or convolutions enter the attention map": part.positional,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
     return part
 
 

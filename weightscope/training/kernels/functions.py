@@ -85,8 +85,8 @@ def depthwise_conv2d(
 @_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
-    _check_norm(x, norm)
     _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
+    _check_norm(x, norm)
     if kernels == "c":
         return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
     return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
