@@ -15,6 +15,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -179,13 +180,13 @@ def open_shard(
         yield h5
 
 
-def _signature(stream: BinaryIO) -> tuple[int, ...]:
+def _signature(stream: BufferedReader) -> tuple[int, ...]:
     """Inode, size and modification time, which change when a file is replaced or rewritten."""
     found = os.fstat(stream.fileno())
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _check_hash(stream: BinaryIO, file: Path) -> None:
+def _check_hash(stream: BufferedReader, file: Path) -> None:
     digest, listed = hashlib.file_digest(stream, "sha256").hexdigest(), _listed(file)
     if not listed:
         raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
