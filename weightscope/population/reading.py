@@ -258,7 +258,7 @@ class Population(Result):
         return module.eval()
 
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
-        """The network with index k as a module, or its tensors if code of one's own is not here, not trusted or changed."""
+        """The network with index k as a module, or its tensors if its own code is missing, not trusted or changed."""
         try:
             return self.network(k)
         except (CannotRun, plugins.SourceChanged):
