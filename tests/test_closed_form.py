@@ -155,18 +155,15 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
-def test_scale_is_a_factor_and_audited():
-    from weightscope.auditing import audit
-
-    plain = wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", generator=seeded())
-    scaled = wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", scale=0.25, generator=seeded())
+def test_scale_is_a_factor_of_every_filter():
+    plain, scaled = (
+        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=scale, generator=seeded())
+        for scale in (1.0, 0.25)
+    )
     for one, other in zip(depthwise(plain), depthwise(scaled), strict=True):
         torch.testing.assert_close(other.read(), 0.25 * one.read(), rtol=1e-5, atol=1e-7)
-    assert audit(scaled, "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
-    assert audit(scaled.bfloat16(), "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
-    assert not audit(scaled, "conv_covariance", preset="imagenet-thawed").passed
     with pytest.raises(UsageError, match="scale: expected a number > 0"):
-        wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", scale=0)
+        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=0)
 
 
 # --- identity_product -------------------------------------------------------------------------------------------------

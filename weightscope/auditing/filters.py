@@ -21,7 +21,6 @@ from weightscope.auditing.intervals import (
     Simulated,
     chi_squared,
     error_in,
-    normal,
     powers,
 )
 from weightscope.auditing.layers import farthest
@@ -82,7 +81,7 @@ def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, An
         return [("NaN or infinite", float(bad), (0.0, 0.0))]
     spectrum, drawn = _draws(name, tuple(parameters.items()), part.kernel, part.channels, _precision(x))
     found = covariance_statistics(x, spectrum)
-    limits = _limits(part.channels, found, spectrum, drawn)
+    limits = _limits(part.channels, found, drawn)
     return [(what, found[what], interval, drawn.power(what, interval)) for what, interval in limits.items()]
 
 
@@ -105,9 +104,7 @@ def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]
     channels, total = len(x), float(values.sum())
     # The rounding errors of the data type are in every direction, also in those of zero variance.
     rounding = (torch.finfo(_precision(x)).eps ** 2 / 12) * float(np.mean(x**2))
-    inside = values > 100 * max(rounding, 1e-14 * total)
-    if not inside.any():  # entries so large that what is expected is below their rounding errors
-        return {"largest": float(np.abs(x).max())}
+    inside = values > min(100 * max(rounding, 1e-14 * total), 0.5 * values.max())
     y = (x @ vectors)[:, inside] / np.sqrt(values[inside] + rounding)  # (C, r)
     r = y.shape[1]
     energies = np.mean(y**2, axis=0)  # (r,)
@@ -125,12 +122,8 @@ def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]
     }
 
 
-def _limits(channels: int, found: Mapping[str, float], spectrum: Spectrum, drawn: Simulated) -> dict[str, Interval]:
+def _limits(channels: int, found: Mapping[str, float], drawn: Simulated) -> dict[str, Interval]:
     """The intervals of `covariance_statistics`; those of distance and correlation from draws of the initialiser."""
-    values = spectrum[0]
-    if "largest" in found:
-        edge = math.sqrt(float(values.max())) * normal(0.0, 1.0, level=LEVEL / (channels * len(values)))[1]
-        return {"largest": (0.0, edge * math.sqrt(len(values)))}
     r = int(found["rank"])
     low, high = chi_squared(channels, level=LEVEL / r)
     return {
