@@ -218,7 +218,7 @@ def _check_call(function: Callable[..., Tensor], args: Any, options: dict[str, A
 
 def _agree(what: str, found: Tensor, expected: Tensor, tolerance: float = TOLERANCE[torch.float32]) -> None:
     """Compare values of all networks, which are the outermost part of the first axis."""
-    error = largest_error(*(values.reshape(len(_SCALES), -1) for values in (found, expected)), smallest=1e-6)
+    error = largest_error(found.reshape(len(_SCALES), -1), expected.reshape(len(_SCALES), -1), 1e-6)
     if not error <= tolerance:  # NaN is not
         raise WrongKernel(f"{what} differs from torch's by {error:.1e} of the largest value")
 
