@@ -193,7 +193,7 @@ def test_heads_that_share_a_key_are_chosen_together():
 
 @pytest.mark.parametrize("kind", ["gpsa", "conv-logits", "conv-map", "conv-softmax-map"])
 def test_impulses_are_refused_where_positions_enter_the_map(kind):
-    with pytest.raises(UsageError, match="gates or convolutions enter the attention map"):
+    with pytest.raises(UsageError, match="gates, convolutions or biases of positions enter"):
         impulse_attention_(ViT(16, 4, 48, 1, 4, 10, attention=kind))
 
 

@@ -4,7 +4,6 @@ import references_statistics as naive
 from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics import gram
 from weightscope.statistics.gram import _TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
 from weightscope.statistics.shrinkage import ledoit_wolf, shrunk_covariance
@@ -170,25 +169,6 @@ def test_bad_input(rows):
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
         Moments(2).update([0.0, 1.0]).covariance()
     assert Moments(3).n == 0
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rank_k_updates_in_place(dtype):
-    rng = np.random.default_rng(0)
-    matrix = np.asfortranarray(rng.standard_normal((30, 30)).astype(dtype))
-    rows, before = rng.standard_normal((7, 30)).astype(dtype), matrix.copy()
-    gram.add_gram(matrix, rows)
-    expected = before + rows.T @ rows
-    np.testing.assert_allclose(
-        np.triu(matrix), np.triu(expected), rtol=1e-5 if dtype is np.float32 else 1e-13, atol=1e-5
-    )
-    np.testing.assert_array_equal(np.tril(matrix, -1), np.tril(before, -1))
-    gram.add_gram(matrix, rows[:0])
-    for bad in (rows.T, rows[:, ::2], rows[:, :20], rows.astype(np.float16)):
-        with pytest.raises(ValueError, match="expected"):
-            gram.add_gram(matrix, bad)
-    with pytest.raises(ValueError, match="Fortran-ordered"):
-        gram.add_gram(matrix.T, rows)
 
 
 @pytest.mark.parametrize(("n", "size"), [(30, 80), (80, 30), (500, 20), (3, 50), (2, 5)])

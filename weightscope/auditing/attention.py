@@ -338,7 +338,9 @@ def impulse_attention_checks(
         if part not in wanted or kind != "positions":
             continue
         if part.positional:
-            raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
+            raise AnatomyError(
+                f"`{part.name}`: gates, convolutions or biases of positions enter the map, so Q K^T does not give it"
+            )
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()

@@ -149,7 +149,7 @@ class SequenceConfig(Task):
         changes: dict[str, Any] = {"data.held_out": "valid"} | ({} if count is None else {"data.test": count})
         changed = self.model_copy(update={key.removeprefix("data."): value for key, value in changes.items()})
         source = changed.load(root)
-        return changes, {"train": source.train, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
+        return changes, {"train": source.examples, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
 
     @model_validator(mode="after")
     def _tokens(self) -> "SequenceConfig":

@@ -398,7 +398,7 @@ class SequenceSource:
 
     config: SequenceConfig
     corpus: Corpus
-    train: int  # sequences of an epoch
+    examples: int  # training sequences of an epoch
     held_out: dict[int, tuple[ScoredSequences, ...]]  # multiple of the length -> batches of sequences of equal length
 
     nbytes: ClassVar[int] = 0  # sequences are drawn step by step
@@ -440,11 +440,6 @@ class SequenceSource:
         return self.corpus.vocabulary
 
     @property
-    def examples(self) -> int:
-        """The number of training sequences of an epoch."""
-        return self.train
-
-    @property
     def mask(self) -> Tensor:
         """Whether each target of a training sequence is scored, (n,); the same in all."""
         return self.held_out[1][0].mask[0]
@@ -468,7 +463,7 @@ class SequenceSource:
 
     def shortened(self, train: int) -> "SequenceSource":
         """The same with shorter epochs."""
-        return replace(self, train=train)
+        return replace(self, examples=train)
 
     @cached_property
     def fingerprint(self) -> str:

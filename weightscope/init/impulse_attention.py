@@ -317,7 +317,7 @@ def _of_positions_alone(part: AttentionPart) -> AttentionPart:
     reasons = {
         "queries and keys are rotated by position (RoPE)": part.rotary,
         "queries and keys are normalised": part.normalised,
-        "gates or convolutions enter the attention map": part.positional,
+        "gates, convolutions or biases of positions enter the map": part.positional,
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")

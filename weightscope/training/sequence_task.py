@@ -32,8 +32,8 @@ class SequenceBatches:
             self.validation = [ScoredSequences(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.nets, self.data, self.device = nets, data.to(device), device
         self.smoothing = recipe.training.label_smoothing
-        self.batch = min(recipe.training.batch_size, data.train)
-        self.steps = data.train // self.batch
+        self.batch = min(recipe.training.batch_size, data.examples)
+        self.steps = data.examples // self.batch
         self.evaluated = tuple(metric.name for metric in recipe.data.metrics)
         self.scored = _places(self.data.mask)
         root = recipe.population.seed
