@@ -26,3 +26,12 @@ def random_covariance(size, rng, *, condition=30.0):
     """A covariance with random eigenvectors and eigenvalues between 1 / condition and 1."""
     vectors, _ = np.linalg.qr(rng.standard_normal((size, size)))
     return (vectors * np.geomspace(1 / condition, 1, size)) @ vectors.T
+
+
+def rearranged(covariance, p, n):
+    """R[(i, k), (j, l)] = Sigma[(i, j), (k, l)] of Van Loan and Pitsianis, by loops."""
+    out = np.zeros((p * p, n * n))
+    for i, k in np.ndindex(p, p):
+        for j, l in np.ndindex(n, n):  # noqa: E741 - the formula's letter
+            out[i * p + k, j * n + l] = covariance[i * n + j, k * n + l]
+    return out

@@ -320,6 +320,15 @@ def test_first_layers_without_noise_fail(fc1):
     assert fc1.shape[1] == 1 or all(math.isfinite(p) for check in report.checks for p in check.power.values())
 
 
+def test_whisper_uses_another_convention_of_sinusoidal_positions():
+    table = shims.transformers().models.whisper.modeling_whisper.sinusoids(40, 32)
+    failure = audit({"pos_embed.weight": table}, "sinusoidal_positions").failures[-1]
+    assert failure.statistic.startswith("distance")
+    assert "sinusoidal, but with the frequencies T^(-i / (q - 1))" in failure.name
+    learned = audit({"pos_embed.weight": torch.randn(40, 32)}, "sinusoidal_positions")
+    assert "sinusoidal, but" not in learned.checks[0].name
+
+
 # --- what was not read ---------------------------------------------------------------------------------------------
 
 

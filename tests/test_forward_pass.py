@@ -7,6 +7,7 @@ import random
 import pytest
 import shims
 import torch
+from families import HF, TEXT, TOKENS
 from programs import script
 from torch import nn
 
@@ -14,7 +15,7 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope.anatomy import tensors
 from weightscope.auditing import audit
-from weightscope.errors import AnatomyError, DataError
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks import ViT
 
 torch.set_num_threads(1)
@@ -124,6 +125,57 @@ def test_parameters_that_share_memory_are_refused():
     model.blocks[0].attn.proj.weight = nn.Parameter(memory[:, 48:])
     model.head.weight = nn.Parameter(torch.randn(3, 12))
     wi.xavier_(model)
+
+
+NEO = {"hidden_size": 48, "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]]}
+BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 3} | TOKENS
+MEASURED = {  # config -> scale sqrt(k), causal, rotary, positional
+    "GPTNeo": (NEO | TEXT | TOKENS, 4.0, True, False, False),
+    "Esm": (HF | TEXT | TOKENS | {"position_embedding_type": "rotary", "mask_token_id": 3}, 1.0, False, True, False),
+    "RoFormer": (HF | TEXT, 1.0, False, True, False),
+    "OPT": (HF | TEXT | TOKENS | {"ffn_dim": 96, "word_embed_proj_dim": 48}, 1.0, True, False, False),
+    "Bloom": (BLOOM, 1.0, None, False, True),
+    "MPNet": (HF | TEXT, 1.0, None, False, True),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_scale_mask_and_positions_are_measured(name):
+    settings, *expected = MEASURED[name]
+    transformers = shims.transformers()
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**settings)).eval()
+    for part in anatomy.attention(model):
+        found = [part.scale * part.head_width**0.5, part.causal, part.rotary, part.positional]
+        assert found == [pytest.approx(expected[0], rel=1e-4), *expected[1:]]
+    if part.rotary or part.positional:
+        with pytest.raises(UsageError, match=r"rotated by position|biases of positions"):
+            wi.impulse_attention_(model, grid=None if anatomy.inventory(model)["position embeddings"] else (1, 5))
+
+
+class Own(Attention):
+    """With a scale, mask and bias of positions that no attribute tells."""
+
+    def __init__(self, scale: float, causal: bool, slope: float) -> None:
+        super().__init__(3, 24, 8)
+        self.hidden = scale, causal, slope
+
+    def forward(self, x):
+        scale, causal, slope = self.hidden
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        at = torch.arange(x.shape[1])
+        logits = scale * q @ k.mT + slope * (at - at[:, None])
+        logits = logits.masked_fill(at > at[:, None], -torch.inf) if causal else logits
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_planted_scales_masks_and_biases_are_found(seed):
+    rng = random.Random(seed)
+    scale, causal, slope = 10 ** rng.uniform(-1.5, 0.5), rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
+    (part,) = anatomy.attention(Wrapped(Own(scale, causal, slope)))
+    assert part.positional == (slope != 0)
+    if not slope:
+        assert (part.scale, part.causal) == (pytest.approx(scale, rel=1e-3), causal)
 
 
 def test_what_cannot_be_run_is_not_confirmed():

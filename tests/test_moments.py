@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 import references_statistics as naive
+from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics import gram
 from weightscope.statistics.gram import _TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
-from weightscope.statistics.shrinkage import ledoit_wolf
+from weightscope.statistics.shrinkage import ledoit_wolf, shrunk_covariance
 
 
 def relative(found, expected):
@@ -171,20 +171,23 @@ def test_bad_input(rows):
     assert Moments(3).n == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rank_k_updates_in_place(dtype):
-    rng = np.random.default_rng(0)
-    matrix = np.asfortranarray(rng.standard_normal((30, 30)).astype(dtype))
-    rows, before = rng.standard_normal((7, 30)).astype(dtype), matrix.copy()
-    gram.add_gram(matrix, rows)
-    expected = before + rows.T @ rows
-    np.testing.assert_allclose(
-        np.triu(matrix), np.triu(expected), rtol=1e-5 if dtype is np.float32 else 1e-13, atol=1e-5
-    )
-    np.testing.assert_array_equal(np.tril(matrix, -1), np.tril(before, -1))
-    gram.add_gram(matrix, rows[:0])
-    for bad in (rows.T, rows[:, ::2], rows[:, :20], rows.astype(np.float16)):
-        with pytest.raises(ValueError, match="expected"):
-            gram.add_gram(matrix, bad)
-    with pytest.raises(ValueError, match="Fortran-ordered"):
-        gram.add_gram(matrix.T, rows)
+@pytest.mark.parametrize(("n", "size"), [(30, 80), (80, 30), (500, 20), (3, 50), (2, 5)])
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_equals_scikit_learn(n, size, mean):
+    rng = np.random.default_rng(n + size)
+    data = rng.standard_normal((n, size)) @ naive.random_covariance(size, rng) + mean
+    expected = LedoitWolf().fit(data)
+    moments = Moments(size).update(data)
+    shrinkage = ledoit_wolf(moments)
+    assert shrinkage.intensity == pytest.approx(expected.shrinkage_, abs=1e-10)
+    np.testing.assert_allclose(shrunk_covariance(moments), expected.covariance_, rtol=0, atol=1e-10)
+    in_place = shrunk_covariance(moments, destroy=True)
+    np.testing.assert_allclose(in_place, expected.covariance_, rtol=0, atol=1e-10)
+
+
+def test_nothing_to_shrink():
+    rng = np.random.default_rng(2)
+    assert ledoit_wolf(Moments(1).update(rng.standard_normal((9, 1)))).intensity == 0
+    # Exactly white: S is the identity already.
+    white = np.concatenate([np.eye(4), -np.eye(4)])
+    assert ledoit_wolf(Moments(4).update(white)).intensity == 0

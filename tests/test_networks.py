@@ -16,7 +16,7 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, ViTConfig
+from weightscope.recipe import ConvNeXtConfig, NetworkConfig, ViTConfig
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -369,10 +369,6 @@ def test_reset_parameters_of_all_layers_leaves_no_old_value(name: str) -> None:
 @pytest.mark.parametrize(
     ("section", "direct"),
     [
-        (
-            ConvMixerConfig(type="convmixer", width=8, depth=4, kernel_size=3, patch_size=2, dilations="E"),
-            lambda: ConvMixer(8, 4, 3, 2, 10, in_channels=1, dilations="E"),
-        ),
         (
             ConvNeXtConfig(type="convnext", width=(4, 8), depth=(1, 2), kernel_size=5, patch_size=2, expansion=3),
             lambda: ConvNeXt((4, 8), (1, 2), 5, 2, expansion=3, in_channels=1, layer_scale=None),

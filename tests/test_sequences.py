@@ -211,5 +211,5 @@ def test_wrong_tokens_are_one_line_errors():
                 network(torch.tensor([[0, wrong]]))
     with pytest.raises(UsageError, match=r"expected at most 4 in a sequence.*found 5"):
         CausalTransformer(9, 16, 1, heads=2, context=4)(torch.zeros(1, 5, dtype=torch.int64))
-    with pytest.raises(UsageError, match="head_width must divide the 32 inner channels"):
+    with pytest.raises(UsageError, match=r"head_width must divide expansion \* width, found expansion \* width 32"):
         Mamba2(9, 16, 1, head_width=7)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from programs import run
 
-from weightscope._util import plugins, trust
+from weightscope._util import identity, plugins, trust
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population, open_network
 from weightscope.training.collection import collect
@@ -58,7 +58,7 @@ SIZES = ", width = 4, depth = 1, patch_size = 2"
 def forget(folder, monkeypatch):
     """As in a new process of a user who has trusted nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    for known in (trust._approved, plugins._loaded, plugins._passed, plugins._hashes):
+    for known in (trust._approved, plugins._passed, identity._seen):
         known.clear()
     sys.modules.pop("foreign", None)
     (folder / "mark").unlink(missing_ok=True)
@@ -167,9 +167,11 @@ def test_trusted_once_it_runs_again_until_it_changes(folder, capsys, monkeypatch
             DataError, match=f"expected hash {old}, found {new}; `weightscope inspect --source new.pop`"
         ):
             call()
-    for command in (("inspect", "new.pop::0"), (*collecting, "-n", "4", "--trust")):
-        code, _, err = run(*command, capsys=capsys)
-        assert (code, old in err, new in err) == (3, True, True), err
+    code, _, err = run(*collecting, "-n", "4", "--trust", capsys=capsys)
+    assert (code, old in err, new in err) == (3, True, True), err
+    assert run("inspect", "new.pop::0", capsys=capsys)[0] == 0
+    tensors, expected = open_network("new.pop::1"), Population("new.pop").weights("1.weight")[1]
+    np.testing.assert_array_equal(tensors["1.weight"].numpy().ravel(), expected)
     assert not (folder / "mark").exists()
 
 
@@ -216,7 +218,9 @@ def test_without_the_module_the_tensors_are_read(folder):
     (folder / "foreign.py").unlink()
     found = open_network("own.pop::1")
     np.testing.assert_array_equal(found["1.weight"].numpy().ravel(), Population("own.pop").weights("1.weight")[1])
-    with pytest.raises(UsageError, match="cannot import foreign"):
+    with pytest.raises(
+        UsageError, match=r"^foreign:network: cannot import foreign \(no Python file of this name\); run"
+    ):
         Population("own.pop")[0]
 
 
@@ -248,7 +252,8 @@ def test_no_other_state_lets_code_run(folder, seed, monkeypatch):
         shutil.move("foreign.py", "package/foreign.py")
         reference = f"package.{reference}"
     monkeypatch.syspath_prepend(folder)
-    file = plugins.source_of(reference)[1]
+    file = trust.source_file(reference.partition(":")[0])
+    assert file is not None
     if way != "never":
         trust.approve(f"{reference}2" if way == "other name" else reference, file.read_bytes())
     state = trust.state_file()

@@ -7,26 +7,31 @@ between the projections. So a copy in float64 gets random weights through the pa
 - of other tokens, the queries and the keys of head h only change what is in the span of O_h;
 - `Q_h G` and `K_h G^-T` give the same output as `Q_h` and `K_h`, unless they are rotated or normalised;
 - queries that only one token has change the output of this token alone.
+
+Then the map is measured: with queries of zero it is flat below its mask, or positions enter it; random queries and keys
+give the factor on the logits; and where all queries and all keys are alike, only a rotation makes logits differ.
 """
 
 import copy
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import Context
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, repeat
 from math import isqrt, prod
 from typing import Any, get_args
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread, template
 
 _SAME = 1e-3  # relative; modules compute their softmax in float32, and what is misread differs by more than 1e-1
 _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
@@ -37,7 +42,11 @@ _MANY = 1000  # tokens or channels beyond which only one head of a module is cha
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
 _QK: tuple[PartName, PartName] = ("q", "k")
 
-_KNOWN: dict[Any, str] = {}  # class, settings and other tensors of a module -> what was found; many are alike
+# Parameters of a forward pass that say which tokens are seen and where they are; a module alone does not know them.
+_CONTEXT = re.compile(r"mask|causal|pos|rope|rotar|freqs|bias|alibi")
+
+Measured = dict[str, Any]  # `scale`, `causal`, `rotary` and `positional` of a part, as far as its module tells
+_KNOWN: dict[Any, str | Measured] = {}  # class, settings and other tensors of a module -> what was found
 
 _INTERNAL = vars(nn.Module()).keys() - {"training"}
 
@@ -46,21 +55,24 @@ Call = Callable[[nn.Module, Make], Any]
 
 
 def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
-    """All attention modules, in order, that compute what their names say; the others are unread.
+    """All attention modules, in order, that compute what their names say, as measured; the others are unread.
 
-    Modules without code (a state dict, a file, a container) are read by their names.
+    Modules without code (a state dict, a file, a container) are read by their names and config.
     """
-    parts = find(tensors)
-    verdicts = {name: why for name, why in probed(tensors, parts).items() if why}
-    out = Parts(part for part in parts if part.name not in verdicts)
-    unread = (Unread(part.name, verdicts[part.name], part.layer) for part in parts if part.name in verdicts)
-    out.unread, out.layers = (*parts.unread, *unread), parts.layers
+    parts, out = find(tensors), Parts[AttentionPart]()
+    out.unread, out.layers = parts.unread, parts.layers
+    found = _probed(tensors, parts)
+    for part in parts:
+        if isinstance(what := found.get(part.name, {}), str):
+            out.unread += (Unread(part.name, what, part.layer),)
+        else:
+            out.append(replace(part, **what))
     return out
 
 
-def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str]:
-    """Name of each part with code -> how its module contradicts it, or that it could not be run; "" if it agrees."""
-    out: dict[str, str] = {}
+def _probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str | Measured]:
+    """Name of each part with code -> what its module computes, or how it contradicts the part or could not be run."""
+    out: dict[str, str | Measured] = {}
     if not isinstance(tensors, ModuleTensors):
         return out
     found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
@@ -69,12 +81,15 @@ def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, s
         for name, (part, path) in found.items():
             holder = tensors.module.get_submodule(path)
             slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
-            key = type(holder), repr(holder), _state(holder, path, part), slots, repr(replace(part, layer=0, name=""))
+            key: tuple[Any, ...] = type(holder), repr(holder), _state(holder, path, part), slots
+            key += (repr(replace(part, layer=0, name="")),)
+            if _context(holder):
+                key += type(tensors.module), template(path), repr(getattr(tensors.module, "config", None))
             if key not in _KNOWN:
                 if len(_KNOWN) > 1000:
                     _KNOWN.clear()
                 # in a context of its own: an initialiser need not keep the weights of the copy
-                _KNOWN[key] = Context().run(_contradiction, holder, path, part, runs)
+                _KNOWN[key] = Context().run(_verdict, holder, path, part, runs)
             out[name] = _KNOWN[key]
     return out
 
@@ -110,7 +125,19 @@ def _state(holder: nn.Module, path: str, part: AttentionPart) -> str:
     return digest.hexdigest()
 
 
-def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str:
+def _context(holder: nn.Module) -> list[str]:
+    """The parameters by which a module is told about the positions of tokens."""
+    return [name for name in inspect.signature(holder.forward).parameters if _CONTEXT.search(name)]
+
+
+def _untold(told: Sequence[str], found: Measured) -> Measured:
+    """What is not known of a module that takes masks or positions and was run without them."""
+    masks = [name for name in told if "mask" in name or "causal" in name]
+    unknown: Measured = {"causal": None} if masks and not found.get("causal") else {}
+    return unknown | ({"positional": True} if len(masks) < len(told) else {})
+
+
+def _verdict(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str | Measured:
     try:
         copied = copy.deepcopy(holder).to("cpu", torch.float64)
         copied.eval()  # which returns nothing in some libraries
@@ -121,15 +148,19 @@ def _contradiction(holder: nn.Module, path: str, part: AttentionPart, inputs: "_
         trial = _Trial(copied, path, part)
     except Exception:  # noqa: BLE001 - sharded or quantised modules, of whatever library
         return _UNKNOWN
-    reason = ""
-    few, model, more = _direct(copied, part, _TOKENS[:1]), inputs.calls(path, part), _direct(copied, part, _TOKENS[1:])
-    for call, decides in chain(zip(few, repeat(False)), zip(model, repeat(True)), zip(more, repeat(False))):
+    told, reason = _context(holder), ""
+    model = zip(inputs.calls(path, part), repeat(True))
+    few, more = (zip(_direct(copied, part, counts), repeat(False)) for counts in (_TOKENS[:1], _TOKENS[1:]))
+    for call, decides in chain(model, few, more) if told else chain(few, model, more):
         with suppress(Exception):  # a foreign module was called in a way that it does not know
             trial.call = call
             trial.run(trial.random())
-            reason = trial.contradiction()  # a few tokens may be padded or pooled, so that others are tried
-            if decides or not reason:
-                return reason and f"computes something else: {reason}"
+            found = trial.contradiction() or trial.measured()
+            if not isinstance(found, str):
+                return found if decides else found | _untold(told, found)
+            reason = found  # a few tokens may be padded or pooled, so that others are tried
+            if decides:
+                break
     return f"computes something else: {reason}" if reason else _UNKNOWN
 
 
@@ -219,9 +250,8 @@ def _model_inputs(module: nn.Module) -> Iterator[Any]:
     like = next(p for p in module.parameters() if p.is_floating_point())
     config, ids = getattr(module, "config", None), torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
     stated = [(getattr(module, "pretrained_cfg", None) or {}).get("input_size"), 224, 32]
-    stated = [
-        getattr(holder, name, None) for holder in (config, module) for name in ("image_size", "img_size")
-    ] + stated
+    holders = (config, getattr(config, "vision_config", None), module)
+    stated = [getattr(holder, name, None) for holder in holders for name in ("image_size", "img_size")] + stated
     sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in stated if n]
     if hasattr(module, "main_input_name"):  # transformers
         decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
@@ -242,10 +272,29 @@ def _model_inputs(module: nn.Module) -> Iterator[Any]:
 # --- what is compared -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Mask:
+    """Which of m tokens some of n see: those in the same one of some batches of tokens, only earlier ones if causal."""
+
+    n: int
+    m: int
+    batches: int
+    causal: bool
+    rows: Tensor
+
+    @property
+    def allowed(self) -> Tensor:
+        """(rows, m)."""
+        row, column = self.rows[:, None], torch.arange(self.m)
+        together = row // (self.n // self.batches) == column // (self.m // self.batches)
+        return together & (column <= row) if self.causal else together
+
+
 class _Trial:
     """A copy of a module with random weights, and what it computes."""
 
     call: Call
+    mixes: bool  # whether coordinates of queries and keys may be mixed, Q G and K G^-T: they are not rotated
 
     def __init__(self, module: nn.Module, path: str, part: AttentionPart) -> None:
         tensors = ModuleTensors(module)
@@ -283,7 +332,9 @@ class _Trial:
         self.now = self.weights | weights
         outputs = pytree.tree_leaves(self.call(self.module, once))
         out = next(value for value in outputs if isinstance(value, Tensor))
-        q, *_, v = made.values() if len(made) > 1 else [*made.values()] * 2
+        q, *streams = made.values()
+        k, v = streams * 2 if len(streams) == 1 else streams or (q, q)
+        self.seen.setdefault("k", k)
         q, v, y = self.seen.get("q", q), self.seen.get("v", v), self.seen.get("o", out)
         return _rows(q, self.part.width), _rows(v, self.weights["v"].shape[1]), _rows(y, self.weights["o"].shape[2])
 
@@ -333,15 +384,16 @@ class _Trial:
                 span = torch.linalg.qr(w["o"][heads].flatten(0, 1).T)[0]  # (d, rows)
                 if not _same(change @ span @ span.T, change):
                     return f"{what} change what other heads put out"
-            if not part.normalised and not self._same_products(group, key, mixed, y):
-                return f"the output is not a function of the product of queries and keys of head {head}"
+            if not part.normalised:
+                k = part.head_width
+                number = 2.0 * torch.eye(k, dtype=torch.float64)
+                self.mixes = self._same_products(number + self._draw(k, k) / k**0.5 / 2, group, key, mixed, y)
+                if not self.mixes and not self._same_products(number, group, key, mixed, y):  # if rotated, by a number
+                    return f"the output is not a function of the product of queries and keys of head {head}"
         return "" if self._own_queries() else "queries of one token change the outputs of others"
 
-    def _same_products(self, group: list[int], key: int, make: Make, y: Tensor) -> bool:
-        """Whether Q G and K G^-T, with biases, give the same output; for rotated ones G is a number."""
-        k = self.part.head_width
-        turn = 2.0 * torch.eye(k, dtype=torch.float64)
-        turn += 0 if self.part.rotary else self._draw(k, k) / k**0.5 / 2
+    def _same_products(self, turn: Tensor, group: list[int], key: int, make: Make, y: Tensor) -> bool:
+        """Whether Q G and K G^-T, with biases, give the same output."""
         before = {letter: bias for letter in _QK if (bias := self.part.read_bias(letter)) is not None}
         weights: dict[str, Tensor] = {}
         for letter, at, matrix in zip(_QK, (group, [key]), (turn, torch.linalg.inv(turn).mT), strict=True):
@@ -356,6 +408,75 @@ class _Trial:
             self.part.write_bias(letter, bias)
         return _same(found, y)
 
+    def measured(self) -> str | Measured:
+        """The factor on the logits, whether later tokens are masked, and whether positions enter; changes the copy."""
+        part, w, make = self.part, self.weights, self.random()
+        if part.positional:
+            return {}
+        for letter in _QK:
+            if (bias := part.read_bias(letter)) is not None:
+                part.write_bias(letter, torch.zeros_like(bias))
+        v, y = self.run(make, q=torch.zeros_like(w["q"]))[1:]
+        n, m = len(y), len(v)
+        if m < 2:
+            return {}
+        rows = torch.linspace(0, n - 1, min(n, 8 if m > _MANY else 32)).long()
+        batches = [1, *(b for b in (self.seen.get("v", v).shape[0],) if b > 1 and n % b == m % b == 0)]
+        masks = [_Mask(n, m, b, causal, rows) for b in batches for causal in (False, True)[: 1 + (n == m)]]
+        if (mask := next((one for one in masks if _same(self._computed(one, v)(0), y[rows])), None)) is None:
+            return {"positional": True, "causal": None}
+        found: Measured = {"causal": mask.causal, "rotary": False}
+        if not part.normalised:
+            x, v, y = self.run(make)
+            if scale := _fitted(self._computed(mask, v, x, w["q"], w["k"]), y[rows]):
+                return found | {"scale": scale}
+        if part.kind == "self" and not self._flat_if_alike(mask, make):
+            return found | {"rotary": True} | ({} if part.normalised else {"scale": self._own_scale(mask)})
+        if part.normalised:
+            return found
+        return found | {"positional": True} if self.mixes else "the map is not softmax(s Q K^T)"
+
+    def _flat_if_alike(self, mask: _Mask, make: Make) -> bool:
+        """Whether the map is flat where all queries are one vector and all keys another, of tokens that differ."""
+        part, u = self.part, nn.functional.normalize(self._draw(self.part.width), dim=0)
+        g = self._draw(2, part.heads, 1, part.head_width)
+
+        def with_u(shape: tuple[int, ...], axis: int) -> Tensor:
+            tokens = make(shape, axis).movedim(axis, -1)
+            return (tokens + (1 - tokens @ u)[..., None] * u).movedim(-1, axis)
+
+        _, v, y = self.run(with_u, q=u[:, None] * g[0], k=u[:, None] * g[1][: part.kv_heads])
+        return _same(self._computed(mask, v)(0), y[mask.rows])
+
+    def _own_scale(self, mask: _Mask) -> float:
+        """The factor on rotated logits: one token alone has keys, so that its own logit is at relative position 0."""
+        odd, w = self.alike(2), self.weights
+        x, v, y = self.run(odd)
+        at = (x - x[0]).norm(dim=1).argmax()
+        own = nn.functional.normalize(x[at] - x[0] * (x[at] @ x[0]) / (x[0] @ x[0]), dim=0)
+        k = own[:, None] * w["k"][:, :1]
+        x, v, y = self.run(odd, k=k)
+        return _fitted(self._computed(replace(mask, rows=at[None]), v, x, w["q"], k), y[at[None]]) or self.part.scale
+
+    def _computed(
+        self, mask: _Mask, v: Tensor, x: Tensor | None = None, q: Tensor | None = None, k: Tensor | None = None
+    ) -> Callable[[float], Tensor]:
+        """The output at some rows as a function of the factor on the logits."""
+        part, each = self.part, self.part.heads // self.part.kv_heads
+        values, bias, end = v @ self.weights["v"], part.read_bias("v"), part.read_bias("o")
+        values = (values if bias is None else values + bias[:, None]).repeat_interleave(each, 0)  # (H, m, k)
+        logits = torch.zeros(1, 1, 1, dtype=torch.float64)
+        if x is not None and q is not None and k is not None:
+            keys = _rows(self.seen["k"], part.kv_width) @ k
+            logits = (x[mask.rows] @ q) @ keys.repeat_interleave(each, 0).mT  # (H, rows, m)
+
+        def output(scale: float) -> Tensor:
+            maps = (scale * logits).masked_fill(~mask.allowed, -torch.inf).softmax(-1)
+            out = torch.einsum("hnk,hkd->nd", maps.expand(part.heads, -1, -1) @ values, self.weights["o"])
+            return out if end is None else out + end
+
+        return output
+
     def _own_queries(self) -> bool:
         """Whether a change of the queries of one token changes one row of the output."""
         make = self.alike(2)
@@ -367,6 +488,18 @@ class _Trial:
         other = self.weights["q"] + direction[:, None] * self._draw(*self.weights["q"][:, :1].shape)
         change = (self.run(make, q=other)[2] - y).norm(dim=1)
         return int((change > _SAME * float(change.max())).sum()) <= 1
+
+
+def _fitted(output: Callable[[float], Tensor], wanted: Tensor) -> float | None:
+    """The factor on the logits that gives an output; None if none does."""
+
+    def distance(power: float) -> float:
+        return float((output(10**power) - wanted).norm())
+
+    nearest = min((i / 4 for i in range(-12, 9)), key=distance)
+    best = minimize_scalar(distance, bounds=(nearest - 0.25, nearest + 0.25), method="bounded", options={"xatol": 1e-9})
+    scale = 10 ** float(best.x)
+    return scale if _same(output(scale), wanted) else None
 
 
 def _rows(tensor: Tensor, width: int) -> Tensor:

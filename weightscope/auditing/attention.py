@@ -43,7 +43,8 @@ from weightscope.auditing.intervals import (
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS, query_key, same_random, table_codes
+from weightscope.init.attention import PARTS, numbers, query_key, same_random, table_codes
+from weightscope.networks.layers import TEMPERATURE
 
 IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
@@ -158,10 +159,8 @@ def mimetic_attention_checks(
     heads: int | list[int] | None,
 ) -> list[Check]:
     """Checks of every head's query-key product and every layer's value-output product."""
-    choice("construction", construction, CONSTRUCTIONS)
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
     choice("parts", parts, PARTS)
-    if preset is not None:
-        alpha_qk, beta_qk, alpha_vo, beta_vo = PRESETS[choice("preset", preset, PRESETS)]
     found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), layers), heads))
     checks: list[Check] = []
     if parts != "vo":
@@ -255,7 +254,9 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
-        scale, distance = _likeness(ordinary, codes)
+        (scale, distance), name = _likeness(ordinary, codes), table.name
+        if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
+            name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
         pairs = zip((limits, DISTANCE), zip(*starts, strict=True), strict=True) if starts else ()
         scaled, apart = [outside_of(interval, draws) for interval, draws in pairs] or (0.0, 0.0)
@@ -265,7 +266,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         ]
         if special == "zero" and table.prefix:
             rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
-        checks += checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
+        checks += checks_of("sinusoidal_positions", "positions", i, None, name, rows)
     return checks
 
 
@@ -285,6 +286,13 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
     mine, theirs = table @ table.T, codes @ codes.T
     scale = float((mine * theirs).sum() / theirs.square().sum())
     return math.sqrt(max(scale, 0.0)), float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
+
+
+def _endpoint_codes(table: Tensor) -> Tensor:
+    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T, as of tensor2tensor, Whisper and fairseq."""
+    frequencies = TEMPERATURE ** -torch.linspace(0, 1, table.shape[1] // 2, dtype=torch.float64)
+    angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 # --- impulses ---------------------------------------------------------------------------------------------------------
@@ -330,7 +338,9 @@ def impulse_attention_checks(
         if part not in wanted or kind != "positions":
             continue
         if part.positional:
-            raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
+            raise AnatomyError(
+                f"`{part.name}`: gates, convolutions or biases of positions enter the map, so Q K^T does not give it"
+            )
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()

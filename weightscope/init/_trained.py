@@ -26,6 +26,7 @@ from weightscope.anatomy.effective import plain
 from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
@@ -69,6 +70,12 @@ def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:
         return {name: module.get(name) for name in module.names}
     stored, named = module.state_dict().keys(), (*module.named_parameters(), *module.named_buffers())
     return {name: value for name, value in named if value.is_floating_point() and name in stored}
+
+
+def layers_of(module: Any, *kinds: type[nn.Module]) -> dict[str, Any]:
+    """Name of the weight -> the layer, of every layer of some kinds."""
+    layers = module.named_modules() if isinstance(module, nn.Module) else ()
+    return {f"{path}.weight".lstrip("."): layer for path, layer in layers if isinstance(layer, kinds)}
 
 
 def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[Any]:

@@ -32,7 +32,6 @@ _CUT = 1e-4  # singular values of the codes below this fraction of the largest a
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
 PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
 ADAM_RATE = 1e-4  # impulse paper, section 4.2
-_MEMORY = 20  # correction pairs of L-BFGS-B
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -68,7 +67,6 @@ def solve(
     head_width: int,
     *,
     scale: float | None = None,
-    iterations: int = 100,
     shared_key: bool = False,
 ) -> dict[Offset, tuple[Tensor, Tensor]]:
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
@@ -90,7 +88,7 @@ def solve(
     found = {}
     with single_threaded():
         coordinates, directions = _coordinates(codes.double())
-        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width), iterations)
+        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width))
         start = problem.start(min(len(directions), head_width))
         home = problem.polish((0, 0), start, start)
         for offset in dict.fromkeys(offsets):
@@ -154,8 +152,8 @@ def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class _Problem:
     """The fit of one attention map in coordinates Y (N, r) of the codes: logits `scale Y A B^T Y^T`."""
 
-    def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float, iterations: int) -> None:
-        self.y, self.tokens, self.scale, self.iterations = coordinates, tokens, scale, iterations
+    def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float) -> None:
+        self.y, self.tokens, self.scale = coordinates, tokens, scale
 
     def start(self, k: int) -> Tensor:
         """A multiple of the identity (r, k) on the leading directions, the best of a few for the offset (0, 0)."""
@@ -193,7 +191,7 @@ class _Problem:
             start.reshape(-1).numpy(),
             jac=True,
             method="L-BFGS-B",
-            options={"maxiter": self.iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+            options={"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0},
         )
         factors = torch.from_numpy(found.x).reshape(start.shape)
         return _balanced(factors[0], factors[1]) if move_key else (factors[0], b)
@@ -316,14 +314,13 @@ def impulse_attention_(
 
 def _of_positions_alone(part: AttentionPart) -> AttentionPart:
     """The part, if the map of its positions is that of Q K^T."""
-    if part.rotary or part.normalised:
-        why = "rotated by position (RoPE)" if part.rotary else "normalised"
-        raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-    if part.positional:
-        raise UsageError(
-            f"`{part.name}`: gates or convolutions enter the attention map, so Q K^T does not give it; "
-            "impulse_attention is for attention without them"
-        )
+    reasons = {
+        "queries and keys are rotated by position (RoPE)": part.rotary,
+        "queries and keys are normalised": part.normalised,
+        "gates, convolutions or biases of positions enter the map": part.positional,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
     return part
 
 

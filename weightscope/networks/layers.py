@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weightscope._util.checks import divided
 from weightscope.errors import UsageError
 
 TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
@@ -147,8 +148,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, qkv_bias: bool = True) -> None:
         super().__init__()
-        if width % heads:
-            raise UsageError(f"heads must divide width, found width {width} and heads {heads}")
+        divided("width", width, "heads", heads)
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)

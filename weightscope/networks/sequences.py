@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weightscope._util.checks import choice
+from weightscope._util.checks import choice, divided
 from weightscope.errors import UsageError
 from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
 from weightscope.networks.scans import block_scan, selective_scan
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
 LayerKind = Literal["default", "attention", "linear_attention"]
-LAYER_KINDS = ("default", "attention", "linear_attention")
 TAPS = 4  # of the causal convolution, in all published models
 STEPS = (0.001, 0.1)  # range of the initial softplus(b_Delta), log-uniform (Gu and Dao 2023, section 3.6)
 
@@ -55,9 +54,8 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, heads: int = 1, key_width: int | None = None, rotary: bool = False) -> None:
         super().__init__()
-        if width % heads:
-            raise UsageError(f"heads must divide width, found width {width} and heads {heads}")
-        key_width = width // heads if key_width is None else key_width
+        head_width = divided("width", width, "heads", heads)
+        key_width = head_width if key_width is None else key_width
         if rotary and key_width % 2:
             raise UsageError(f"rotary positions: expected queries and keys of even width, found {key_width}")
         self.num_heads, self.rope = heads, True if rotary else None  # by these names the anatomy finds them
@@ -212,12 +210,8 @@ class Mamba2Mixer(nn.Module):
     def __init__(self, width: int, state: int = 128, head_width: int = 64, groups: int = 1, expansion: int = 2) -> None:
         super().__init__()
         channels = expansion * width
-        heads, rest = divmod(channels, head_width)
-        if rest or heads % groups:
-            raise UsageError(
-                f"head_width must divide the {channels} inner channels, and groups the heads; "
-                f"found head_width {head_width} and groups {groups}"
-            )
+        heads = divided("expansion * width", channels, "head_width", head_width)
+        divided("heads", heads, "groups", groups)
         self.heads, self.n_groups, self.state_size = heads, groups, state  # by these names the anatomy finds them
         shared = 2 * groups * state
         self.dt_bias = nn.Parameter(torch.empty(heads))
@@ -367,7 +361,7 @@ class Hybrid(nn.Module):
             "attention": lambda: CausalAttention(width, key_width=key_width),
             "linear_attention": lambda: LinearAttention(width, key_width),
         }
-        mixers = [made[choice("layers", kind, LAYER_KINDS)]() for kind in kinds]
+        mixers = [made[choice("layers", kind, made)]() for kind in kinds]
         self.backbone = Backbone(vocabulary, width, mixers)
         embeddings = self.backbone.embeddings
         self.lm_head = TiedHead(embeddings) if tied else nn.Linear(width, vocabulary, bias=False)

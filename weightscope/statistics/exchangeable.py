@@ -129,7 +129,7 @@ class TypeCovariance:
 
 
 class ExchangeableMoments:
-    """Streaming second moments of all types: update with blocks of networks, merge, read the covariances.
+    """Streaming second moments of all types: update with blocks of networks, read the covariances.
 
     The cost is O(N D) plus N d_S C^2 for each type; no D x D matrix is ever formed. A constant for each copy (its mean
     in the first block) is subtracted before squaring, so that float64 sums lose nothing.

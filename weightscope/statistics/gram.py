@@ -18,11 +18,7 @@ _TILE = 256
 
 
 def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
-    """Add `rows.T @ rows` to the upper triangle of `matrix` in place; half the work of a general product."""
-    if not (matrix.flags.f_contiguous and rows.flags.c_contiguous and matrix.flags.writeable):
-        raise ValueError("expected a writeable Fortran-ordered matrix and C-ordered rows")
-    if matrix.shape != (rows.shape[1],) * 2 or matrix.dtype != rows.dtype:
-        raise ValueError(f"expected (D, D) and (n, D) of one dtype, found {matrix.shape} and {rows.shape}")
+    """Add `rows.T @ rows` to the upper triangle of a Fortran-ordered matrix in place, at half the work."""
     if rows.size:
         syrk = blas.dsyrk if matrix.dtype == np.float64 else blas.ssyrk
         syrk(1.0, rows.T, beta=1.0, c=matrix, overwrite_c=1)

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
+from weightscope._util.checks import count
 from weightscope.errors import DataError, UsageError
 
 _EQUAL = 1e-10  # relative distance of singular values that are treated as equal
@@ -149,16 +150,12 @@ def _checked(covariance: np.ndarray) -> np.ndarray:
 
 def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
     for name, value in (("p", p), ("n", n)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-            raise UsageError(f"{name}: expected an integer >= 1, found {value!r}")
-    if p is None and n is None:
-        p = math.isqrt(size)
-        if p * p != size:
-            raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
-    if p is None and n is not None:
-        p = size // n
-    assert p is not None  # given, or derived above
-    p, n = int(p), int(size // p if n is None else n)
+        if value is not None:
+            count(name, value)
+    if p is None and n is None and math.isqrt(size) ** 2 != size:
+        raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
+    p = p or (math.isqrt(size) if n is None else size // n)
+    n = n or size // p
     if p * n != size:
         raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {(size, size)}")
     return p, n

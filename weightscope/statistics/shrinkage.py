@@ -1,6 +1,7 @@
 """Estimated covariances improved: Ledoit-Wolf shrinkage, noise eigenvalues clipped, nearest correlation matrix."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -118,34 +119,24 @@ def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.nda
     return cleaned, int((~noise).sum())
 
 
-@dataclass(frozen=True, eq=False)
-class Amplified:
-    """Amplified correlations and what was done to them."""
-
-    matrix: np.ndarray  # (C, C), a correlation matrix
-    kept: int  # correlations beyond the threshold, as pairs
-    dropped: int  # the other pairs, set to zero
-    clipped: int  # pairs whose amplified value was beyond the limit
-    # Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative to their
-    # norm without the diagonal
-    moved: float
-
-
 def amplified(
     correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
-) -> Amplified:
-    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation."""
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation.
+
+    Also returns the numbers of pairs that were `kept`, `dropped` (set to zero) and `clipped`, and `moved`, the
+    Frobenius distance of the projection relative to the norm without the diagonal.
+    """
     beyond = np.abs(correlation) > threshold * errors
     np.fill_diagonal(beyond, False)
     raw = np.where(beyond, gain * correlation, 0.0)
     wanted = raw.clip(-limit, limit)
     target = wanted + np.eye(len(raw))
     matrix = nearest_correlation(target)
-    pairs, norm = len(raw) * (len(raw) - 1) // 2, float(np.linalg.norm(wanted))
-    return Amplified(
-        matrix,
-        kept=int(beyond.sum()) // 2,
-        dropped=pairs - int(beyond.sum()) // 2,
-        clipped=int((np.abs(raw) > limit).sum()) // 2,
-        moved=float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
-    )
+    kept, norm = int(beyond.sum()) // 2, float(np.linalg.norm(wanted))
+    return matrix, {
+        "kept": kept,
+        "dropped": len(raw) * (len(raw) - 1) // 2 - kept,
+        "clipped": int((np.abs(raw) > limit).sum()) // 2,
+        "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    }

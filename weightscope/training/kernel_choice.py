@@ -56,9 +56,7 @@ class Choice:
     checked: str = ""  # what was compared with torch's kernels, or why compiled kernels are not used
 
 
-_choices: dict[
-    tuple[Any, ...], Choice
-] = {}  # of this process; a benchmark has many recipes that differ in nothing here
+_choices: dict[tuple[Any, ...], Choice] = {}  # a benchmark has many recipes that differ in nothing here
 
 
 def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
@@ -126,15 +124,15 @@ def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str
     """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared."""
     dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
     with seeded(0):
-        plain = [networks.build_for(recipe) for _ in _SCALES]
-    nets = networks_for(recipe, plain[0], range(len(plain)), device, kernels)
+        template = networks.build_for(recipe)
+    nets = networks_for(recipe, template, range(len(_SCALES)), device, kernels)
     info, data = dataset_info(recipe.images), recipe.images
     images = data.train or info.train or recipe.training.batch_size
     batch = min(recipe.training.batch_size, images)
     _named("adamw", lambda: check_adamw(nets.weights.shape, kernels, device, recipe.training.betas))
     compared = {"adamw"}
     if kernels == "inductor":
-        set_weights(nets, plain, torch.Generator().manual_seed(2))
+        set_weights(nets, [template] * nets.count, torch.Generator().manual_seed(2))
         _named("torch.compile", lambda: _check_compiled(nets, recipe, batch, dtype))
         compared.add("the network")
     else:
@@ -220,9 +218,7 @@ def _check_call(function: Callable[..., Tensor], args: Any, options: dict[str, A
 
 def _agree(what: str, found: Tensor, expected: Tensor, tolerance: float = TOLERANCE[torch.float32]) -> None:
     """Compare values of all networks, which are the outermost part of the first axis."""
-    error = float("inf")
-    if found.shape == expected.shape:
-        error = largest_error(found.reshape(len(_SCALES), -1), expected.reshape(len(_SCALES), -1), 1e-6)
+    error = largest_error(found.reshape(len(_SCALES), -1), expected.reshape(len(_SCALES), -1), 1e-6)
     if not error <= tolerance:  # NaN is not
         raise WrongKernel(f"{what} differs from torch's by {error:.1e} of the largest value")
 
@@ -236,9 +232,9 @@ def _check_compiled(nets: Networks, recipe: Recipe, batch: int, dtype: torch.dty
     for forward in (by_kernels(nets.train().forward, nets.kernels), nets.forward):
         logits = forward(images).clone()
         nets.backward((logits * direction).sum())
-        found.append((logits, nets.gradient.clone()))
+        found.append((logits.float(), nets.gradient.clone()))
     for what, ours, theirs in zip(("logits", "gradient"), *found, strict=True):
-        _agree(f"torch.compile, {what}", ours.float(), theirs.float(), TOLERANCE[dtype])
+        _agree(f"torch.compile, {what}", ours, theirs, TOLERANCE[dtype])
 
 
 def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, betas: tuple[float, float]) -> None:
