@@ -122,13 +122,12 @@ class Population(Result):
         return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
 
     def text(self) -> str:
-        """The summary and the mean of each metric over the networks that did not diverge."""
-        lines = [self.summary(), f"diverged: {int(self.diverged.sum())}"]
-        for name, values in self.metrics.items():
-            kept = (values if values.ndim == 1 else values[:, -1])[~self.diverged]
-            if name != "diverged" and len(kept):
-                lines.append(f"{name}: {kept.mean():.4g} on average")
-        return "\n".join(lines)
+        """The summary, and means over the networks that did not diverge."""
+        last = {name: values if values.ndim == 1 else values[:, -1] for name, values in self.metrics.items()}
+        shown = [name for name in last if name.startswith("test_") and not name.endswith(_PER_EPOCH)]
+        kept = ~self.diverged
+        means = [f"mean {name} {last[name][kept].mean():.4g}" for name in shown if kept.any()]
+        return "\n".join([self.summary(), "; ".join([f"{int(self.diverged.sum())} diverged", *means])])
 
     @property
     def spec(self) -> WeightSpec:
@@ -259,10 +258,10 @@ class Population(Result):
         return module.eval()
 
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
-        """The network with index k as a module, or as its tensors if code of one's own is not here or not trusted."""
+        """The network with index k as a module, or its tensors if its own code is missing, not trusted or changed."""
         try:
             return self.network(k)
-        except CannotRun:
+        except (CannotRun, plugins.SourceChanged):
             return self._tensors(k)
 
     def _tensors(self, k: int) -> "dict[str, torch.Tensor]":
@@ -334,8 +333,7 @@ class Population(Result):
         file = shards.shard_file(self.path, tile)
         try:
             least = self._rows.get(tile, 1)
-            with shards.open_shard(file, self._manifest, tile, known=self._verified.get(tile), least=least) as h5:
-                self._verified[tile] = shards.signature(file)
+            with shards.open_shard(file, self._manifest, tile, verified=self._verified, least=least) as h5:
                 yield h5
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None
@@ -402,9 +400,9 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
 def open_network(source: Any) -> Any:
     """Open one network: a module for `"PATH.pop::k"`, a `Checkpoint` for another path, else the given source as it is.
 
-    The tensors of a network of a population, if its code is not here or not trusted (`Population.opened`). UsageError
-    if the population, which may be incomplete, has no network k; DataError for a whole population or the artifact of
-    an initialiser.
+    The tensors of a network of a population, if its code is not here, not trusted or has changed
+    (`Population.opened`). UsageError if the population, which may be incomplete, has no network k; DataError for a
+    whole population or the artifact of an initialiser.
     """
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
