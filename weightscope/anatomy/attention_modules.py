@@ -87,6 +87,8 @@ PartName = Literal["q", "k", "v", "o"]
 class AttentionPart(InSlots):
     """One attention module: its four projections, as tensors with an axis for the heads.
 
+    Scale, mask and positions of a module with code are measured (`probing`); else names and config say what they can.
+
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
     `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
     key/value head that query head h uses (`kv_head`).
@@ -104,8 +106,8 @@ class AttentionPart(InSlots):
     rotary: bool  # queries and keys are rotated by position, so that `q k^T` is the product at relative position 0
     causal: bool | None  # whether later tokens are masked; None if unknown
     normalised: bool  # queries and keys are normalised before the product, so that its scale is arbitrary
-    scale: float  # factor on the logits; 1/sqrt(k), unless the module states another
-    positional: bool  # gates, maps or convolutions of its own enter the map: it is not the softmax of logits alone
+    scale: float  # factor on the logits; 1/sqrt(k), unless the model's is another
+    positional: bool  # relative positions, gates or convolutions enter the map: it is not the softmax of logits alone
     numbers: tuple[int, ...]  # of the query heads within the module; not all of them in a part made by `only`
     _total: tuple[int, int] = field(repr=False)  # query heads and key/value heads of the module
     _tensors: NamedTensors = field(repr=False)
@@ -365,10 +367,10 @@ def _part(
         head_width=k,
         value_width=values,
         rotary=kind == "self" and tensors.rope(path),
-        causal=_causal(tensors, path),
+        causal=True if len(tensors.known_shape(f"{prefix}bias")) == 4 else None,  # the mask of GPT-2
         normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
         or f"{prefix}logit_scale" in tensors,
-        scale=_scale(tensors, path, k),
+        scale=1.0 if tensors.hint(path, ("model_type",), str) in _UNSCALED else k**-0.5,
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
         _total=(heads, kv_heads),
@@ -408,24 +410,8 @@ def _heads(
 
 # Parameters of gated positional self-attention and of convolutions in attention, ours and (gates) timm's.
 _POSITIONAL = ("gating_param", "filter_scale")
+_UNSCALED = ("t5", "mt5", "umt5", "gpt_neo")  # whose weights have the scale
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
-
-
-def _causal(tensors: NamedTensors, path: str) -> bool | None:
-    stated = tensors.own(path, "is_causal")
-    if stated is True or (f"{path}.bias" in tensors.every and len(tensors.shape(f"{path}.bias")) == 4):
-        return True
-    # CLIP's text tower is causal by a mask that is passed to it.
-    return False if stated is False and "text_model" not in path.split(".") else None
-
-
-def _scale(tensors: NamedTensors, path: str, k: int) -> float:
-    for key in ("scaling", "scale"):
-        value = tensors.own(path, key)
-        if isinstance(value, float):
-            return value
-    unscaled = tensors.hint(path, ("model_type",), str) in ("t5", "mt5", "umt5")  # T5 folds the scale into its weights
-    return 1.0 if unscaled else k**-0.5
 
 
 _NAMES = (

@@ -344,8 +344,7 @@ def impulse_attention_checks(
         kind = pseudo_input if i == 0 or following is None else following
         if part not in wanted or kind != "positions":
             continue
-        if part.positional:
-            raise AnatomyError(f"`{part.name}`: gates or convolutions enter the map, so Q K^T does not give it")
+        impulse.of_positions_alone(part)
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         every = impulse.filter_offsets(filter_size, tokens.rows > 1)
         known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
