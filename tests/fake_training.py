@@ -120,14 +120,9 @@ def collect_in_process(path, recipe, trainer="small", workers=1):
     with open(path.with_suffix(".log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    if trainer != "real":
-        DataConfig.load = lambda *_: SimpleNamespace(fingerprint="0" * 16)
-    if trainer == "small":
-        training.train_tile, training.spec_of = train_tile, spec_of
-    elif trainer == "large":
-        training.train_tile, training.spec_of = train_large_tile, large_spec_of
-    elif trainer == "slow":
-        training.train_tile, training.spec_of = train_slowly, spec_of
+    DataConfig.load = lambda *_: SimpleNamespace(fingerprint="0" * 16)
+    training.train_tile = {"small": train_tile, "large": train_large_tile, "slow": train_slowly}[trainer]
+    training.spec_of = large_spec_of if trainer == "large" else spec_of
     try:
         collect(recipe, path, workers=workers)
     except WeightscopeError as error:

@@ -11,16 +11,6 @@ def covariance(rows):
     return centred.T @ centred / (len(rows) - 1)
 
 
-def flip_flop_log_likelihood(w, rows, columns):
-    """Log-likelihood of centred matrices (N, p, n) under vec(W) ~ N(0, rows (x) columns), through the dense matrix."""
-    dense = np.kron(rows, columns)
-    sign, log_det = np.linalg.slogdet(dense)
-    assert sign > 0
-    flat = w.reshape(len(w), -1)
-    quadratic = np.einsum("ki,ij,kj->k", flat, np.linalg.inv(dense), flat)
-    return float(-0.5 * (quadratic + log_det + flat.shape[1] * np.log(2 * np.pi)).sum())
-
-
 def stripe_ratios(w):
     """Column, row and grand ratio of (N, p, n), entry by entry."""
     w = np.asarray(w, dtype=np.float64)
@@ -36,3 +26,12 @@ def random_covariance(size, rng, *, condition=30.0):
     """A covariance with random eigenvectors and eigenvalues between 1 / condition and 1."""
     vectors, _ = np.linalg.qr(rng.standard_normal((size, size)))
     return (vectors * np.geomspace(1 / condition, 1, size)) @ vectors.T
+
+
+def rearranged(covariance, p, n):
+    """R[(i, k), (j, l)] = Sigma[(i, j), (k, l)] of Van Loan and Pitsianis, by loops."""
+    out = np.zeros((p * p, n * n))
+    for i, k in np.ndindex(p, p):
+        for j, l in np.ndindex(n, n):  # noqa: E741 - the formula's letter
+            out[i * p + k, j * n + l] = covariance[i * n + j, k * n + l]
+    return out

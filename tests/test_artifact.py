@@ -258,23 +258,8 @@ def test_the_standalone_file_is_short_and_may_save_a_result(tmp_path):
             write_standalone(fitted(), tmp_path / name)
 
 
-NASTY = [
-    """a\"\"\"b""",
-    "'''",
-    "\\",
-    "a\\",
-    "\n",
-    "\r\nimport os\n",
-    "\0",
-    "{0}",
-    "{",
-    "\u2028",
-    "\ud800",
-    '"',
-    "é",
-    "#",
-    "\\N{DASH}",
-]
+NASTY = ['a"""b', "'''", "\\", "a\\", "\n", "\r\nimport os\n", "\0", "{0}", "{", "\u2028", "\ud800", '"', "é", "#"]
+NASTY += ["\\N{DASH}"]
 
 
 @settings(max_examples=int(os.environ.get("CASES", "40")), deadline=None, derandomize=True)

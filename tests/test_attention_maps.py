@@ -292,9 +292,8 @@ def test_attention_that_does_more_than_its_weights_tell_is_refused():
             return self.proj(nn.functional.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
 
     attend.__class__ = Biased
-    found = attention_maps(vit, images())
-    assert [layer.name for layer in found.layers] == ["blocks.0.attn"]
-    assert found.skipped == {"blocks.1.attn": "relative positions, gates or convolutions enter its map"}
+    reason = "gates, convolutions or biases of positions enter its map"
+    assert attention_maps(vit, images()).skipped == {"blocks.1.attn": reason}
     assert hooks(vit) == 0
 
 
@@ -313,10 +312,10 @@ def _swin():
 
 
 NO_MAPS = [(lambda: _vision_transformer(qk_norm=True), AnatomyError, r"`blocks.0.attn`: queries and keys are normal")]
-NO_MAPS += [(_swin, AnatomyError, "relative positions, gates or convolutions enter its map")]
+NO_MAPS += [(_swin, AnatomyError, "biases of positions enter its map")]
 for kind in ("gpsa", "conv-logits", "conv-map"):
     build = partial(ViT, 32, 8, 48, 2, 3, 10, attention=kind)
-    NO_MAPS.append((build, AnatomyError, r"`blocks.0.attn`: relative positions, gates or convolutions enter its map"))
+    NO_MAPS.append((build, AnatomyError, r"`blocks.0.attn`: gates, convolutions or biases of positions enter its map"))
 
 
 @pytest.mark.parametrize(("build", "error", "match"), NO_MAPS)

@@ -80,7 +80,7 @@ def test_the_report_prints_what_it_would_catch_and_what_not():
         "would catch, if all layers have it: an untouched network with > 99.9 %, a 20 % error in alpha_qk with > 99.9 %"
         in text
     )
-    assert "undecidable: a 20 % error in sigma (20 % found)" in text  # 44 % in variance
+    assert "undecidable: a 20 % error in sigma (19 % found)" in text  # 44 % in variance
     report = audit(model, "mimetic_attention")
     assert report.to_dict()["powers"]["mimetic_attention"][error_in("alpha_qk")] > 0.99
     assert max(map(len, str(report).splitlines())) < 160
@@ -257,8 +257,7 @@ def test_one_changed_bit_and_one_tensor_with_other_indices_are_named():
         student.blocks[0].mlp.fc1.weight.copy_(teacher.blocks[0].mlp.fc1.weight[::2, 1::2])
     for elements in ("uniform", "random"):
         (failure,) = audit(student, "select_weights", teacher=teacher, elements=elements).failures
-        assert (failure.name, failure.statistic) == ("blocks.0.mlp.fc1.weight", "indices")
-        assert failure.found == pytest.approx(128 / 160)
+        assert (failure.name, failure.statistic) == ("blocks.0.mlp.fc1.weight", "entries")
 
 
 def test_selection_needs_a_teacher():
@@ -322,26 +321,9 @@ def test_first_layers_without_noise_fail(fc1):
 
 
 def test_whisper_uses_another_convention_of_sinusoidal_positions():
-    transformers = shims.transformers()
-    config = transformers.WhisperConfig(
-        vocab_size=60,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=16,
-        decoder_ffn_dim=16,
-        max_source_positions=40,
-        max_target_positions=8,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-    )
-    report = audit(transformers.WhisperModel(config).encoder, "sinusoidal_positions")
-    assert not report.passed
-    (failure,) = [check for check in report.failures if check.statistic.startswith("distance")]
+    table = shims.transformers().models.whisper.modeling_whisper.sinusoids(40, 32)
+    failure = audit({"pos_embed.weight": table}, "sinusoidal_positions").failures[-1]
+    assert failure.statistic.startswith("distance")
     assert "sinusoidal, but with the frequencies T^(-i / (q - 1))" in failure.name
     learned = audit({"pos_embed.weight": torch.randn(40, 32)}, "sinusoidal_positions")
     assert "sinusoidal, but" not in learned.checks[0].name

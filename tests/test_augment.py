@@ -25,7 +25,6 @@ from weightscope.data.augment import (
     tables,
     whole,
 )
-from weightscope.errors import UsageError
 from weightscope.recipe import AugmentConfig
 
 CPU = torch.device("cpu")
@@ -117,13 +116,8 @@ def test_bits_are_the_same_on_a_gpu() -> None:
     ("config", "needed"),
     [
         (AugmentConfig(), 0),
-        (AugmentConfig(crop=4), 2),
-        (AugmentConfig(flip=True), 1),
-        (AugmentConfig(cutout=8), 2),
-        (AugmentConfig(operations=3), 6),
-        (AugmentConfig(resized_crop=0.1), 4),
-        (AugmentConfig(operations=3, magnitude_std=0.1), 9),
-        (AugmentConfig(erasing=0.9), 5),
+        (AugmentConfig(crop=4, erasing=0.9), 7),
+        (AugmentConfig(flip=True, operations=3, magnitude_std=0.1), 10),
         (EVERYTHING, 9),
         (NEWER, 18),
     ],
@@ -146,20 +140,6 @@ def test_whole_numbers_reach_every_value_and_no_other(below: int) -> None:
     assert whole(edge, below).tolist() == [0, below - 1]
     counts = whole(torch.arange(20 * below, dtype=torch.float64).add(0.5) / (20 * below), below).bincount()
     assert counts.tolist() == [20] * below
-
-
-@pytest.mark.parametrize(
-    ("images", "draws", "match"),
-    [
-        (torch.zeros(2, 3, 8, 8), torch.zeros(2, 9), r"expected images as uint8 .*found torch.float32"),
-        (torch.zeros(2, 8, 8, dtype=torch.uint8), torch.zeros(2, 9), r"found torch.uint8 \(2, 8, 8\)"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2, 8), r"expected draws \(2, 9\), found \(2, 8\)"),
-        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(3, 9), r"expected draws \(2, 9\), found \(3, 9\)"),
-    ],
-)
-def test_wrong_inputs_are_refused(images: torch.Tensor, draws: torch.Tensor, match: str) -> None:
-    with pytest.raises(UsageError, match=match):
-        augment(images, draws, EVERYTHING)
 
 
 # --- crop, flip, cutout ----------------------------------------------------------------------------------
@@ -322,20 +302,6 @@ def test_images_of_one_colour_are_no_special_case(channels: int) -> None:
         images = torch.full((2, channels, 20, 20), value, dtype=torch.uint8)
         for name in ("autocontrast", "equalize", "contrast"):
             assert torch.equal(_one(name, images, 1.0, 0.25), images)
-
-
-def test_every_operation_is_drawn_equally_often() -> None:
-    """Chi-squared over the distinguishable results of 6,500 draws, 13 operations, 0.1 % false alarms."""
-    images = _images(1, 3, 16)
-    names = operations(3)
-    assert len(names) == 13
-    draws = torch.rand(6500, 2, generator=torch.Generator().manual_seed(3))
-    result = apply(images.expand(6500, -1, -1, -1), draws[:, 0], draws[:, 1], tables(3, 16, 16, 0.6, CPU))
-    by_name = torch.stack([torch.stack([_one(name, images, 0.6, s)[0] for s in (0.25, 0.75)]) for name in names])
-    equal = (result[:, None, None] == by_name).flatten(3).all(3).any(2)  # (6500, 13)
-    assert (equal.sum(1) >= 1).all()
-    counts = equal.sum(0).double()
-    assert ((counts - 500) ** 2 / 500).sum() < 32.9
 
 
 def test_the_operations_are_those_of_the_paper_and_of_torchvision() -> None:

@@ -1,13 +1,14 @@
-"""Batched networks against the plain modules that they stand for."""
+"""Batched networks for images, and stacked ones for sequences, against the plain modules that they stand for."""
 
 import pytest
 import torch
 from torch import nn
 
 from weightscope.errors import UsageError
-from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.networks import ConvMixer, ConvNeXt, ViT, scans
 from weightscope.networks.layers import DropPath
-from weightscope.training.many_networks import BatchedNetworks
+from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, selective_scan
+from weightscope.training.many_networks import BatchedNetworks, StackedNetworks
 
 NETWORKS = {
     "convnext": lambda: ConvNeXt(8, 2, 7, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
@@ -48,62 +49,89 @@ NETWORKS = {
 }
 
 
-def make(name, count=3, kernels="torch"):
-    torch.manual_seed(0)
-    plain = [NETWORKS[name]().double() for _ in range(count)]
-    for network in plain:  # running statistics and scales away from their defaults
-        for value in network.state_dict().values():
-            if value.is_floating_point():
-                value.add_(0.1 * torch.rand_like(value))
-    return batch_in_float64(plain, kernels), plain
+V, COUNT, BATCH, TOKENS = 11, 3, 2, 9
+SEQUENCES = {
+    "mamba": lambda: Mamba(V, 8, 2, state=3),
+    "mamba, not tied": lambda: Mamba(V, 8, 1, state=3, tied=False),
+    "mamba2": lambda: Mamba2(V, 8, 2, state=4, head_width=4, groups=2),
+    "transformer": lambda: CausalTransformer(V, 8, 2, heads=2, context=TOKENS),
+    "rotary": lambda: CausalTransformer(V, 8, 1, heads=2, positions="rotary"),
+    "hybrid": lambda: Mamba(V, 8, 3, state=3, layers=["default", "attention", "linear_attention"], key_width=4),
+    "mamba2 hybrid": lambda: Mamba2(V, 8, 2, state=4, head_width=8, layers=["attention", "default"]),
+}
+every_network = pytest.mark.parametrize(
+    ("name", "kernel_set"),
+    [
+        *(pytest.param(name, kernels, marks=pytest.mark.slow) for name in NETWORKS for kernels in ("torch", "c")),
+        *((name, "torch") for name in SEQUENCES),
+    ],
+    indirect=["kernel_set"],
+)
 
 
-def batch_in_float64(plain, kernels):
-    before = torch.get_default_dtype()
+@pytest.fixture(autouse=True)
+def _float64():
     torch.set_default_dtype(torch.float64)
-    try:
-        batched = BatchedNetworks(plain[0], len(plain), kernels=kernels)
-    finally:
-        torch.set_default_dtype(before)
-    for row, network in zip(batched.weights, plain, strict=True):
-        values = {name: network.state_dict()[name].numpy() for name in batched.spec.names}
-        row.copy_(torch.from_numpy(batched.spec.pack(values, "float64")))
-    return batched
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.slow
+def make(name, count=COUNT, kernels="torch"):
+    """Networks as one, and the plain ones."""
+    torch.manual_seed(0)
+    plain = [(NETWORKS | SEQUENCES)[name]() for _ in range(count)]
+    nets = StackedNetworks(plain[0], count) if name in SEQUENCES else BatchedNetworks(plain[0], count, kernels=kernels)
+    return copy_weights(nets, plain), plain
+
+
+def copy_weights(nets, plain):
+    """Running statistics and scales are moved away from their defaults."""
+    for row, network in zip(nets.weights, plain, strict=True):
+        state = network.state_dict()
+        for tensor, view in nets.spec.unpack(row).items():
+            view.copy_(state[tensor].add_(0.1 * torch.rand_like(state[tensor])))
+    return nets
+
+
+def draw_inputs(name, batch):
+    sequences = name in SEQUENCES
+    return torch.randint(V, (COUNT, batch, TOKENS)) if sequences else torch.randn(COUNT, batch, 1, 16, 16)
+
+
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("name", NETWORKS)
-def test_logits_and_gradients_equal_the_plain_networks(name, mode, kernel_set):
-    check_against_plain(*make(name, kernels=kernel_set), mode, batch=6)
+@every_network
+def test_logits_and_gradients_equal_the_plain_networks(name, kernel_set, mode):
+    nets, plain = make(name, kernels=kernel_set)
+    check_against_plain(nets, plain, mode, draw_inputs(name, batch=6))
+    if name in SEQUENCES:
+        assert all(parameter.grad.any() for network in plain for parameter in network.parameters())
 
 
-def check_against_plain(batched, plain, mode, batch):
-    images = torch.randn(len(plain), batch, 1, 16, 16, dtype=torch.float64)
-    direction = torch.randn(len(plain), batch, 5, dtype=torch.float64)
-    getattr(batched, mode)()
-    logits = batched(images)
-    batched.backward((logits * direction).sum())
+def check_against_plain(nets, plain, mode, inputs):
+    """With inputs of each network in training, and the same for all in evaluation."""
+    logits = getattr(nets, mode)()(inputs if mode == "train" else inputs[0])
+    direction = torch.randn_like(logits)
+    nets.backward((logits * direction).sum())
     for t, network in enumerate(plain):
         getattr(network, mode)().zero_grad()
-        expected = network(images[t])
+        expected = network(inputs[t if mode == "train" else 0])
         torch.testing.assert_close(logits[t], expected, rtol=1e-10, atol=1e-12)
         (expected * direction[t]).sum().backward()
-        gradient = batched.spec.unpack(batched.gradient[t])
+        gradient = nets.spec.unpack(nets.gradient[t])
         for parameter_name, parameter in network.named_parameters():
             torch.testing.assert_close(gradient[parameter_name], parameter.grad, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("name", ["convnext", "convmixer", "vit-token"])
+@every_network
 def test_a_network_that_diverges_does_not_disturb_its_neighbours(name, kernel_set):
-    results = []
+    inputs, results = draw_inputs(name, batch=4)[0], []
     for poison in (False, True):
-        batched, _ = make(name, kernels=kernel_set)
+        nets, _ = make(name, kernels=kernel_set)
         if poison:
-            batched.weights[1] = float("nan")
-        logits = batched(torch.linspace(-1, 1, 4 * 256, dtype=torch.float64).view(4, 1, 16, 16))
-        batched.backward(logits.sum())
-        results.append((logits.detach(), batched.gradient.clone()))
+            nets.weights[1] = float("nan")
+        logits = nets(inputs)
+        nets.backward(logits.sum())
+        results.append((logits.detach(), nets.gradient.clone()))
     (clean, clean_gradient), (poisoned, poisoned_gradient) = results
     assert poisoned[1].isnan().all()
     assert torch.equal(clean[[0, 2]], poisoned[[0, 2]])
@@ -112,7 +140,7 @@ def test_a_network_that_diverges_does_not_disturb_its_neighbours(name, kernel_se
 
 def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches():
     batched, plain = make("convmixer", count=2)
-    batches = [torch.randn(5, 1, 16, 16, dtype=torch.float64) + shift for shift in range(3)]
+    batches = [torch.randn(5, 1, 16, 16) + shift for shift in range(3)]
     batched.calibrate(batches)
     for t, network in enumerate(plain):
         for module in network.modules():
@@ -128,13 +156,20 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches():
                 torch.testing.assert_close(found[name], buffer)
 
 
-def test_frozen_tensors_get_no_gradient(kernel_set):
-    batched, _ = make("convnext", kernels=kernel_set)
-    batched.freeze(("stages.0.blocks.0.conv_dw.weight",))
-    batched.backward(batched(torch.randn(2, 1, 16, 16, dtype=torch.float64)).sum())
-    gradient = batched.spec.unpack(batched.gradient)
-    assert not gradient["stages.0.blocks.0.conv_dw.weight"].any()
-    assert gradient["stages.0.blocks.1.conv_dw.weight"].any()
+@pytest.mark.parametrize(
+    ("name", "frozen", "other"),
+    [
+        ("convnext", "stages.0.blocks.0.conv_dw.weight", "stages.0.blocks.1.conv_dw.weight"),
+        ("mamba", "backbone.norm_f.weight", "backbone.embeddings.weight"),
+    ],
+)
+def test_frozen_tensors_get_no_gradient(name, frozen, other):
+    nets, _ = make(name)
+    nets.freeze((frozen,))
+    nets.backward(nets(draw_inputs(name, 2)).square().sum())
+    gradient = nets.spec.unpack(nets.gradient)
+    assert not gradient[frozen].any()
+    assert gradient[other].any()
 
 
 def convnext_parts(network, x):
@@ -163,18 +198,18 @@ def test_stochastic_depth_drops_the_branches_that_its_numbers_name(name, kernel_
     """Logits and gradients of a network with drop path equal those with branches left out, image by image."""
     torch.manual_seed(0)
     make_one, parts = DROPPING[name]
-    plain = [make_one().double() for _ in range(2)]
-    batched = batch_in_float64(plain, kernel_set)
-    draws = torch.rand(2, images, batched.drop_paths, dtype=torch.float64)
+    plain = [make_one() for _ in range(2)]
+    batched = copy_weights(BatchedNetworks(plain[0], 2, kernels=kernel_set), plain)
+    draws = torch.rand(2, images, batched.drop_paths)
     batched.drop(draws)
     for network, own in zip(plain, draws, strict=True):
         layers = [module for module in network.modules() if isinstance(module, DropPath)]
         assert [layer.rate for layer in layers] == ([0.25, 0.5] if name == "convnext" else [0.25, 0.25, 0.5, 0.5])
         for at, layer in enumerate(layers):
             layer.draws = own[:, at]
-    check_against_plain(batched, plain, "train", batch=images)
-    check_against_plain(batched, plain, "eval", batch=images)
-    x = torch.randn(2, images, 1, 16, 16, dtype=torch.float64)
+    x = torch.randn(2, images, 1, 16, 16)
+    check_against_plain(batched, plain, "train", x)
+    check_against_plain(batched, plain, "eval", x)
     found = batched.train()(x)
     for t, network in enumerate(plain):
         for i in range(images):
@@ -215,3 +250,35 @@ class _Scaled(nn.Module):
 def test_a_layer_without_a_batched_version_is_named(layer, message):
     with pytest.raises(UsageError, match=message + '.*use training.engine = "loop"'):
         BatchedNetworks(nn.Sequential(nn.Linear(2, 2), layer), 2)
+
+
+def test_wrong_tokens_and_running_statistics_are_refused():
+    (stacked, _), tokens = make("mamba2"), draw_inputs("mamba2", BATCH)
+    tokens[1, 0, 3] = V
+    with pytest.raises(UsageError, match=f"tokens: expected numbers from 0 to {V - 1}, found {V}"):
+        stacked(tokens)
+    with pytest.raises(UsageError, match=r"`1.running_mean`, a buffer.*engine = \"loop\""):
+        StackedNetworks(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), 2)
+
+
+@pytest.mark.parametrize("at_once", [1, 100, 10_000])
+@pytest.mark.parametrize("rates_too", [False, True])
+def test_scans_of_many_networks_run_in_any_parts(at_once, rates_too, monkeypatch):
+    """`vmap` of the scan against one scan after the other, with cuts of any size; gradients too."""
+    torch.manual_seed(1)
+    values = [torch.randn(COUNT, BATCH, TOKENS, 4), torch.rand(COUNT, BATCH, TOKENS, 4), -torch.rand(COUNT, 4, 3)]
+    values += [torch.randn(COUNT, BATCH, TOKENS, 3) for _ in range(2)]
+    if not rates_too:
+        values[2] = values[2][0]
+    values = [value.requires_grad_() for value in values]
+    dims = (0, 0, 0 if rates_too else None, 0, 0)
+    expected = torch.stack(
+        [selective_scan(*(v if d is None else v[t] for v, d in zip(values, dims, strict=True))) for t in range(COUNT)]
+    )
+    direction = torch.randn_like(expected)
+    there = torch.autograd.grad((expected * direction).sum(), values)
+    monkeypatch.setattr(scans, "_AT_ONCE", at_once)
+    found = torch.vmap(selective_scan, dims)(*values)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for mine, theirs in zip(torch.autograd.grad((found * direction).sum(), values), there, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import seeded
-from hub_server import REPOSITORY, Hub, connect, isolate, serving
 from programs import rewritten, run
-from safetensors.torch import save
 from safetensors.torch import save_file as save_torch
 from torch import nn
 
@@ -157,18 +155,15 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
-def test_scale_is_a_factor_and_audited():
-    from weightscope.auditing import audit
-
-    plain = wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", generator=seeded())
-    scaled = wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", scale=0.25, generator=seeded())
+def test_scale_is_a_factor_of_every_filter():
+    plain, scaled = (
+        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=scale, generator=seeded())
+        for scale in (1.0, 0.25)
+    )
     for one, other in zip(depthwise(plain), depthwise(scaled), strict=True):
         torch.testing.assert_close(other.read(), 0.25 * one.read(), rtol=1e-5, atol=1e-7)
-    assert audit(scaled, "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
-    assert audit(scaled.bfloat16(), "conv_covariance", preset="imagenet-thawed", scale=0.25).passed
-    assert not audit(scaled, "conv_covariance", preset="imagenet-thawed").passed
     with pytest.raises(UsageError, match="scale: expected a number > 0"):
-        wi.conv_covariance_(mixer(128, 4), preset="imagenet-thawed", scale=0)
+        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=0)
 
 
 # --- identity_product -------------------------------------------------------------------------------------------------
@@ -467,17 +462,6 @@ def test_numbers_are_never_trusted(artifacts, structure, header, message):
         wi.load_init(artifacts[structure])
 
 
-def test_artifacts_on_networks_without_the_part(artifacts):
-    with pytest.raises(AnatomyError, match="expected depthwise"):
-        wi.load_init(artifacts["conv_schedule"])(vit())
-    with pytest.raises(AnatomyError, match="expected attention"):
-        wi.load_init(artifacts["identity_product"])(mixer(16, 2, 3))
-    whole = artifacts["identity_product"].read_bytes()
-    artifacts["identity_product"].write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match="an invalid safetensors file"):
-        wi.load_init(artifacts["identity_product"])
-
-
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -554,25 +538,6 @@ def test_options_reach_the_structures_of_a_population(tmp_path):
     fake.write_population(tmp_path / "a.pop", fake.recipe())
     found = fit_init(tmp_path / "a.pop", "low_rank", options={"rank": 2}, select="mlp.fc1.weight")
     assert found.groups[0].label == "low_rank (rank 2)"
-
-
-def test_fit_init_reads_a_hub(tmp_path, monkeypatch, capsys):
-    isolate(monkeypatch, tmp_path / "cache")
-    state = wi.mimetic_attention_(vit(), generator=seeded()).state_dict()
-    files = {"config.json": b'{"num_attention_heads": 3}', "model.safetensors": save(state)}
-    with serving(Hub(files)) as hub:
-        connect(monkeypatch, hub.url)
-        out = tmp_path / "p.safetensors"
-        arguments = ("fit-init", f"hf://{REPOSITORY}", "--structure", "identity_product", "-o", out)
-        code, text, err = run(*arguments, capsys=capsys)
-        assert code == 0, err
-        whole = len(files["model.safetensors"])
-        attended = sum(v.nbytes for name, v in state.items() if ".attn." in name and name.endswith("weight"))
-        assert hub.sent < attended * 1.05 + whole / 20 + 20000
-    assert f"fitted to hf://{REPOSITORY}" in text
-    assert load_artifact(out).provenance["commit"]
-    layers = load_artifact(out).numbers.layers
-    assert [layer.qk.beta for layer in layers] == pytest.approx([0.7] * 4, abs=0.08)
 
 
 def test_bench_takes_the_artifact_of_another_network(tmp_path, capsys):

@@ -89,13 +89,6 @@ def test_a_population_from_nothing(tmp_path, trained):
     assert population.environment["packages"]["torch"]
 
 
-@pytest.mark.slow
-def test_workers_change_no_byte(tmp_path, monkeypatch, reference):
-    use(monkeypatch, fake.train_tile)
-    collect(fake.recipe(), tmp_path / "two.pop", workers=2)
-    assert shard_files(tmp_path / "two.pop") == reference
-
-
 def test_only_missing_tiles_are_trained(path, trained, reference):
     before = times(path)
     run(path)

@@ -137,20 +137,6 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path):
     assert len(Population(path)) == 60
 
 
-@pytest.mark.slow
-def test_the_real_trainer_killed_in_the_midst(tmp_path):
-    recipe, moments = fake.recipe(networks=10, tile=4), random.Random(4)
-    seconds = finish(tmp_path / "whole.pop", recipe, "real")
-    for i in range(3):
-        path = tmp_path / f"{i}.pop"
-        process = start(path, recipe, "real")
-        wait_until_begun(path, recipe, process)
-        time.sleep(moments.uniform(0, seconds))
-        kill_group(process)
-        finish(path, recipe, "real")
-        assert fake.files(path) == fake.files(tmp_path / "whole.pop")
-
-
 # A process of its own for each size: the kernel kills it with SIGXFSZ once a file of that many bytes is written.
 EVERY_PREFIX = """
 import os, resource, signal, sys

@@ -5,10 +5,9 @@ import importlib.util
 import io
 import pickle
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -74,21 +73,9 @@ def test_digits_are_split_1437_to_360_in_equal_proportions() -> None:
     together = torch.cat([data.train_images, data.test_images]).flatten(1)
     assert len(together.unique(dim=0)) == len(np.unique(load_digits().data, axis=0))
     assert together.unique().tolist() == [round(level * 255 / 16) for level in range(17)]
-
-
-def test_first_images_are_taken_and_classes_are_interleaved() -> None:
-    whole, part = load("digits"), load("digits", train=200, test=50)
-    assert torch.equal(part.train_images, whole.train_images[:200])
-    assert torch.equal(part.train_labels, whole.train_labels[:200])
-    assert torch.equal(part.test_images, whole.test_images[:50])
-    assert part.train_labels.bincount(minlength=10).min() >= 10
-
-
-def test_mean_and_deviation_equal_plain_ones() -> None:
-    data = load("digits", train=300)
-    pixels = data.train_images.double() / 255
-    torch.testing.assert_close(data.mean.double(), pixels.mean((0, 2, 3)), rtol=1e-6, atol=0)
-    torch.testing.assert_close(data.std.double(), pixels.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
+    part = load("digits", train=200, test=50)
+    assert_holds(part, data.train_images[:200], data.train_labels[:200], data.test_images[:50], data.test_labels[:50])
+    assert part.train_labels.bincount(minlength=10).min() >= 10, "classes are mixed"
 
 
 def test_a_dataset_is_typed_moved_and_told_apart() -> None:
@@ -113,11 +100,6 @@ def test_a_dataset_is_typed_moved_and_told_apart() -> None:
 def test_impossible_requests_are_refused(name: str, options: dict, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         load(name, **options)
-
-
-def test_sections_are_read_without_torch() -> None:
-    code = "import sys; import weightscope.data.image_section; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # --- official files --------------------------------------------------------------------------------------
@@ -179,48 +161,27 @@ def _files(version: str, part: str, images: np.ndarray, labels: np.ndarray) -> d
             return {f"{part}_X.bin": raw, f"{part}_y.bin": (labels + 1).astype(np.uint8).tobytes()}
 
 
-def _idx(array: np.ndarray) -> bytes:
-    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
+class Python2Pickler(pickle._Pickler):
+    """Writes byte strings as Python 2 does, as in the published files."""
+
+    dispatch: ClassVar = pickle._Pickler.dispatch | {
+        bytes: lambda self, x: self.write(b"T" + struct.pack("<i", len(x)) + x)
+    }
 
 
 def _python_batch(images: np.ndarray, labels: np.ndarray, key: str, protocol: int) -> bytes:
-    """As Python 2 wrote it for protocol 2 (byte strings), as Python 3 writes it otherwise."""
-    data = np.ascontiguousarray(images.reshape(len(images), -1))
-    batch = {"batch_label": "training batch", key: labels.tolist(), "data": data, "filenames": ["a.png"] * len(labels)}
+    """As Python 2 wrote it for protocol 2, as Python 3 writes it otherwise."""
+    batch = {b"batch_label": b"training batch", key.encode(): labels.tolist()}
+    batch |= {b"data": np.ascontiguousarray(images), b"filenames": [b"a.png"] * len(labels)}
     if protocol != 2:
-        return pickle.dumps({name.encode(): value for name, value in batch.items()}, protocol=protocol)
-    return _python_2(batch)
+        return pickle.dumps(batch, protocol=protocol)
+    stream = io.BytesIO()
+    Python2Pickler(stream, protocol=2).dump(batch)
+    return stream.getvalue().replace(b"numpy._core", b"numpy.core")
 
 
-def _python_2(value: object) -> bytes:
-    """The bytes that Python 2's cPickle writes: `str` as byte strings, an array by `_reconstruct`."""
-
-    def write(x: object) -> bytes:
-        match x:
-            case dict():
-                items = b"".join(write(k) + write(v) for k, v in x.items())
-                return b"}(" + items + b"u"
-            case list():
-                return b"](" + b"".join(map(write, x)) + b"e"
-            case tuple():
-                return b"(" + b"".join(map(write, x)) + b"t"
-            case int() if 0 <= x < 256:
-                return b"K" + bytes([x])
-            case int():
-                return b"J" + struct.pack("<i", x)
-            case None:
-                return b"N"
-            case str():
-                return b"T" + struct.pack("<i", len(x)) + x.encode("latin-1")
-            case np.ndarray():
-                made = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n" + write((0,)) + write("b") + b"\x87R"
-                kind = b"cnumpy\ndtype\n" + write("u1") + b"K\0K\1\x87R"
-                kind += write((3, "|", None, None, None, -1, -1, 0)) + b"b"
-                state = b"(K\1" + write(x.shape) + kind + b"I00\n" + write(x.tobytes().decode("latin-1")) + b"tb"
-                return made + state
-        raise TypeError(x)
-
-    return b"\x80\x02" + write(value) + b"."
+def _idx(array: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -261,19 +222,11 @@ def test_tiny_imagenet_is_read_with_its_annotations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", ["fashion-mnist", "FashionMNIST/raw", ""])
 def test_files_are_found_in_each_place(tmp_path: Path, monkeypatch, place: str, folder: str) -> None:
     write(tmp_path / place / folder, "fashion-mnist")
-    if place == "WEIGHTSCOPE_DATA":
-        monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / place))
+    monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "WEIGHTSCOPE_DATA"))
+    order = ["root", "WEIGHTSCOPE_DATA", "data", "shared"]
+    for later in order[order.index(place) + 1 :]:
+        write(tmp_path / later, "fashion-mnist", (20, 10))
     assert len(load("fashion-mnist", tmp_path / "root").train_labels) == 30
-
-
-def test_the_named_folder_comes_first_then_the_environment(tmp_path: Path, monkeypatch) -> None:
-    arrays = [
-        write(tmp_path / place, "fashion-mnist", (20 + i, 10))
-        for i, place in enumerate(("root", "environment", "data"))
-    ]
-    monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "environment"))
-    for place, expected in ((tmp_path / "root", arrays[0]), (None, arrays[1])):
-        assert np.array_equal(load("fashion-mnist", place, train=20).train_images, expected[0][:20])
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -409,11 +362,8 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path: Path, pro
         (_batch(data=np.zeros((10, 300))), "expected an array of unsigned bytes in C order"),
         (_batch(data=np.asfortranarray(np.zeros((10, 3072), np.uint8))), "an array of unsigned bytes in C order"),
         (_batch(data=np.zeros((10, 3071), np.uint8)), r"10 images of 3072 pixels, found data of shape \(10, 3071\)"),
-        (_batch(data=np.zeros((9, 3072), np.uint8)), r"found data of shape \(9, 3072\)"),
-        (_batch(data=np.zeros(30720, np.uint8)), r"found data of shape \(30720,\)"),
         (_batch(data=[[0] * 3072] * 10), "expected an array of unsigned bytes"),
         (_batch(labels=[0] * 9), "expected 10 labels"),
-        (_batch(labels=["0"] * 10), "expected 10 labels"),
         (_batch(labels=[0] * 9 + [-1]), "expected 10 labels from 0 to 9"),
         (_batch(labels=[0] * 9 + [17]), "expected labels from 0 to 9, found 17 at item 9"),
         (_batch(labels=np.zeros(10, np.int64)), "expected 10 labels"),
@@ -458,12 +408,8 @@ def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
         (b"\x80\x02cnumpy\nndarray\nK\x01b.", "sets the state of something that is no object"),
         (b"\x80\x02cnumpy\nndarray\nK\x01R.", "it calls something that is no function"),
         (b"\x80\x02}K\x01K\x02\x86K\x03s.", "unusual keys"),
-        (b"\x80\x02}(K\x01u.", "not a pickle"),
-        (b"\x80\x02K\x01K\x02a.", "not a pickle"),
         (b"\x80\x02K\x01(lp0\n\x81.", "uses the instruction"),
         (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "not a pickle"),
-        (b"h\x07.", "not a pickle"),
-        (b".", "not a pickle"),
         (b"K\x01", "not a pickle"),
     ],
 )
@@ -563,9 +509,9 @@ def test_a_dataset_is_loaded_as_it_is_or_in_part() -> None:
     part = load(data, train=7, test=2)
     assert torch.equal(part.train_images, data.train_images[:7])
     assert torch.equal(part.test_labels, data.test_labels[:2])
-    torch.testing.assert_close(
-        part.mean.double(), (part.train_images.double() / 255).mean((0, 2, 3)), rtol=1e-6, atol=0
-    )
+    pixels = part.train_images.double() / 255
+    torch.testing.assert_close(part.mean.double(), pixels.mean((0, 2, 3)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(part.std.double(), pixels.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
     with pytest.raises(UsageError, match=r"data.train: expected 1 to 20 images of mine, found 21"):
         load(data, train=21)
 
@@ -600,22 +546,6 @@ def test_a_worker_refuses_a_factory_that_makes_other_data_there(tmp_path: Path, 
     monkeypatch.setattr(dataset, "made_by", made_by.__wrapped__)
     with pytest.raises(DataError, match=r"unseeded_factory: expected data of hash .* in each worker.* a fixed seed"):
         collect(values, tmp_path / "two.pop", **options)
-
-
-@pytest.mark.usefixtures("trusted")
-def test_a_recipe_may_name_a_factory() -> None:
-    from weightscope.recipe import Recipe
-
-    values = {
-        "network": {"type": "convnext", "width": 4, "depth": 1, "patch_size": 2},
-        "data": {"name": f"{__name__}:own_factory", "train": 20},
-        "training": {"epochs": 1},
-    }
-    assert Recipe.parse(values).data.train == 20
-    # Parsing runs no code of the user's, so the number of images is checked when they are loaded.
-    more = Recipe.parse(values).replace({"data.train": 21})
-    with pytest.raises(UsageError, match="expected 1 to 20 images"):
-        load(more.data.name, train=more.data.train)
 
 
 @pytest.mark.usefixtures("trusted")

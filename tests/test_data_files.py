@@ -3,8 +3,6 @@
 import gzip
 import io
 import json
-import os
-import shutil
 import struct
 import time
 import tracemalloc
@@ -20,8 +18,6 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from weightscope.benchmarking import bench, plan_bench
-from weightscope.benchmarking.gain import _short
 from weightscope.benchmarking.statistics import chance_of
 from weightscope.data import SourceConfig, images, load, readers, registry
 from weightscope.data.folder import PARTS
@@ -325,19 +321,6 @@ def test_a_population_of_a_folder_records_its_classes_and_is_read_without_it(tmp
         collect(found.recipe, tmp_path / "pets.pop", networks=6, **options)
 
 
-@pytest.mark.slow
-def test_a_benchmark_of_a_folder_is_planned_run_and_resumed(tmp_path: Path) -> None:
-    classes_in(tmp_path / "pets", each=8)
-    given: dict[str, Any] = {"vary": {"data.size": [4, 8]}, "seeds": 2}
-    plan = plan_bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", workers=1, device="cpu", **given)
-    assert plan.seconds is not None
-    first = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **OPTIONS)
-    again = bench(recipe(), ["default", "mimetic_mlp"], tmp_path / "out", **given, **(OPTIONS | {"workers": 2}))
-    assert [run["accuracy"] for run in first.runs] == [run["accuracy"] for run in again.runs]
-    assert [row["chance"] for row in first.arms] == [1 / 3] * 4
-    assert _short(recipe(), None, None, None)[1]["train"] == 18 - 3, "a fifth of the training images is held back"
-
-
 def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> None:
     classes_in(tmp_path / "elsewhere" / "pets", each=8)
     mine = recipe().completed(tmp_path / "elsewhere")
@@ -348,6 +331,8 @@ def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> N
         found = part.data.load(tmp_path / "elsewhere").test_labels.bincount().max()
         assert chance_of(part, ACCURACY, tmp_path / "elsewhere") == (int(found) / count, count)
     assert chance_of(mine, ACCURACY) is None, "the folder is not there"
+    counts = mine.data.validating(None, tmp_path / "elsewhere")[1]
+    assert counts == {"train": 15, "validation": 3}, "a fifth of the training images is held back"
 
 
 def test_registered_data_are_resized_too(tmp_path: Path) -> None:
@@ -465,83 +450,77 @@ def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
 # --- small files that expand -----------------------------------------------------------------------------
 
 
-def expanding(folder: Path, random: np.random.Generator) -> tuple[str, Any]:
-    """Write a small file that says, or is, much more when it is read; its kind, and what reads it."""
-    kind = str(random.choice(["npz", "labels", "lying", "header", "method", "nested", "png", "gz", "mat", "parquet"]))
-    many, side = int(random.integers(2**14, 2**16)), int(random.choice([16, 24, 32]))
-    path, classes = folder / "a.npz", np.arange(many) % 3
-    source: Any = SourceConfig(name="folder", path=str(path))
-    if kind == "npz":
-        pixels = np.broadcast_to(np.arange(side, dtype=np.uint8), (many, side, side))
-        pixels = np.array(pixels, order=random.choice(["C", "F"]))
-        np.savez_compressed(path, images=pixels, labels=classes)
-    elif kind == "labels":
-        np.savez_compressed(path, images=np.zeros((2**24 + 1, 1, 1), np.uint8), labels=np.zeros(2**24 + 1, np.uint8))
-    elif kind == "lying":
-        lying_npz(path, (int(random.integers(2**30, 2**62)), side, side), bytes(side**2))
-    elif kind in ("header", "method"):
-        method = zipfile.ZIP_DEFLATED if kind == "header" else int(random.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]))
-        with zipfile.ZipFile(path, "w", method) as archive:
-            start = b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**24)
-            for name in ("images.npy", "labels.npy"):
-                archive.writestr(name, start + bytes(2**24))
-    elif kind == "nested":
-        inner = io.BytesIO()
-        np.savez_compressed(inner, images=np.zeros((many, side, side), np.uint8), labels=classes)
-        with zipfile.ZipFile(path, "w") as archive:
-            for name in ("images.npy", "labels.npy"):
-                archive.writestr(name, inner.getvalue())
-    elif kind == "png":
-        classes_in(folder / "pets")
-        (folder / "pets" / "b" / "x.png").write_bytes(bomb(*(int(n) for n in random.integers(2**13, 2**20, 2))))
-        source = config(path=str(folder / "pets"))
-    elif kind == "gz":
-        content = {"train": (60_000, 2051), "t10k": (10_000, 2051)}
-        (folder / "fashion-mnist").mkdir()
-        for part, (count, magic) in content.items():
-            head = struct.pack(">4I", magic, count, 28, 28), struct.pack(">2I", 2049, count)
-            for name, start in zip(("images-idx3", "labels-idx1"), head, strict=True):
-                raw = gzip.compress(start + bytes(2**24), 1)
-                (folder / "fashion-mnist" / f"{part}-{name}-ubyte.gz").write_bytes(raw)
-        source = "fashion-mnist"
-    elif kind == "mat":
-        (folder / "svhn").mkdir()
-        for part in ("train", "test"):
-            large = {"X": np.zeros((32, 32, 3, many // 4), np.uint8), "y": np.ones((many // 4, 1))}
-            savemat(folder / "svhn" / f"{part}_32x32.mat", large, do_compression=True)
-        source = "svhn"
-    else:
-        pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-        from pyarrow import parquet
+def expanding(folder: Path, kind: str) -> SourceConfig | str:
+    """Write a small file that says, or is, much more when it is read; returns what names it."""
+    path, many = folder / "a.npz", 2**15
+    names = "images.npy", "labels.npy"
+    match kind:
+        case "rows" | "columns":
+            pixels = np.broadcast_to(np.arange(32, dtype=np.uint8), (many, 32, 32))
+            pixels = np.array(pixels, order="C" if kind == "rows" else "F")
+            np.savez_compressed(path, images=pixels, labels=np.arange(many) % 3)
+        case "labels":
+            zeros = np.zeros(2**24 + 1, np.uint8)
+            np.savez_compressed(path, images=zeros[:, None, None], labels=zeros)
+        case "lying":
+            lying_npz(path, (2**55, 16, 16), bytes(256))
+        case "header" | "method":
+            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if kind == "header" else zipfile.ZIP_BZIP2) as archive:
+                for name in names:
+                    archive.writestr(name, b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**24) + bytes(2**24))
+        case "nested":
+            inner = io.BytesIO()
+            np.savez_compressed(inner, images=np.zeros((many, 32, 32), np.uint8))
+            with zipfile.ZipFile(path, "w") as archive:
+                for name in names:
+                    archive.writestr(name, inner.getvalue())
+        case "png":
+            classes_in(folder / "pets")
+            (folder / "pets" / "b" / "x.png").write_bytes(bomb(2**14, 2**19))
+            return config(path=str(folder / "pets"))
+        case "fashion-mnist":
+            (folder / kind).mkdir()
+            for name, header in (("images-idx3", (2051, 60_000, 28, 28)), ("labels-idx1", (2049, 60_000))):
+                raw = gzip.compress(struct.pack(f">{len(header)}I", *header) + bytes(2**26), 1)
+                (folder / kind / f"train-{name}-ubyte.gz").write_bytes(raw)
+            return kind
+        case "svhn":
+            (folder / kind).mkdir()
+            for part in ("train", "test"):
+                large = {"X": np.zeros((32, 32, 3, many // 4), np.uint8), "y": np.ones((many // 4, 1))}
+                savemat(folder / kind / f"{part}_32x32.mat", large, do_compression=True)
+            return kind
+        case "cifar10":
+            pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+            from pyarrow import parquet
 
-        cells = [{"bytes": b"\x89PNG" + bytes(2**18), "path": None}] * 500
-        for part, rows in (("train", 500), ("test", 500)):
-            table = pyarrow.table({"img": cells[:rows], "label": [0] * rows})
-            parquet.write_table(table, folder / f"{part}.parquet", compression="zstd")
-        source = "cifar10"
-    return kind, source
+            cells = [{"bytes": b"\x89PNG" + bytes(2**18), "path": None}] * 500
+            table = pyarrow.table({"img": cells, "label": [0] * 500})
+            parquet.write_table(table, folder / "train.parquet", compression="zstd")
+            return kind
+    return SourceConfig(name="folder", path=str(path))
+
+
+KINDS = ("rows", "columns", "labels", "lying", "header", "method", "nested", "png", "fashion-mnist", "svhn", "cifar10")
 
 
 @pytest.mark.slow
-def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is read in part, or refused in one line; EXPANDING is how many random ones."""
-    monkeypatch.setattr(readers, "_download", lambda location, part: folder / f"{part}.parquet")
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, monkeypatch, kind: str) -> None:
+    """Each is read in part, or refused in one line."""
+    monkeypatch.setattr(readers, "_download", lambda location, part: tmp_path / "train.parquet")
     monkeypatch.setitem(DATASETS.details, "cifar10", DATASETS.details["cifar10"] | {"train": 500, "test": 500})
-    for seed in range(int(os.environ.get("EXPANDING", "12"))):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        kind, source = expanding(folder, np.random.default_rng(seed))
-        size, began = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), time.process_time()
-        tracemalloc.start()
-        try:
-            data = load(source, folder, **({} if kind == "png" else {"train": 64, "test": 16}))
-            assert kind == "npz"
-            assert len(data.train_labels) == 64
-        except DataError:  # whose messages are one line
-            assert kind != "npz"
-        peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
-        tracemalloc.stop()
-        shutil.rmtree(folder)
-        assert size < 2**23, kind
-        assert peak < (2**29 if kind == "mat" else 2**27), kind  # SVHN is 225 MB, and is read whole
-        assert seconds < 20, kind
+    source = expanding(tmp_path, kind)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 2**23
+    began = time.process_time()
+    tracemalloc.start()
+    try:
+        data = load(source, tmp_path, **({} if kind == "png" else {"train": 64, "test": 16}))
+        assert kind in ("rows", "columns")
+        assert len(data.train_labels) == 64
+    except DataError:  # whose messages are one line
+        assert kind not in ("rows", "columns")
+    peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
+    tracemalloc.stop()
+    assert peak < (2**29 if kind == "svhn" else 2**27)  # SVHN is 225 MB, and is read whole
+    assert seconds < 20

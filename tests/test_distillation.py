@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from tiny import NETWORKS, assert_same_metrics, assert_same_weights
 from torch import nn
 
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.sources import population_member
 from weightscope.benchmarking import bench
 from weightscope.errors import DataError, RecipeError, SpecError, UsageError, WeightscopeError
 from weightscope.networks import build_for
@@ -170,12 +168,6 @@ def test_sections_that_are_refused():
     ):
         with pytest.raises(RecipeError, match=message):
             Recipe.parse({**BASE, "distillation": section})
-
-
-def test_members_of_populations_by_text():
-    assert population_member("a/b.pop::12") == (Path("a/b.pop"), 12)
-    for other in ("a/b.pop", "package.module:name", "hf://org/name::1"):
-        assert population_member(other) is None
 
 
 def test_a_network_without_a_classifier_has_no_features():

@@ -129,26 +129,6 @@ def test_filter_covariance_of_one_network_is_a_block_of_its_channels() -> None:
     np.testing.assert_allclose(block, np.cov(spec.unpack(x)["conv"][0].reshape(40, 9).T), atol=1e-12)
 
 
-@pytest.mark.parametrize("gain", [None, 3.0])
-def test_density_is_that_of_the_assembled_covariance(gain: float | None) -> None:
-    x = weights(200)
-    fitted = Exchangeable.fit(x, SPEC, permutations=PERMUTATIONS, gain=gain)
-    expected = stats.multivariate_normal(fitted.mean, fitted.covariance()).logpdf(x[:9])
-    np.testing.assert_allclose(fitted.log_prob(x[:9]), expected, rtol=1e-10)
-    assert fitted.log_prob(x[0]).shape == ()
-
-
-def test_samples_have_the_fitted_moments() -> None:
-    fitted = Exchangeable.fit(weights(200), SPEC, permutations=PERMUTATIONS)
-    n = 20_000
-    drawn, wanted = fitted.sample(np.random.default_rng(0), n), fitted.covariance()
-    scale = np.sqrt(np.outer(wanted.diagonal(), wanted.diagonal()))
-    # 903 entries and 42 means, each beyond 5 standard errors with probability 6e-7: a false alarm in 1 of 1,800 seeds.
-    spread = np.sqrt((1 + (wanted / scale) ** 2) / n)
-    assert (np.abs(np.cov(drawn.T) - wanted) / scale < 5 * spread).all()
-    assert (np.abs(drawn.mean(0) - fitted.mean) < 5 * np.sqrt(wanted.diagonal() / n)).all()
-
-
 def test_damaged_permutations_are_refused() -> None:
     fitted = Exchangeable.fit(weights(60), SPEC, permutations=PERMUTATIONS)
     damaged = fitted.to_tensors() | {"permutations": np.frombuffer(b'{"views": [{"name": 1}]}', dtype=np.uint8)}
@@ -195,20 +175,7 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_independent_networks_show_nothing() -> None:
-    """The smallest adjusted p-value of a population without structure is below 5 % in 5 % of populations at most."""
-    smallest = []
-    for seed in range(40):
-        x, spec, permutations = planted(60, 0.0, seed)
-        smallest.append(
-            min(p.p for p in exchangeable_covariance(WeightArray(x, spec), permutations=permutations).pairs())
-        )
-    # Of 40 tests at 5 % more than 7 are false alarms with probability 0.1 %.
-    assert sum(p < 0.05 for p in smallest) <= 7
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [4, 8, 20])
+@pytest.mark.parametrize("n", [4, 20])
 def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
     """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
     permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)
@@ -256,6 +223,18 @@ def test_standard_errors_know_that_networks_differ() -> None:
     assert all(pair.p > 1e-3 for pair in correlated_pairs((mixed,)))
 
 
+def test_tensors_that_are_equal_have_no_design_effect_of_their_own() -> None:
+    """A correlation of 1 has the standard errors 0 and 0, whose ratio says nothing about the other pairs."""
+    spec = WeightSpec([TensorSpec(name, (8,)) for name in "abc"])
+    permutations = PermutationSpec.from_axes(spec, dict.fromkeys("abc", ("units",)))
+    x = np.random.default_rng(0).standard_normal((50, spec.size))
+    x[:, 8:16] = -x[:, :8]
+    mixed = ExchangeableMoments(spec, permutations).update(x).covariances()[1]
+    alone = ExchangeableMoments(spec.select("a,b"), permutations.restrict("ab")).update(x[:, :16]).covariances()[1]
+    assert 0.3 < design_effect(mixed) < 3
+    assert design_effect(alone) == 1
+
+
 def test_too_few_networks_and_bad_numbers_are_refused() -> None:
     moments = ExchangeableMoments(SPEC, PERMUTATIONS)
     with pytest.raises(DataError, match="at least 2 networks"):
@@ -278,11 +257,11 @@ def test_nearest_correlation_against_highams_example() -> None:
 
 def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     correlation = np.array([[1.0, 0.10, 0.01], [0.10, 1.0, 0.40], [0.01, 0.40, 1.0]])
-    found = amplified(correlation, np.full((3, 3), 0.02), 3.0)
-    assert (found.kept, found.dropped, found.clipped) == (2, 1, 1)
-    assert np.linalg.eigvalsh(found.matrix)[0] > 0
-    np.testing.assert_allclose(found.matrix.diagonal(), 1.0)
-    assert 0.2 < found.matrix[0, 1] < 0.4 < 0.8 < found.matrix[1, 2] <= 0.9
+    matrix, done = amplified(correlation, np.full((3, 3), 0.02), 3.0)
+    assert (done["kept"], done["dropped"], done["clipped"]) == (2, 1, 1)
+    assert np.linalg.eigvalsh(matrix)[0] > 0
+    np.testing.assert_allclose(matrix.diagonal(), 1.0)
+    assert 0.2 < matrix[0, 1] < 0.4 < 0.8 < matrix[1, 2] <= 0.9
 
 
 def test_mimetic_attention_is_two_entries_of_the_table() -> None:

@@ -303,21 +303,6 @@ def test_structures_from_moments_hold_one_chunk(monkeypatch):
     assert peaks[1] < peaks[0] + 1_500_000
 
 
-def test_streamed_fits_equal_fits_in_memory(monkeypatch):
-    """`kronecker` needs samples, so the others are fitted to the group in memory as well."""
-    monkeypatch.setattr(fitting, "HELD", 0)
-    stream, several = Stream(900, size=70), ["diagonal", "group_means", "dense"]
-    weights = np.concatenate([chunk.copy() for chunk in stream.chunks()])
-    held = fit(WeightArray(weights, Stream.spec), structure=[*several, "kronecker"], holdout=3)
-    for row, other in zip(fit(stream, structure=several, holdout=3).table, held.table, strict=False):
-        assert row["structure"] == other["structure"]
-        assert (row["log_prob"], row["parameters"]) == (pytest.approx(other["log_prob"]), other["parameters"])
-    for name in ("diagonal", "dense"):
-        expected = STRUCTURES[name].fit(weights.astype(np.float64), Stream.spec)
-        (group,) = fit(stream, structure=name).groups
-        np.testing.assert_allclose(group.structure.covariance(), expected.covariance(), rtol=1e-10, atol=1e-12)
-
-
 def test_a_chunk_is_refused_where_samples_are_kept():
     """The stream's own check can fail: a consumer that collects chunks is refused."""
     with pytest.raises(AssertionError, match="more than one chunk"):

@@ -7,6 +7,7 @@ import random
 import pytest
 import shims
 import torch
+from families import HF, TEXT, TOKENS
 from programs import script
 from torch import nn
 
@@ -124,6 +125,59 @@ def test_parameters_that_share_memory_are_refused():
     wi.xavier_(model)
 
 
+NEO = {"hidden_size": 48, "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]]}
+BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 3} | TOKENS
+XGLM = {"vocab_size": 50, "d_model": 48, "num_layers": 2, "attention_heads": 3, "ffn_dim": 96} | TOKENS
+MEASURED = {  # config -> scale sqrt(k), causal, rotary, positional
+    "GPTNeo": (NEO | TEXT | TOKENS, 4.0, True, False, False),
+    "Esm": (HF | TEXT | TOKENS | {"position_embedding_type": "rotary", "mask_token_id": 3}, 1.0, False, True, False),
+    "RoFormer": (HF | TEXT, 1.0, False, True, False),
+    "OPT": (HF | TEXT | TOKENS | {"ffn_dim": 96, "word_embed_proj_dim": 48}, 1.0, True, False, False),
+    "XGLM": (XGLM, 1.0, True, False, False),
+    "Bloom": (BLOOM, 1.0, True, False, True),
+    "MPNet": (HF | TEXT, 1.0, False, False, True),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_scale_mask_and_positions_are_measured(name):
+    settings, *expected = MEASURED[name]
+    transformers = shims.transformers()
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**settings)).eval()
+    for part in anatomy.attention(model):
+        found = [part.scale * part.head_width**0.5, part.causal, part.rotary, part.positional]
+        assert found == [pytest.approx(expected[0], rel=1e-4), *expected[1:]]
+    if part.rotary or part.positional:
+        with pytest.raises(UsageError, match=r"rotated by position|biases of positions"):
+            wi.impulse_attention_(model, grid=None if name in ("RoFormer", "MPNet") else (1, 5))
+
+
+class Own(Attention):
+    """With a scale, mask and bias of positions that no attribute tells."""
+
+    def __init__(self, scale: float, causal: bool, slope: float) -> None:
+        super().__init__(3, 24, 8)
+        self.hidden = scale, causal, slope
+
+    def forward(self, x):
+        scale, causal, slope = self.hidden
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
+        at = torch.arange(x.shape[1])
+        logits = scale * q @ k.mT + slope * (at - at[:, None])
+        logits = logits.masked_fill(at > at[:, None], -torch.inf) if causal else logits
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_planted_scales_masks_and_biases_are_found(seed):
+    rng = random.Random(seed)
+    scale, causal, slope = 10 ** rng.uniform(-1.5, 0.5), rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
+    (part,) = anatomy.attention(Wrapped(Own(scale, causal, slope)))
+    assert part.positional == (slope != 0)
+    if not slope:
+        assert (part.scale, part.causal) == (pytest.approx(scale, rel=1e-3), causal)
+
+
 def test_what_cannot_be_run_is_not_confirmed():
     class Unusual(Attention):
         def forward(self, x, where):  # type: ignore[override]
@@ -163,7 +217,7 @@ class Positions(Attention):
 
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("kind", ["plain", "scale", "causal", "rotary", "normalised", "alibi", "relative"])
-def test_scale_mask_and_positions_are_measured(kind, heads):
+def test_what_a_module_does_on_its_own_is_measured(kind, heads):
     model = Wrapped(Positions(heads, 24, 8, kind))
     (part,) = anatomy.attention(model)
     assert part.scale == (1.0 if kind == "scale" else 8**-0.5)
@@ -171,35 +225,8 @@ def test_scale_mask_and_positions_are_measured(kind, heads):
     assert part.positional == (kind in ("alibi", "relative"))
     if kind in ("rotary", "normalised", "alibi", "relative"):
         for use in (wi.impulse_attention_, lambda m, grid: audit(m, wi.get("impulse_attention", grid=grid))):
-            with pytest.raises(UsageError, match=r"rotated by position|normalised|relative positions"):
+            with pytest.raises(UsageError, match=r"rotated by position|normalised|biases of positions"):
                 use(model, grid=5)
-
-
-SMALL = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 96, "vocab_size": 50}
-SMALL |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-NEO = {"num_layers": 1, "num_heads": 3, "attention_types": [[["global"], 1]]}
-XGLM = {"d_model": 48, "num_layers": 1, "attention_heads": 3, "ffn_dim": 96}
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "facts"),
-    [
-        ("GPTNeo", NEO, (4.0, True, False, False)),
-        ("XGLM", XGLM, (1.0, True, False, False)),
-        ("Esm", {"position_embedding_type": "rotary", "mask_token_id": 3}, (1.0, False, True, False)),
-        ("RoFormer", {}, (1.0, False, True, False)),
-        ("Bloom", {"n_layer": 1, "n_head": 3}, (1.0, True, False, True)),
-        ("MPNet", {}, (1.0, False, False, True)),
-        ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 48}, (1.0, True, False, False)),
-    ],
-)
-def test_what_is_measured_of_transformers(name, options, facts):
-    transformers = shims.transformers()
-    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**SMALL | options)).eval()
-    for bias in (p for n, p in model.named_parameters() if "relative" in n):
-        nn.init.normal_(bias)
-    (part,) = anatomy.attention(model)
-    assert (part.scale * 4, part.causal, part.rotary, part.positional) == facts
 
 
 @pytest.mark.slow

@@ -67,7 +67,7 @@ def test_every_offset_meets_the_bound_with_every_peak_in_place(codes, solved, of
 def test_gradients_are_those_of_the_objective():
     x = normalised(sinusoidal_positions(4, 5, 16))
     for tokens in (TokenGrid(4, 5), TokenGrid(1, 20, causal=True)):
-        problem = _Problem(x, tokens, 0.3, 1)
+        problem = _Problem(x, tokens, 0.3)
         a, b = (torch.randn(16, 6, generator=seeded(s), dtype=torch.float64).requires_grad_() for s in (1, 2))
         index = tokens.targets((0, -1))
         p = attention_map(x, a, b, 0.3, tokens.causal)

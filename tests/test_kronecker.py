@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-import references_kronecker as naive
-from references_statistics import flip_flop_log_likelihood, random_covariance
+from references_statistics import random_covariance, rearranged
 from scipy.stats import binom
 
 from weightscope.errors import DataError, UsageError
@@ -19,9 +18,6 @@ def relative_error(covariance, fit):
     return np.linalg.norm(covariance - fit.matrix()) / np.linalg.norm(covariance)
 
 
-# --- order ---------------------------------------------------------------------------------------------------------
-
-
 def test_order_of_the_factors_on_filters():
     """Rows of a filter that are correlated go to the first factor, row-major pixels: Cov(W_ij, W_kl) = A_ik B_jl."""
     rng = np.random.default_rng(0)
@@ -36,13 +32,10 @@ def test_order_of_the_factors_on_filters():
         assert fit.matrix()[3 * i + j, 3 * k + l] == pytest.approx(a[i, k] * b[j, l], abs=0.06)
 
 
-# --- A (x) B and sums: Eckart and Young on the rearrangement ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(("p", "n"), [(3, 3), (4, 3), (2, 6), (1, 5), (5, 1)])
 def test_sums_are_the_truncated_svd_of_the_rearrangement(p, n):
     covariance = symmetric(np.random.default_rng(2), p * n)
-    values = np.linalg.svd(naive.rearranged(covariance, p, n), compute_uv=False)
+    values = np.linalg.svd(rearranged(covariance, p, n), compute_uv=False)
     for terms in range(1, min(p, n) ** 2 + 1):
         fit = kronecker_sum(covariance, p, n, terms=terms)
         np.testing.assert_allclose(fit.values, values[:terms], rtol=1e-10)
@@ -74,9 +67,6 @@ def test_terms_are_orthogonal_and_symmetric_or_antisymmetric():
     np.testing.assert_allclose(np.linalg.norm(fit.columns, axis=(1, 2)), np.sqrt(5))
 
 
-# --- A (x) A -------------------------------------------------------------------------------------------------------
-
-
 def test_a_kronecker_square_is_found_exactly():
     a = random_covariance(5, np.random.default_rng(5))
     fit = kronecker_sum(np.kron(a, a), same=True)
@@ -94,22 +84,9 @@ def test_a_kronecker_square_of_an_antisymmetric_matrix_is_found():
     np.testing.assert_allclose(np.abs(fit.rows[0]), np.abs(a), atol=1e-13)
 
 
-@pytest.mark.parametrize("definite", [True, False])
-def test_no_other_single_factor_is_better(definite):
-    """Gradient descent from many starts, over factors that need not be symmetric, ends at our optimum or above it."""
-    rng = np.random.default_rng(6)
-    covariance = random_covariance(9, rng) if definite else symmetric(rng, 9)
-    fit = kronecker_sum(covariance, same=True)
-    best = 1 - fit.explained
-    found = [naive.gradient_descent(covariance, rate=0.05, steps=500, seed=seed)[1] for seed in range(3)]
-    assert min(found) >= best - 1e-9
-    assert min(found) == pytest.approx(best, abs=1e-6)
-    assert np.linalg.norm(covariance - fit.matrix()) ** 2 / fit.norm**2 == pytest.approx(best, abs=1e-12)
-
-
 def test_sums_of_squares_are_the_positive_part_of_the_symmetric_rearrangement():
     covariance = symmetric(np.random.default_rng(7), 16)
-    r = naive.rearranged(covariance, 4, 4)
+    r = rearranged(covariance, 4, 4)
     values = np.sort(np.linalg.eigvalsh((r + r.T) / 2))[::-1]
     positive = values[values > 0]
     fit = kronecker_sum(covariance, terms=16, same=True)
@@ -124,9 +101,6 @@ def test_a_matrix_without_positive_eigenvalue_is_best_left_alone():
     assert (fit.terms, fit.explained) == (0, 0.0)
     np.testing.assert_array_equal(fit.matrix(), np.zeros((9, 9)))
     assert kronecker_sum(-np.eye(9)).explained == pytest.approx(1)
-
-
-# --- positive factors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("same", [True, False])
@@ -153,24 +127,14 @@ def test_first_factors_are_positive_where_they_are_not_unique(same):
     np.testing.assert_allclose(both.rows[0], fit.rows[0], atol=1e-14)
 
 
-# --- paths that buy speed only -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("same", [True, False])
-def test_powers_and_lanczos_change_nothing(monkeypatch, same):
+def test_power_iteration_changes_nothing(monkeypatch, same):
     rng = np.random.default_rng(9)
     covariance = np.kron(random_covariance(7, rng), np.eye(7)) + 0.1 * random_covariance(49, rng)
     fast = kronecker_sum(covariance, same=same)
     monkeypatch.setattr(kronecker, "_POWERS", 0)
-    dense, several = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
-    monkeypatch.setattr(kronecker, "_DENSE", 0)
-    lanczos, few = kronecker_sum(covariance, same=same), kronecker_sum(covariance, same=same, terms=2)
-    for other in (fast, lanczos):
-        np.testing.assert_allclose(other.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
-    np.testing.assert_allclose(few.matrix(), several.matrix(), rtol=0, atol=1e-11 * np.abs(covariance).max())
-
-
-# --- explained variance, the result --------------------------------------------------------------------------------
+    dense = kronecker_sum(covariance, same=same)
+    np.testing.assert_allclose(fast.matrix(), dense.matrix(), rtol=0, atol=1e-12 * np.abs(covariance).max())
 
 
 def test_explained_variance_off_the_diagonal():
@@ -182,9 +146,6 @@ def test_explained_variance_off_the_diagonal():
         explained_variance(np.eye(3), np.eye(3), diagonal=False)
     with pytest.raises(DataError, match=r"one size, found \(2, 2\) and \(3, 3\)"):
         explained_variance(sigma, np.eye(3))
-
-
-# --- separability --------------------------------------------------------------------------------------------------
 
 
 def test_the_statistics_are_pivotal():
@@ -248,9 +209,6 @@ def test_batches_change_nothing(monkeypatch):
     np.testing.assert_allclose(separability_test(w, draws=39).null, whole.null, rtol=1e-9)
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------
-
-
 LOPSIDED = np.eye(4) + 0.1 * np.eye(4, k=1)
 BAD_COVARIANCES = [
     (DataError, r"expected a covariance \(D, D\), found \(3, 4\)", np.zeros((3, 4)), {}),
@@ -291,9 +249,6 @@ def test_bad_samples():
         separability_test(w, draws=5)
 
 
-# --- matrix normals ---------------------------------------------------------------------------------------------------
-
-
 def sample(rng, n, rows, columns):
     return np.linalg.cholesky(rows) @ rng.standard_normal((n, len(rows), len(columns))) @ np.linalg.cholesky(columns).T
 
@@ -305,32 +260,12 @@ def factors():
     return rows * np.trace(columns) / 3, columns * 3 / np.trace(columns)
 
 
-def test_matrix_normal_recovers_the_factors(factors):
-    # Standard error of a variance from N n = 6,000 values is 2 %; 10 % has a false-alarm rate below 1e-5.
-    w = sample(np.random.default_rng(5), 2000, *factors)
+def test_permuting_rows_conjugates_the_matrix_normal(factors):
+    rng = np.random.default_rng(7)
+    w = sample(rng, 60, *factors)
     fit = tensor_normal(w)
     assert fit.converged
     assert np.trace(fit.factors[1]) == pytest.approx(3, rel=1e-12)
-    np.testing.assert_allclose(fit.factors[0], factors[0], atol=0.1 * np.diag(factors[0]).max())
-    np.testing.assert_allclose(fit.factors[1], factors[1], atol=0.1 * np.diag(factors[1]).max())
-
-
-def test_matrix_normal_is_a_maximum(factors):
-    rng = np.random.default_rng(6)
-    w = sample(rng, 40, *factors)
-    fit = tensor_normal(w, tolerance=1e-14)
-    best = flip_flop_log_likelihood(w, fit.factors[0], fit.factors[1])
-    for _ in range(100):
-        step = [m @ (np.eye(len(m)) + 0.02 * rng.standard_normal(m.shape)) for m in (fit.factors[0], fit.factors[1])]
-        rows, columns = ((m + m.T) / 2 for m in step)
-        assert flip_flop_log_likelihood(w, rows, columns) < best
-
-
-def test_matrix_normal_does_not_depend_on_order_and_conjugates(factors):
-    rng = np.random.default_rng(7)
-    w = sample(rng, 60, *factors)
-    fit, shuffled = tensor_normal(w), tensor_normal(rng.permutation(w))
-    np.testing.assert_allclose(shuffled.factors[0], fit.factors[0], rtol=1e-10, atol=1e-12)
     # Permuting hidden units conjugates the covariance between rows.
     order = rng.permutation(5)
     permuted = tensor_normal(w[:, order])

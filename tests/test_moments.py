@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 import references_statistics as naive
+from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics import gram
 from weightscope.statistics.gram import _TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
+from weightscope.statistics.shrinkage import ledoit_wolf, shrunk_covariance
 
 
 def relative(found, expected):
@@ -60,7 +61,7 @@ def test_chunking_does_not_change_a_bit(rows, precision):
     for other in (pieces, singles):
         np.testing.assert_array_equal(whole.covariance(), other.covariance())
         np.testing.assert_array_equal(whole.mean, other.mean)
-        assert whole.squared_norms() == other.squared_norms()
+        assert ledoit_wolf(whole) == ledoit_wolf(other)
 
 
 def test_reading_in_between_changes_only_rounding(rows):
@@ -70,40 +71,6 @@ def test_reading_in_between_changes_only_rounding(rows):
         if moments.n > 1:
             moments.covariance()
     assert relative(moments.covariance(), naive.covariance(rows)) < 1e-13
-
-
-@pytest.mark.parametrize("precision", ["float64", "float32"])
-@pytest.mark.parametrize("cut", [0, 1, 3, 700, 1500])
-def test_merge_equals_one_pass(rows, precision, cut):
-    rows = rows + np.float32(100)
-    first, second = (Moments(40, precision=precision).update(part) for part in (rows[:cut], rows[cut:]))
-    merged = first.merge(second)
-    bound = 1e-12 if precision == "float64" else 1e-6
-    assert merged.n == 1500
-    assert first.n == cut
-    assert relative(merged.covariance(), naive.covariance(rows)) < bound
-    np.testing.assert_allclose(merged.mean, rows.mean(axis=0, dtype=np.float64), rtol=1e-14)
-    np.testing.assert_allclose(
-        merged.squared_norms(), Moments(40, precision=precision).update(rows).squared_norms(), rtol=bound
-    )
-
-
-def test_merging_is_associative_and_counts_exclusions(rows):
-    rows = rows.copy()
-    rows[[3, 900], 0] = np.nan
-    parts = [Moments(40).update(part) for part in np.split(rows, [200, 950])]
-    left, right = parts[0].merge(parts[1]).merge(parts[2]), parts[0].merge(parts[1].merge(parts[2]))
-    assert left.excluded == right.excluded == 2
-    assert left.n == 1498
-    assert relative(left.covariance(), right.covariance()) < 1e-14
-
-
-def test_fourth_moments_are_centred(rows):
-    data = rows.astype(np.float64) + 7.0
-    centred = data - data.mean(axis=0)
-    norms = (centred**2).sum(axis=1)
-    expected = norms.sum(), ((centred.T @ centred) ** 2).sum(), (norms**2).sum()
-    np.testing.assert_allclose(Moments(40).update(data).squared_norms(), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(("n", "size"), [(400_000, 4), (20_000, 64)])
@@ -160,7 +127,7 @@ def test_destroy_gives_the_same_matrix_once(rows):
     moments = Moments(40).update(rows)
     kept = moments.covariance()
     np.testing.assert_array_equal(kept, moments.covariance(destroy=True))
-    for use in (moments.covariance, moments.variance, moments.squared_norms, lambda: moments.update(rows)):
+    for use in (moments.covariance, moments.variance, lambda: ledoit_wolf(moments), lambda: moments.update(rows)):
         with pytest.raises(UsageError, match="destroyed by destroy=True"):
             use()
 
@@ -181,13 +148,12 @@ def test_other_dtypes_and_layouts(rows):
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_a_torch_device_gives_the_same(rows, precision):
     pytest.importorskip("torch")
-    found = Moments(40, device="cpu", precision=precision).update(rows[:700])
-    found = found.merge(Moments(40, device="cpu", precision=precision).update(rows[700:]))
+    found = Moments(40, device="cpu", precision=precision).update(rows)
     expected = Moments(40, precision=precision).update(rows)
     bound = 1e-12 if precision == "float64" else 1e-6
     assert isinstance(found._gram, _TorchGram)
     assert relative(found.covariance(), expected.covariance()) < bound
-    np.testing.assert_allclose(found.squared_norms(), expected.squared_norms(), rtol=bound)
+    assert ledoit_wolf(found).intensity == pytest.approx(ledoit_wolf(expected).intensity, rel=bound)
     assert isinstance(found.covariance(destroy=True), np.ndarray)
 
 
@@ -198,29 +164,30 @@ def test_bad_input(rows):
         Moments(3, precision="float16")
     with pytest.raises(DataError, match=r"expected rows \(n, 3\), found \(1500, 40\)"):
         Moments(3).update(rows)
-    with pytest.raises(UsageError, match="merge: expected equal"):
-        Moments(3).merge(Moments(4))
     with pytest.raises(DataError, match=r"at least 1 finite rows, found 0 \(1 excluded"):
         _ = Moments(2).update([[np.nan, 0.0]]).mean
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
         Moments(2).update([0.0, 1.0]).covariance()
-    assert Moments(3).merge(Moments(3)).n == 0
+    assert Moments(3).n == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rank_k_updates_in_place(dtype):
-    rng = np.random.default_rng(0)
-    matrix = np.asfortranarray(rng.standard_normal((30, 30)).astype(dtype))
-    rows, before = rng.standard_normal((7, 30)).astype(dtype), matrix.copy()
-    gram.add_gram(matrix, rows)
-    expected = before + rows.T @ rows
-    np.testing.assert_allclose(
-        np.triu(matrix), np.triu(expected), rtol=1e-5 if dtype is np.float32 else 1e-13, atol=1e-5
-    )
-    np.testing.assert_array_equal(np.tril(matrix, -1), np.tril(before, -1))
-    gram.add_gram(matrix, rows[:0])
-    for bad in (rows.T, rows[:, ::2], rows[:, :20], rows.astype(np.float16)):
-        with pytest.raises(ValueError, match="expected"):
-            gram.add_gram(matrix, bad)
-    with pytest.raises(ValueError, match="Fortran-ordered"):
-        gram.add_gram(matrix.T, rows)
+@pytest.mark.parametrize(("n", "size"), [(30, 80), (80, 30), (500, 20), (3, 50), (2, 5)])
+@pytest.mark.parametrize("mean", [0.0, 1e3])
+def test_equals_scikit_learn(n, size, mean):
+    rng = np.random.default_rng(n + size)
+    data = rng.standard_normal((n, size)) @ naive.random_covariance(size, rng) + mean
+    expected = LedoitWolf().fit(data)
+    moments = Moments(size).update(data)
+    shrinkage = ledoit_wolf(moments)
+    assert shrinkage.intensity == pytest.approx(expected.shrinkage_, abs=1e-10)
+    np.testing.assert_allclose(shrunk_covariance(moments), expected.covariance_, rtol=0, atol=1e-10)
+    in_place = shrunk_covariance(moments, destroy=True)
+    np.testing.assert_allclose(in_place, expected.covariance_, rtol=0, atol=1e-10)
+
+
+def test_nothing_to_shrink():
+    rng = np.random.default_rng(2)
+    assert ledoit_wolf(Moments(1).update(rng.standard_normal((9, 1)))).intensity == 0
+    # Exactly white: S is the identity already.
+    white = np.concatenate([np.eye(4), -np.eye(4)])
+    assert ledoit_wolf(Moments(4).update(white)).intensity == 0

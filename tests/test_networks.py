@@ -1,11 +1,8 @@
 """The networks against timm, the thesis' formulas, and the rules that let many of them run as one."""
 
-import copy
 import inspect
 import math
-import subprocess
-import sys
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -16,10 +13,10 @@ from torch import nn
 from weightscope import networks
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
-from weightscope.networks.convmixer import DILATIONS, dilation_schedule
+from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, ViTConfig
+from weightscope.recipe import ConvNeXtConfig, NetworkConfig, ViTConfig
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -120,39 +117,13 @@ def test_state_dicts_travel_both_ways_with_timm(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("h", "d", "k", "p", "c", "n"), [(256, 8, 9, 1, 3, 10), (16, 3, 5, 2, 1, 7), (8, 1, 3, 4, 3, 2)]
+    ("h", "d", "k", "p", "c", "n"),
+    [(256, 8, 9, 1, 3, 10), (16, 3, 5, 2, 1, 7), (8, 1, 3, 4, 3, 2), (128, 4, 8, 1, 3, 10)],
 )
 def test_convmixer_has_the_parameters_of_thesis_equation_2_4(h: int, d: int, k: int, p: int, c: int, n: int) -> None:
     """With c p^2 where the thesis prints c^2."""
     model = ConvMixer(h, d, k, p, n, in_channels=c)
     assert _parameters(model) == h * (d * (k**2 + h + 6) + c * p**2 + n + 3) + n
-
-
-@pytest.mark.parametrize(
-    ("network", "least", "most"),
-    [
-        (lambda: ConvMixer(256, 8, 9, 1, 10), 706_500, 707_500),  # thesis 2.1.5: 707K
-        (lambda: ConvMixer(256, 10, 3, 1, 10), 697_500, 698_500),  # 698K
-        (lambda: ConvMixer(128, 4, 8, 1, 10), 103_434, 103_434),  # thesis Table 2.4, even kernels: 103 and 672 thousand
-        (lambda: ConvMixer(256, 8, 8, 1, 10), 671_754, 671_754),
-        # MLP paper, section 2: 3-4 layers, internal dimension 16-32, expansion 2
-        (lambda: ConvNeXt(16, 4, 7, 2, 10, expansion=2, layer_scale=None), 5_000, 12_000),
-    ],
-)
-def test_networks_have_the_sizes_that_are_published(network: Any, least: int, most: int) -> None:
-    assert least <= _parameters(network()) <= most
-
-
-@pytest.mark.slow
-def test_even_kernels_are_not_remarked_on() -> None:
-    """torch remarks on them once in a process, in the first forward pass."""
-    code = (
-        "import torch; from weightscope.networks import ConvMixer; ConvMixer(4, 1, 8, 1, 10)(torch.zeros(2, 3, 9, 9)); "
-        "import warnings; warnings.warn('others are shown')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "padding='same'" not in done.stderr
-    assert "others are shown" in done.stderr
 
 
 @pytest.mark.parametrize("kernel_size", [2, 4, 8])
@@ -203,7 +174,7 @@ def test_stochastic_depth_has_the_rates_and_names_of_timms_vit() -> None:
     lambda **options: ConvNeXt(8, 2, 3, 4, 10, **options), lambda **options: ViT(8, 4, 8, 2, 2, 10, **options)
 ], ids=["convnext", "vit"])  # fmt: skip
 def test_a_learned_sum_is_the_mlp_papers_baseline(make) -> None:
-    """Section 3: W1 x + b 1_p 1_n^T x, one parameter per MLP; b = 0.3 s is what mimetic_mlp adds to W1."""
+    """Section 3: W1 x + b 1_p 1_n^T x, one parameter per MLP."""
     plain, summed = make(), make(learned_sum=0.25)
     assert _parameters(summed) == _parameters(plain) + 2
     fc1 = next(module.fc1 for module in summed.modules() if isinstance(module, Mlp))
@@ -214,14 +185,6 @@ def test_a_learned_sum_is_the_mlp_papers_baseline(make) -> None:
         fc1.sum_weight.zero_()
     fc1.reset_parameters()
     assert fc1.sum_weight.item() == 0.25
-    shifted = copy.deepcopy(summed)
-    with torch.no_grad():
-        for module in shifted.modules():
-            if isinstance(module, Mlp):
-                module.fc1.sum_weight.zero_()
-                module.fc1.weight += 0.25
-    images = torch.randn(2, 3, 8, 8)
-    torch.testing.assert_close(shifted(images), summed(images))
 
 
 TABLE_3_2 = {
@@ -242,14 +205,8 @@ def test_dilations_are_those_of_thesis_table_3_2(name: str) -> None:
     model = ConvMixer(8, 8, 3, 2, 10, dilations=name)
     assert [block[0].fn[0].dilation for block in model.blocks] == [(d, d) for d in schedule]
     assert model(torch.zeros(1, 3, 16, 16)).shape == (1, 10)
-
-
-@pytest.mark.parametrize("name", DILATIONS)
-def test_dilations_extend_by_quarters(name: str) -> None:
-    eight = dilation_schedule(name, 8)
-    assert dilation_schedule(name, 32) == tuple(np.repeat(eight, 4))
-    for depth in (1, 2, 3, 4, 5, 6, 7, 9):
-        assert dilation_schedule(name, depth) == tuple(eight[8 * i // depth // 2 * 2] for i in range(depth))
+    assert dilation_schedule(name, 32) == tuple(np.repeat(schedule, 4))
+    assert dilation_schedule(name, 3) == tuple(schedule[2 * (4 * i // 3)] for i in range(3))
 
 
 # --- positions -------------------------------------------------------------------------------------------
@@ -413,10 +370,6 @@ def test_reset_parameters_of_all_layers_leaves_no_old_value(name: str) -> None:
     ("section", "direct"),
     [
         (
-            ConvMixerConfig(type="convmixer", width=8, depth=4, kernel_size=3, patch_size=2, dilations="E"),
-            lambda: ConvMixer(8, 4, 3, 2, 10, in_channels=1, dilations="E"),
-        ),
-        (
             ConvNeXtConfig(type="convnext", width=(4, 8), depth=(1, 2), kernel_size=5, patch_size=2, expansion=3),
             lambda: ConvNeXt((4, 8), (1, 2), 5, 2, expansion=3, in_channels=1, layer_scale=None),
         ),
@@ -474,7 +427,10 @@ def test_impossible_networks_are_refused(make, match: str) -> None:
 # --- cost ------------------------------------------------------------------------------------------------
 
 
-def test_multiply_adds_of_a_convmixer_by_hand() -> None:
+def test_multiply_adds_by_hand() -> None:
+    d, layers, n, tokens = 8, 2, 5, 16
+    per_block = tokens * (4 * d * d + 8 * d * d) + 2 * tokens**2 * d
+    assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n
     h, d, k, p, c, n, size = 8, 2, 3, 4, 3, 5, 16
     pixels = (size // p) ** 2
     expected = pixels * (c * p**2 * h + d * (k**2 * h + h * h)) + h * n
@@ -483,12 +439,6 @@ def test_multiply_adds_of_a_convmixer_by_hand() -> None:
     assert model.training
     assert all(not layer._forward_hooks for layer in model.modules())
     assert torch.equal(model.stem[2].running_mean, torch.zeros(h))
-
-
-def test_multiply_adds_of_a_vit_by_hand() -> None:
-    d, layers, n, tokens = 8, 2, 5, 16
-    per_block = tokens * (4 * d * d + 8 * d * d) + 2 * tokens**2 * d
-    assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n
 
 
 class Pooled(nn.Module):

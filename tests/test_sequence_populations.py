@@ -289,7 +289,10 @@ REFUSED = [
     ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
     ({"network": CONTEXT}, SHORT),
     ({"network__layers": ["default", "attention"]}, "layers: expected 1 names, one for each layer, found 2"),
-    ({"network": NETWORKS["mamba2"] | {"head_width": 5}}, "head_width must divide the 16 inner channels"),
+    (
+        {"network": NETWORKS["mamba2"] | {"head_width": 5}},
+        r"head_width must divide expansion \* width, .*16 and head_width 5",
+    ),
 ]
 
 

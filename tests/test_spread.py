@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import clusters
 import fake_training as fake
@@ -213,43 +215,15 @@ def test_a_dask_cluster_that_loses_all_workers_is_an_error(tmp_path, monkeypatch
             list(tiles)
 
 
-class _Ray:
-    """As much of ray as its pool uses; a cluster whose machines are gone."""
-
-    def __init__(self, cpus):
-        self.cpus = cpus
-        self.exceptions = type("exceptions", (), {"RayError": RuntimeError, "RayTaskError": KeyError})
-        self.actor = type("actor", (), {"remote": lambda *_, **__: self.actor, "read": None})
-        self.actor.read = self.actor.beat = self.actor
-
-    def is_initialized(self):
-        return True
-
-    def put(self, value):
-        return value
-
-    def remote(self, **options):
-        return lambda _function: self.actor
-
-    def cluster_resources(self):
-        return {"CPU": self.cpus}
-
-    def get(self, _future):
-        return {}
-
-    def wait(self, futures, timeout):
-        time.sleep(0.02)
-        return [], futures
-
-    def cancel(self, *_, **__): ...
-
-    def kill(self, _actor): ...
-
-
 @pytest.mark.slow
 def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch):
+    """As much of ray as its pool uses; a cluster whose machines are gone."""
+    ray = MagicMock(exceptions=SimpleNamespace(RayError=RuntimeError, RayTaskError=KeyError))
+    ray.get.return_value = {}
+    ray.wait.side_effect = lambda futures, timeout: (time.sleep(0.02), ([], futures))[1]
+
     def poll_for_a_second(cpus):
-        monkeypatch.setattr(workers, "_package", lambda *_: _Ray(cpus))
+        ray.cluster_resources.return_value = {"CPU": cpus}
         pool, until = workers.RayPool(print, None, False, print), time.monotonic() + 1.0
         pool.start(0)
         try:
@@ -258,12 +232,13 @@ def test_a_ray_cluster_that_loses_all_workers_is_an_error(monkeypatch):
         finally:
             pool.close()
 
+    monkeypatch.setattr(workers, "_package", lambda *_: ray)
     monkeypatch.setattr(workers, "LOST_SECONDS", 0.5)
     monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.02)
     poll_for_a_second(2.0)
     with pytest.raises(ClusterLost, match="has had no CPU for"):
         poll_for_a_second(0.0)
-    monkeypatch.setattr(_Ray, "cluster_resources", lambda _: time.sleep(3))
+    ray.cluster_resources.side_effect = lambda: time.sleep(3)
     with pytest.raises(ClusterLost, match="the ray cluster has not answered"):
         poll_for_a_second(2.0)
 

@@ -1,7 +1,5 @@
 """One contract for every structure: a new one adds a row to CASES."""
 
-import tracemalloc
-
 import numpy as np
 import pytest
 import references_statistics as naive
@@ -23,6 +21,7 @@ from weightscope.fits import (
 )
 from weightscope.fits.structure import fit_mean, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.shrinkage import ledoit_wolf_of_rows
 
 MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight", (3, 4))])
@@ -38,6 +37,11 @@ LAYERS = WeightSpec(
 )
 COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
 
+SMALL = WeightSpec([TensorSpec("conv", (3, 1, 2)), TensorSpec("fc2", (3, 4)), TensorSpec("q", (2, 3)), MLP.tensors[1]])
+SIGNED = PermutationSpec.from_axes(
+    SMALL, {"conv": ("c", None, None), "fc2": ("c", "h"), "q": ("~units", "c"), "fc1.bias": (None,)}
+)
+
 # structure, options, spec
 CASES = [
     *[
@@ -50,8 +54,10 @@ CASES = [
     (Kronecker, {}, COLUMN),
     (TensorNormal, {}, LAYERS),
     (Exchangeable, {}, MLP),
+    (Exchangeable, {"permutations": SIGNED}, SMALL),
+    (Exchangeable, {"permutations": SIGNED, "gain": 3.0}, SMALL),
 ]
-IDS = [f"{c.name}-{'-'.join(map(str, o.values()))}-{s.tensors[0].name}" for c, o, s in CASES]
+IDS = [f"{c.name}-{'-'.join(map(str, o))}-{s.tensors[0].name}" for c, o, s in CASES]
 contract = pytest.mark.parametrize(("cls", "options", "spec"), CASES, ids=IDS)
 
 
@@ -175,20 +181,6 @@ def test_damaged_arrays_are_refused(cls, fitted, spec):
             cls.from_tensors(good | {name: array[..., None]}, spec)
 
 
-@pytest.mark.parametrize("cls", [Isotropic, Diagonal, GroupMeans, Dense])
-def test_accumulators_do_not_grow_with_the_number_of_networks(cls):
-    spec = WeightSpec([TensorSpec("w", (5, 8))])
-    accumulator, sizes = cls.accumulator(spec), []
-    tracemalloc.start()
-    for seed in range(60):
-        accumulator.update(np.random.default_rng(seed).standard_normal((100, 40)))
-        sizes.append(tracemalloc.get_traced_memory()[0])
-    tracemalloc.stop()
-    assert not cls.needs_samples
-    assert sizes[-1] < sizes[9] + 20_000  # the 50 blocks between them hold 1.6 MB
-    accumulator.finish()
-
-
 @pytest.mark.parametrize("cls", [Isotropic, Diagonal, Dense, GroupMeans, LowRank, Kronecker])
 def test_fewer_networks_than_entries(cls):
     spec = WeightSpec([TensorSpec("fc1.weight", (12, 10))])
@@ -229,19 +221,20 @@ def test_registry():
             structure_class(wrong)
 
 
-def test_dense_from_moments_equals_dense_from_samples():
-    """The intensity for several tensors of different scales, whose fourth moments are accumulated about a pilot."""
+@pytest.mark.parametrize("n", [15, 50])  # as a factor of N columns, and from moments about a pilot
+def test_dense_scales_each_tensor(n):
+    """The intensity for several tensors of different scales."""
     spec = WeightSpec([TensorSpec("a", (3, 4)), TensorSpec("b", (5,)), TensorSpec("c", (2, 2))])
-    data = data_of(spec, 50) * np.repeat([1e-2, 1.0, 30.0], [12, 5, 4])
+    data = data_of(spec, n) * np.repeat([1e-2, 1.0, 30.0], [12, 5, 4])
     data[:, :12] += 0.05 - data[:, :12].mean(axis=0)  # one mean for all entries of `a`
     fitted = Dense.fit(data, spec)
     rows = data - fitted.mean
     scale = np.concatenate([np.full(s.stop - s.start, np.sqrt(np.mean(rows[:, s] ** 2))) for s in spec.slices.values()])
     shrunk = ledoit_wolf_of_rows(rows / scale)
     assert fitted.diagnostics["mean"]["a"] == "scalar"
-    assert 0.01 < shrunk.intensity < 0.99
+    assert 0.01 < shrunk.intensity < 0.999
     assert fitted.diagnostics["shrinkage"] == pytest.approx(shrunk.intensity, rel=1e-10)
-    expected = (1 - shrunk.intensity) * rows.T @ rows / 50 + np.diag(shrunk.intensity * shrunk.target * scale**2)
+    expected = (1 - shrunk.intensity) * rows.T @ rows / n + np.diag(shrunk.intensity * shrunk.target * scale**2)
     scales = np.outer(scale, scale)
     np.testing.assert_allclose(fitted.covariance() / scales, expected / scales, atol=1e-11)
 
@@ -256,13 +249,6 @@ def test_dense_is_ledoit_wolf(n):
     assert fitted.diagnostics["shrinkage"] == pytest.approx(expected.shrinkage_, abs=1e-10)
     np.testing.assert_allclose(fitted.covariance(), expected.covariance_, atol=1e-10)
     np.testing.assert_allclose(fitted.mean, expected.location_, atol=1e-12)
-
-
-def test_dense_shrinks_tensors_of_different_size_alike():
-    spec = WeightSpec([TensorSpec("small", (4, 5)), TensorSpec("large", (4, 5))])
-    data = np.random.default_rng(0).standard_normal((20, 40)) * np.repeat([1e-3, 10.0], 20)
-    variances = np.diag(Dense.fit(data, spec).covariance()).reshape(2, 20).mean(axis=1)
-    assert variances == pytest.approx([1e-6, 100], rel=0.3)
 
 
 def test_group_means_finds_the_variance_components():
@@ -290,47 +276,24 @@ def test_group_means_with_less_variation_than_independence():
     assert ratio == pytest.approx(0.09, rel=0.15)
 
 
-def perturbed_group_means(fitted, rng):
-    return GroupMeans(fitted.spec, fitted.mean, fitted.eigenvalues * np.exp(0.1 * rng.standard_normal((1, 4))))
-
-
-def perturbed_low_rank(fitted, rng):
-    factor = fitted.factor * (1 + 0.05 * rng.standard_normal(fitted.factor.shape))
-    variance = fitted.variance * np.exp(0.05 * rng.standard_normal(fitted.spec.size))
-    return LowRank(fitted.spec, fitted.mean, variance, factor)
-
-
-def perturbed_tensor_normal(fitted, rng):
-    moved = [
-        [np.tril(root * (1 + 0.03 * rng.standard_normal(root.shape))) for root in roots]
-        for roots in zip(*fitted.roots, strict=True)
-    ]
-    return TensorNormal(fitted.spec, fitted.mean, *moved)
-
-
 @pytest.mark.parametrize(
-    ("cls", "options", "data", "perturbed"),
+    ("cls", "options", "n"),
     [
-        (GroupMeans, {}, 30, perturbed_group_means),
-        (LowRank, {"rank": 2}, 200, perturbed_low_rank),
-        (TensorNormal, {}, 12, perturbed_tensor_normal),
+        (Diagonal, {}, 30),
+        (GroupMeans, {}, 30),
+        (LowRank, {"rank": 2}, 200),
+        (Kronecker, {}, 30),
+        (TensorNormal, {}, 12),
     ],
 )
-def test_a_fit_by_maximum_likelihood_is_a_maximum(cls, options, data, perturbed):
+def test_a_fit_by_maximum_likelihood_is_a_maximum(cls, options, n):
     spec = WeightSpec([TensorSpec("w", (4, 6))])
-    x, spec = planted_layers(data)[:2] if cls is TensorNormal else (data_of(spec, data), spec)
+    x, spec = planted_layers(n)[:2] if cls is TensorNormal else (data_of(spec, n), spec)
     fitted, rng = cls.fit(x, spec, **options), np.random.default_rng(3)
-    best = fitted.log_prob(x).sum()
-    assert all(perturbed(fitted, rng).log_prob(x).sum() < best for _ in range(100))
-
-
-def test_low_rank_grows_with_rank_and_converges():
-    spec = WeightSpec([TensorSpec("w", (4, 6))])
-    data = data_of(spec, 200)
-    fits = [LowRank.fit(data, spec, rank=rank) for rank in (1, 2, 4, 8)]
-    likelihoods = [fitted.log_prob(data).sum() for fitted in fits]
-    assert sorted(likelihoods) == likelihoods
-    assert fits[1].diagnostics["converged"]
+    best, arrays = fitted.log_prob(x).sum(), fitted.to_tensors()
+    for _ in range(100):
+        moved = {key: a * np.exp(0.03 * rng.standard_normal(a.shape)) for key, a in arrays.items() if key != "mean"}
+        assert cls.from_tensors(moved | {"mean": fitted.mean}, spec).log_prob(x).sum() < best
 
 
 def test_low_rank_equals_scikit_learns_factor_analysis():
@@ -344,6 +307,7 @@ def test_low_rank_equals_scikit_learns_factor_analysis():
     ours = LowRank.fit(data, spec, rank=3)
     assert ours.log_prob(data).mean() == pytest.approx(theirs.score(data), abs=1e-4)
     np.testing.assert_allclose(ours.covariance(), theirs.get_covariance(), rtol=0.02, atol=0.02)
+    assert ours.diagnostics["converged"]
 
 
 def test_low_rank_ranks():
@@ -397,15 +361,6 @@ def test_a_tensor_normal_recovers_planted_factors():
     sampled = fitted.sample(np.random.default_rng(1), 4000)
     first, last = (sampled[:, spec.slices[f"blocks.{i}.fc2.weight"]] for i in (0, 2))
     assert np.corrcoef(first.ravel(), last.ravel())[0, 1] == pytest.approx(-0.6, abs=0.03)
-
-
-def test_a_tensor_normal_scores_above_independent_layers_where_layers_are_correlated():
-    data, spec, _ = planted_layers(300)
-    matrices = spec.select("*.fc2.weight")
-    rows = data[:, spec.columns(matrices)]
-    one, other = (cls.fit(rows[:200], matrices).log_prob(rows[200:]) for cls in (TensorNormal, Kronecker))
-    difference = one - other
-    assert difference.mean() > 3 * difference.std() / np.sqrt(100)
 
 
 def test_a_tensor_normal_needs_layers_and_networks():

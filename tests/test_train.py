@@ -64,13 +64,7 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
         plain.epoch(epoch)
         found = run.evaluate()
         trained = run.nets.weights.clone()
-        parameters = np.concatenate(
-            [
-                np.arange(run.nets.spec.size)[run.nets.spec.slices[t.name]]
-                for t in run.nets.spec.tensors
-                if t.role == "parameter"
-            ]
-        )
+        parameters = run.optimiser.trained
         assert torch.equal(trained[:, parameters], plain.nets.weights[:, parameters])
         other = plain.nets.weights.clone()
         plain.nets.weights.copy_(run.average)

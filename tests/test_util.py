@@ -225,12 +225,28 @@ def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(mo
         def scaled(x: float) -> float:
             return gain * x
 
+        def by_default(x: float, scale: float = gain) -> float:
+            return scale * x
+
+        def by_keyword(x: float, *, scale: float = gain) -> float:
+            return scale * x
+
+        def by_attribute(x: float) -> float:
+            return Scaled().of(x)
+
+        made: dict[str, Any] = {"scale": gain}  # a function whose source cannot be read, with a global of its own
+        exec(f"def built(x): return {gain} * x", made)
+        exec("def by_global(x): return scale * x", made)
+
         class Scaled:
             def of(self, x: float) -> float:
                 return gain * x
 
         partials = [functools.partial(free, gain), functools.partial(free, np.full(2, gain))]
-        return [scaled, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
+        functions = [scaled, by_default, by_keyword, by_attribute, made["built"], made["by_global"]]
+        for function in functions[-2:]:
+            function.__module__ = "__main__"
+        return [*functions, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
 
     references = [[plugins.reference_to(item) for item in make(gain)] for gain in (2.0, 3.0, 2.0)]
     assert references[0] == references[2]
@@ -280,14 +296,70 @@ def test_a_function_that_others_cannot_import_is_passed_on(monkeypatch: pytest.M
     plugins.restore({reference: (local, "its hash there")})
     assert plugins.imported(reference)() == 5
     assert plugins.source_hash(reference) == "its hash there"
-    monkeypatch.setattr(plugins, "_hashes", {})
 
 
-def test_the_hash_of_a_partial_is_that_of_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("trusted")
+def test_the_hash_of_a_module_is_that_of_its_source_and_of_those_of_the_users_own_that_it_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     text = "import functools\ndef f(x): return x\npart = functools.partial(f, 1)\n"
     (tmp_path / "partial_for_this_test.py").write_text(text)
     assert plugins.source_hash("partial_for_this_test:part") == hashlib.sha256(text.encode()).hexdigest()[:16]
+    package = tmp_path / "package_for_this_test"
+    package.mkdir()
+    names = ("__init__", "model", "layers", "numbers", "unrelated")
+    texts = ("", "from .layers import layer\nimport numpy\n", "from . import numbers, model\n", "WIDTH = 3\n", "")
+    for name, text in zip(names, texts, strict=True):
+        (package / f"{name}.py").write_text(text)
+    hashes = []
+    for name in names:
+        hashes.append(plugins.source_hash("package_for_this_test.model:layer"))
+        with (package / f"{name}.py").open("a") as file:
+            file.write("# a change\n")
+    hashes.append(plugins.source_hash("package_for_this_test.model:layer"))
+    assert len(set(hashes)) == len(names)
+    assert hashes[-1] == hashes[-2]  # of the unrelated module
+
+
+EDITS = {
+    "a function": ("return SCALE * x", "return SCALE * x + 1"),
+    "a method": ("return 1", "return 2"),
+    "a constant": ("SCALE = 2", "SCALE = 3"),
+    "a line before": ("import math", "import math\n\n"),
+    "a broken one": ("import math", "return 3"),
+}
+
+
+@pytest.mark.usefixtures("trusted")
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("early", [True, False])
+def test_a_module_that_was_edited_after_it_was_imported_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, early: bool
+) -> None:
+    """Whether it was used here before or not, by itself or by a module that imports it; after a reload it is used."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    text = "import math\nSCALE = 2\ndef f(x):\n    return SCALE * x\nclass A:\n    def g(self):\n        return 1\n"
+    (tmp_path / "edited_inside.py").write_text(text)
+    (tmp_path / "edited_outside.py").write_text("import edited_inside\ndef f(x):\n    return edited_inside.f(x)\n")
+    inside, outside = (importlib.import_module(name) for name in ("edited_inside", "edited_outside"))
+    try:
+        calls = [lambda: plugins.reference_to(inside.f), lambda: plugins.imported("edited_outside:f")]
+        calls += [lambda: plugins.reference_to(functools.partial(inside.f, 1)), lambda: plugins.reference_to(outside.f)]
+        for call in calls if early else ():
+            call()
+        (tmp_path / "edited_inside.py").write_text(text.replace(*EDITS[edit]))
+        for call in calls:
+            with pytest.raises(UsageError, match=r"edited_inside.*; restart Python"):
+                call()
+        if edit != "a broken one":
+            importlib.reload(inside)
+            for call in calls:
+                call()
+    finally:
+        for name in ("edited_inside", "edited_outside"):
+            del sys.modules[name]
 
 
 def test_the_hash_of_a_source_changes_with_its_module_or_with_the_function_of_a_script(tmp_path: Path) -> None:

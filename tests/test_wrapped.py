@@ -12,6 +12,8 @@ from torch.nn.utils import parametrizations, prune
 
 import weightscope.init as wi
 from weightscope import anatomy
+from weightscope.analysis.attention_products import products
+from weightscope.analysis.within_network import covariance_within
 from weightscope.auditing import audit
 from weightscope.errors import DataError, UsageError
 
@@ -40,6 +42,9 @@ def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
             audit(model, "xavier")
         if kind not in ADAPTERS:
             return
+        for command in (products, covariance_within):
+            with pytest.raises(DataError, match=refusal[kind]):
+                command(model)
         for name, value in model.named_parameters():
             if name.endswith("lora_B"):
                 nn.init.zeros_(value)  # as adapters start

@@ -44,3 +44,10 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise UsageError(f"{name}: expected true or false, found {value!r}")
     return value
+
+
+def divided(name: str, value: int, by: str, divisor: int) -> int:
+    """`value / divisor`; raises UsageError unless it is an integer."""
+    if value % divisor:
+        raise UsageError(f"{by} must divide {name}, found {name} {value} and {by} {divisor}")
+    return value // divisor

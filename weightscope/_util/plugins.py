@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from weightscope._util import trust
+from weightscope._util import identity, trust
 from weightscope._util.names import unknown
 from weightscope.errors import DataError, UsageError
 
@@ -22,10 +22,8 @@ T = TypeVar("T")
 
 REQUIRED = inspect.Parameter.empty
 
-# Objects passed in Python that cannot be imported again: functions of a notebook or a script.
-_passed: dict[str, Any] = {}
-_hashes: dict[str, str] = {}  # of the sources of what another process passed
-_loaded: dict[str, str] = {}  # module -> SHA-256 of the source that was run for it here
+# Objects passed in Python that cannot be imported: functions of a notebook or a script, and what has no name.
+_passed: dict[str, tuple[Any, str]] = {}  # reference -> the object and its hash
 
 
 class Registry(Mapping[str, T], Generic[T]):
@@ -80,24 +78,29 @@ def underscored(wanted: Any) -> Any:
     return wanted.replace("-", "_") if isinstance(wanted, str) and not is_reference(wanted) else wanted
 
 
-def imported(reference: str) -> Any:
+def imported(reference: str, *, again: bool = False) -> Any:
     """The object of a user's reference `"package.module:name"`, if its code may run (`weightscope._util.trust`).
 
-    The working directory is searched, too. What runs is the source that was checked, not a bytecode file beside it.
+    The working directory is searched, too. What runs is the source that was checked, not a bytecode file beside it. If
+    a module was edited after it was imported, UsageError; it is imported `again` in a worker, which outlives a call.
     """
     if reference in _passed:
-        return _passed[reference]
+        return _passed[reference][0]
     name = reference.partition(":")[0]
     with _working_directory_importable():
-        source, file = source_of(reference)
-        trust.check(reference, source, file)
-        digest = hashlib.sha256(source).hexdigest()
-        if name not in sys.modules or _loaded.get(name, digest) != digest:
+        files = _files(reference)
+        file, (_, source) = next(iter(files.items()))
+        trust.check(reference, _joined(files), file)
+        if again and identity.edited(files):
+            for module, _ in files.values():
+                sys.modules.pop(module, None)
+        identity.refuse_edited(files)
+        if name not in sys.modules:
             try:
                 _run(name, source, file)
             except Exception as error:
                 raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
-            _loaded[name] = digest
+            identity.refuse_edited(files)  # what it imports in other ways, and between reading and running
     return _named(reference)
 
 
@@ -119,19 +122,15 @@ def _named(reference: str) -> Any:
 
 
 def _run(name: str, source: bytes, file: Path) -> None:
-    """Run the source as a module, or again in the module that there is, as `importlib.reload` does."""
+    """Run the source as a module."""
     parent, _, last = name.rpartition(".")
     package = importlib.import_module(parent) if parent else None
-    code = compile(source, str(file), "exec")
-    if name in sys.modules:
-        exec(code, vars(sys.modules[name]))
-        return
     folders = [str(file.parent)] if file.name == "__init__.py" else None
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        exec(code, vars(module))
+        exec(compile(source, str(file), "exec"), vars(module))
     except BaseException:
         del sys.modules[name]
         raise
@@ -145,55 +144,64 @@ def _cannot_import(reference: str, why: str) -> trust.CannotRun:
     )
 
 
-def source_of(reference: str) -> tuple[bytes, Path]:
-    """The source of a user's reference, and its file, without running it: that of the whole module.
-
-    The function may use the rest of it. Of a function of a script or a notebook it is the function's alone.
-    """
-    if reference in _passed:
-        item = _passed[reference]
-        file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
-        try:
-            if file is None or item.__module__ == "__main__":
-                return textwrap.dedent(inspect.getsource(item)).encode(), Path(reference)
-            return Path(file).read_bytes(), Path(file)
-        except (OSError, TypeError, SyntaxError) as error:
-            raise UsageError(f"{item!r}: its source cannot be read ({error}); put it into a file") from error
+def _files(reference: str) -> dict[Path, tuple[str, bytes]]:
+    """The module of a reference, first, and those of the user's own that it imports; see `identity.sources`."""
     with _working_directory_importable():
         try:
-            found = trust.source_file(reference.partition(":")[0])
-            if found is None:
-                raise _cannot_import(reference, "no Python file of this name")
-            return found.read_bytes(), found
+            return identity.sources(reference.partition(":")[0])
         except (OSError, ImportError, ValueError) as error:
             raise _cannot_import(reference, str(error)) from error
+
+
+def _joined(files: Mapping[Path, tuple[str, bytes]]) -> bytes:
+    (_, first), *others = files.values()
+    return first + b"".join(b"\n# --- %s\n" % name.encode() + text for name, text in others if text)
+
+
+def source_of(reference: str) -> bytes:
+    """The source of a user's reference, without running it: its module, and those of the user's that this imports.
+
+    Of a callable that cannot be imported it is its own, or that of its module.
+    """
+    if reference not in _passed:
+        return _joined(_files(reference))
+    item = _passed[reference][0]
+    file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
+    try:
+        if file is None or item.__module__ == "__main__":
+            return textwrap.dedent(inspect.getsource(item)).encode()
+        return Path(file).read_bytes()
+    except (OSError, TypeError, SyntaxError) as error:
+        raise UsageError(f"{item!r}: its source cannot be read ({error})") from error
 
 
 def reference_to(item: Any) -> str:
     """`"package.module:name"` for any callable, such that `imported` gives it back in this process.
 
-    The name ends in a hash of its source and values where these are not those of a name: of a lambda, a
-    `functools.partial`, a bound method, an instance, and of what depends on variables of the function around it.
+    The name ends in a hash of all that it depends on (`identity.contents`) where the object is not found by its name: a
+    local function, a lambda, a `functools.partial`, a bound method, an instance.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
-    if module and name and "<lambda>" not in name:
-        reference = f"{module}:{name.replace('<locals>.', '')}"
-        found: Any = sys.modules.get(module) if module != "__main__" else None  # which differs between processes
-        for part in name.split("."):
-            found = getattr(found, part, None)
-        if found is item:
-            with contextlib.suppress(UsageError):  # of the standard library, written in C
-                trust.approve(reference, source_of(reference)[0])
-            return reference
-        if not _captured(item):
-            _passed[reference] = item
-            return reference
+    found: Any = sys.modules.get(module) if module and name else None
+    for part in name.split(".") if name else ():
+        found = getattr(found, part, None)
+    named = found is not None and found is item
+    if named and module != "__main__":  # which differs between processes
+        reference = f"{module}:{name}"
+        with contextlib.suppress(trust.CannotRun):  # of the standard library, written in C
+            files = _files(reference)
+            identity.refuse_edited(files)
+            trust.approve(reference, _joined(files))
+        return reference
     digest = hashlib.sha256()
-    for part in _contents(item, {}):
-        digest.update(len(part).to_bytes(8) + part)
+    try:
+        for part in identity.contents(item, {}):
+            digest.update(len(part).to_bytes(8) + part)
+    except RecursionError as error:
+        raise UsageError(f"{item!r:.80} cannot be recorded; what it holds is nested too deeply") from error
     label = re.sub("[^0-9A-Za-z_]", "_", name_of(item))
-    reference = f"{module or type(item).__module__}:{label}_{digest.hexdigest()[:8]}"
-    _passed[reference], _hashes[reference] = item, digest.hexdigest()[:16]
+    reference = f"__main__:{name}" if named else f"{module or type(item).__module__}:{label}_{digest.hexdigest()[:8]}"
+    _passed[reference] = item, digest.hexdigest()[:16]
     return reference
 
 
@@ -206,63 +214,14 @@ def name_of(item: Any) -> str:
     return str(getattr(item, "__name__", type(item).__name__)).strip("<>")
 
 
-def _contents(item: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    """What makes a value what it is: sources of functions and classes, and the values that they hold."""
-    yield type(item).__qualname__.encode()
-    if item is None or isinstance(item, bool | int | float | complex | str | bytes | os.PathLike):
-        yield repr(item).encode()
-        return
-    if id(item) in seen:
-        yield str(list(seen).index(id(item))).encode()
-        return
-    seen[id(item)] = item  # also keeps the id from being used again
-    held: list[Any] = []
-    if isinstance(item, functools.partial):
-        held = [item.func, item.args, item.keywords]
-    elif inspect.ismethod(item):
-        held = [item.__self__, item.__func__]
-    elif inspect.isfunction(item) or inspect.isclass(item):
-        yield _source(item)
-        cells = [cell.cell_contents for cell in getattr(item, "__closure__", None) or ()]
-        members = [m for m in vars(item).values() if getattr(m, "__closure__", None)]
-        held = [getattr(item, "__defaults__", None), getattr(item, "__kwdefaults__", None), *cells, *members]
-    elif isinstance(item, Mapping):
-        held = [part for pair in item.items() for part in pair]
-    elif isinstance(item, list | tuple | set | frozenset):
-        held = sorted(item, key=repr) if isinstance(item, set | frozenset) else list(item)
-    elif hasattr(item, "detach"):  # a tensor
-        held = [item.detach().cpu().numpy()]
-    elif hasattr(item, "tobytes"):  # an array
-        yield repr((item.dtype, item.shape)).encode() + item.tobytes()
-    elif hasattr(item, "__dict__") and not inspect.ismodule(item):
-        held = [type(item), vars(item)]
-    elif " at 0x" in repr(item):
-        raise UsageError(f"{item!r:.80} cannot be recorded; expected a callable that holds numbers, texts and arrays")
-    else:
-        yield repr(item).encode()
-    for part in held:
-        yield from _contents(part, seen)
-
-
-def _source(item: Any) -> bytes:
-    """The source of a function or class, or its name; two lambdas of one line differ in their column."""
-    try:
-        code = getattr(item, "__code__", None)
-        columns = [place[2] for place in code.co_positions()] if code and code.co_name == "<lambda>" else ""
-        return f"{columns} {textwrap.dedent(inspect.getsource(item))}".encode()
-    except (OSError, TypeError, SyntaxError):
-        return f"{item.__module__}:{item.__qualname__}".encode() + getattr(code, "co_code", b"")
-
-
 def passed(references: Iterable[str]) -> dict[str, tuple[Any, str]]:
-    """Those of the objects that other processes cannot import, and hashes of their sources; see `restore`."""
-    return {name: (_passed[name], source_hash(name)) for name in references if name in _passed}
+    """Those of the objects that other processes cannot import, and their hashes; see `restore`."""
+    return {name: _passed[name] for name in references if name in _passed}
 
 
 def restore(objects: Mapping[str, tuple[Any, str]]) -> None:
-    """Register the objects of another process's `passed()`, whose sources may be out of reach here."""
-    for reference, (item, digest) in objects.items():
-        _passed[reference], _hashes[reference] = item, digest
+    """Register the objects of another process's `passed()`."""
+    _passed.update(objects)
 
 
 def texts_of(references: Iterable[str]) -> dict[str, str]:
@@ -270,13 +229,15 @@ def texts_of(references: Iterable[str]) -> dict[str, str]:
     texts = {}
     for name in references:
         with contextlib.suppress(UsageError):
-            texts[name] = source_of(name)[0].decode(errors="replace")
+            texts[name] = source_of(name).decode(errors="replace")
     return texts
 
 
 def source_hash(reference: str) -> str:
-    """16 hex digits of the SHA-256 of the source of a user's reference, which does not run."""
-    return _hashes.get(reference) or hashlib.sha256(source_of(reference)[0]).hexdigest()[:16]
+    """16 hex digits of a SHA-256: of the source of a user's reference, which does not run, or of what was passed."""
+    if reference in _passed:
+        return _passed[reference][1]
+    return hashlib.sha256(source_of(reference)).hexdigest()[:16]
 
 
 def check_source(reference: str, expected: str, where: object) -> None:
@@ -287,16 +248,6 @@ def check_source(reference: str, expected: str, where: object) -> None:
             f"{expected}, found {found}; `weightscope inspect --source {where}` shows the original: restore it, or "
             "collect into another folder"
         )
-
-
-def _captured(item: Any) -> list[str]:
-    """The names of what a function, or a method of a class, takes from the scope around it."""
-    if inspect.ismethod(item) and not inspect.isclass(item.__self__):
-        return ["self"]
-    members = [getattr(m, "__func__", m) for m in vars(item).values()] if inspect.isclass(item) else [item]
-    # a decorator such as `torch.no_grad()` captures the function that it wraps
-    codes = [getattr(inspect.unwrap(m) if callable(m) else m, "__code__", None) for m in members]
-    return sorted({name for code in codes if code is not None for name in code.co_freevars} - {"__class__"})
 
 
 @contextlib.contextmanager

@@ -513,7 +513,7 @@ def _usable(model: nn.Module, config: Mapping[str, Any] | None) -> tuple[list[At
         elif part.rotary and not _rotates(modules[part.name]):
             reasons[part.name] = "queries and keys are rotated by position"
         elif part.positional:
-            reasons[part.name] = "relative positions, gates or convolutions enter its map"
+            reasons[part.name] = "gates, convolutions or biases of positions enter its map"
     usable = [part for part in parts if part.name not in reasons]
     if not usable:
         name, why = next(iter(reasons.items()))

@@ -6,7 +6,7 @@ and how they are packed. Head counts come from attributes or the config; they ar
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -87,8 +87,6 @@ PartName = Literal["q", "k", "v", "o"]
 class AttentionPart(InSlots):
     """One attention module: its four projections, as tensors with an axis for the heads.
 
-    Scale, mask and positions of a module with code are measured (`probing`); else names and config say what they can.
-
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
     `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
     key/value head that query head h uses (`kv_head`).
@@ -103,11 +101,12 @@ class AttentionPart(InSlots):
     kv_width: int  # of the stream that keys and values read; d, except in some cross-attention
     head_width: int  # k, of queries and keys
     value_width: int  # of values; usually k
+    # `rotary`, `causal`, `scale` and `positional` are measured if the model has code, else as names and config say.
     rotary: bool  # queries and keys are rotated by position, so that `q k^T` is the product at relative position 0
     causal: bool | None  # whether later tokens are masked; None if unknown
     normalised: bool  # queries and keys are normalised before the product, so that its scale is arbitrary
-    scale: float  # factor on the logits; 1/sqrt(k), unless the model's is another
-    positional: bool  # relative positions, gates or convolutions enter the map: it is not the softmax of logits alone
+    scale: float  # factor on the logits
+    positional: bool  # gates, convolutions or biases of positions enter the map: it is not the softmax of logits alone
     numbers: tuple[int, ...]  # of the query heads within the module; not all of them in a part made by `only`
     _total: tuple[int, int] = field(repr=False)  # query heads and key/value heads of the module
     _tensors: NamedTensors = field(repr=False)
@@ -366,8 +365,8 @@ def _part(
         kv_width=sizes["k"][1],
         head_width=k,
         value_width=values,
-        rotary=kind == "self" and tensors.rope(path),
-        causal=True if len(tensors.known_shape(f"{prefix}bias")) == 4 else None,  # the mask of GPT-2
+        rotary=kind == "self" and _states_rotation(tensors, path),
+        causal=None,
         normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
         or f"{prefix}logit_scale" in tensors,
         scale=1.0 if tensors.hint(path, ("model_type",), str) in _UNSCALED else k**-0.5,
@@ -390,7 +389,7 @@ def _heads(
         if not width:
             raise AnatomyError(
                 f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
-                "pass config={'num_attention_heads': H}"
+                "pass config={'num_attention_heads': H}, on the command line --num-heads H"
             )
         heads = query_rows // width
     k = query_rows // heads
@@ -410,8 +409,39 @@ def _heads(
 
 # Parameters of gated positional self-attention and of convolutions in attention, ours and (gates) timm's.
 _POSITIONAL = ("gating_param", "filter_scale")
-_UNSCALED = ("t5", "mt5", "umt5", "gpt_neo")  # whose weights have the scale
 _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
+
+
+# What configs say, for models without code.
+_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
+_ROPE_TYPES = (
+    "llama",
+    "mistral",
+    "mixtral",
+    "gpt_neox",
+    "gptj",
+    "codegen",
+    "qwen2",
+    "gemma",
+    "phi",
+    "stablelm",
+    "olmo",
+)
+_ROPE_TABLES = re.compile(r"(rotary_emb|rope)\b.*(inv_freq|freqs)")
+_UNSCALED = ("t5", "mt5", "umt5", "gpt_neo")  # 1/sqrt(k) is in their initial weights
+
+
+def _states_rotation(tensors: NamedTensors, path: str) -> bool:
+    """Whether queries and keys at `path` are rotated by position, by the config and tables of rotations."""
+    kind = tensors.hint(path, ("position_embedding_type", "position_embeddings_type"), str)
+    if kind is not None:
+        return kind in ("rotary", "rope")
+    tower = path.split(".")[0]
+    return (
+        tensors.hint(path, _ROPE_KEYS, (int, float, Mapping)) is not None
+        or tensors.hint(path, ("model_type",), str) in _ROPE_TYPES
+        or any(name.split(".")[0] == tower and _ROPE_TABLES.search(name) for name in tensors.every)
+    )
 
 
 _NAMES = (

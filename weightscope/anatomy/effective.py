@@ -7,6 +7,7 @@ the computation, and only if the layer then has the weight that was wanted.
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -236,6 +237,22 @@ def _inside(module: nn.Module) -> nn.Module:
 def _adapts(key: str) -> bool:
     """Whether a tensor or module of this name is of an adapter, beside the weight that it adapts."""
     return key.lower().startswith("lora")
+
+
+def refuse_adapters(caller: str, model: Any, tensors: Any) -> None:
+    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero.
+
+    `tensors` are the model's `NamedTensors`, from which those of a module leave out the adapters.
+    """
+    lora = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    factors = {name: lora.sub("", name, count=1) for name in named or tensors.names if lora.search(name)}
+    idle = {key for name, key in factors.items() if not (named[name] if named else tensors.get(name)).any()}
+    if changing := [name for name, key in factors.items() if key not in idle]:
+        raise DataError(
+            f"{caller}: the adapter `{changing[0]}` changes a weight; merge it into the weight for good (in peft, "
+            "merge_and_unload), or use the model without it"
+        )
 
 
 def _parametrised(inner: nn.Module, path: str) -> Iterator[Computed]:

@@ -8,7 +8,7 @@ attributes, never on classes.
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,10 +82,6 @@ class NamedTensors:
         """The attribute `key` of the module at `path` itself; None if unknown."""
         raise NotImplementedError
 
-    def rope(self, path: str) -> bool:
-        """Whether queries and keys at `path` are rotated by position, judged by attributes and names."""
-        raise NotImplementedError
-
 
 Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 """What `named_tensors` accepts."""
@@ -133,16 +129,6 @@ class ModuleTensors(NamedTensors):
     def own(self, path: str, key: str) -> Any | None:
         return getattr(self._modules.get(path), key, None)
 
-    def rope(self, path: str) -> bool:
-        # A block may hold the rotation of its own attention, the module above it that of the whole tower.
-        for module in self._above(path):
-            config = getattr(module, "config", None)
-            if any(getattr(module, key, None) is not None for key in _ROPE_MODULES):
-                return True
-            if config is not None:
-                return _rope_config(config.to_dict() if hasattr(config, "to_dict") else vars(config))
-        return False
-
 
 class MappingTensors(NamedTensors):
     """Tensors by name (a state dict, a `Checkpoint`) with the model's config.
@@ -183,32 +169,6 @@ class MappingTensors(NamedTensors):
     def own(self, path: str, key: str) -> Any | None:
         """See `NamedTensors.own`; known of ONNX models."""
         return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
-
-    @cached_property
-    def _rotated(self) -> set[str]:
-        """The towers that have tables of rotations."""
-        tables = (name for name in self.every if re.search(r"(rotary_emb|rope)\b.*(inv_freq|freqs)", name))
-        return {name.split(".")[0] for name in tables}
-
-    def rope(self, path: str) -> bool:
-        return path.split(".")[0] in self._rotated or any(_rope_config(scope) for scope in list(self._scopes(path))[:1])
-
-
-# Attributes under which a module holds the rotation of queries and keys (transformers, timm, others).
-_ROPE_MODULES = ("rotary_emb", "rotary_embed", "rope", "rope_embeddings", "rotary_pos_emb", "rotary_position_embedding")
-_ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
-# Old configs of these models do not mention the rotation.
-_ROPE_TYPES = {
-    *("llama", "mistral", "mixtral", "gpt_neox", "gptj", "codegen"),
-    *("qwen2", "gemma", "phi", "stablelm", "olmo"),
-}
-
-
-def _rope_config(config: Mapping[str, Any]) -> bool:
-    kind = config.get("position_embedding_type", config.get("position_embeddings_type"))
-    if kind is not None:
-        return kind in ("rotary", "rope")
-    return any(key in config for key in _ROPE_KEYS) or config.get("model_type") in _ROPE_TYPES
 
 
 _STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")

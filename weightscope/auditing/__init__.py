@@ -7,16 +7,13 @@ fail. Errors that were found this way in public copies of these initialisers: ex
 missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
 """
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from torch import nn
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
 from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
-from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.effective import refuse_adapters, unsettable
 from weightscope.anatomy.probing import find_attention
 
 # Imported for their registration.
@@ -80,7 +77,7 @@ def audit(
         tensors = named_tensors(model, config)
         if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
             raise DataError(f"audit: {why}")
-        _refuse_adapters(model, tensors)
+        refuse_adapters("audit", model, tensors)
         if init is None:
             if parameters:
                 raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
@@ -89,19 +86,6 @@ def audit(
         shares = distribute([_signature(one) for one in wanted], parameters)
         return _report(
             tensors, (_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True))
-        )
-
-
-def _refuse_adapters(model: Any, tensors: NamedTensors) -> None:
-    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero."""
-    lora = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    factors = {name: lora.sub("", name, count=1) for name in named or tensors.names if lora.search(name)}
-    idle = {key for name, key in factors.items() if not (named[name] if named else tensors.get(name)).any()}
-    if changing := [name for name, key in factors.items() if key not in idle]:
-        raise DataError(
-            f"audit: the adapter `{changing[0]}` changes a weight; merge it into the weight for good (in peft, "
-            "merge_and_unload), or audit the model without it"
         )
 
 

@@ -43,7 +43,7 @@ from weightscope.auditing.intervals import (
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import CONSTRUCTIONS, PARTS, PRESETS, query_key, same_random, table_codes
+from weightscope.init.attention import PARTS, numbers, query_key, same_random, table_codes
 from weightscope.networks.layers import TEMPERATURE
 
 IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
@@ -159,10 +159,8 @@ def mimetic_attention_checks(
     heads: int | list[int] | None,
 ) -> list[Check]:
     """Checks of every head's query-key product and every layer's value-output product."""
-    choice("construction", construction, CONSTRUCTIONS)
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
     choice("parts", parts, PARTS)
-    if preset is not None:
-        alpha_qk, beta_qk, alpha_vo, beta_vo = PRESETS[choice("preset", preset, PRESETS)]
     found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), layers), heads))
     checks: list[Check] = []
     if parts != "vo":
@@ -256,8 +254,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
         codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
-        scale, distance = _likeness(ordinary, codes)
-        name = table.name
+        (scale, distance), name = _likeness(ordinary, codes), table.name
         if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
             name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
@@ -292,12 +289,8 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
 
 
 def _endpoint_codes(table: Tensor) -> Tensor:
-    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T: `T^(-i / (q - 1))`, not `T^(-i / q)`.
-
-    Source: Vaswani et al.'s tensor2tensor, from which Whisper and fairseq have it.
-    """
-    q = table.shape[1] // 2
-    frequencies = TEMPERATURE ** (-torch.arange(q, dtype=torch.float64) / max(1, q - 1))
+    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T, as of tensor2tensor, Whisper and fairseq."""
+    frequencies = TEMPERATURE ** -torch.linspace(0, 1, table.shape[1] // 2, dtype=torch.float64)
     angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
@@ -346,9 +339,7 @@ def impulse_attention_checks(
             continue
         impulse.of_positions_alone(part)
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
-        every = impulse.filter_offsets(filter_size, tokens.rows > 1)
-        known = every if isinstance(offsets, str) else [(dy, dx) for dy, dx in offsets]
-        known = [offset for offset in known if not tokens.causal or offset <= (0, 0)]
+        known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()
         checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
     if not checks:

@@ -1,23 +1,23 @@
 """Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from scipy import stats
-from torch import Tensor
+from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope._util.names import matching
-from weightscope.anatomy import ModuleTensors, NamedTensors, parts_of
-from weightscope.anatomy.matrices import Matrix, fans, matrices
+from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.anatomy.matrices import fans
 from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_in, normal, outside
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
-from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init.baselines import CONVOLUTIONS, FACTOR, QKVO, centre_tap, matrices_of, zero_matrix
+from weightscope.errors import DataError, UsageError
+from weightscope.init.base import selected
+from weightscope.init.baselines import FACTOR, as_matrix, branches, centre_tap, convolutions, fixup_scale, zero_matrix
 
 DEFAULT = "the default start of torch's layers"
 
@@ -51,18 +51,15 @@ def _uniform(bound: float) -> Any:
     return stats.uniform(-bound, 2 * bound)
 
 
-def selected(source: NamedTensors, name: str, select: str) -> list[Matrix]:
-    """The weights of linear and convolutional layers whose names match the patterns."""
+def _module(source: NamedTensors, name: str) -> nn.Module:
     if not isinstance(source, ModuleTensors):
         raise UsageError(f"{name}: needs a module, since fan-in and fan-out depend on the layer of a tensor")
-    found = matrices(source.module)
-    wanted = set(matching(select, (matrix.name for matrix in found)))
-    return [matrix for matrix in found if matrix.name in wanted]
+    return source.module
 
 
 def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Any]) -> list[Check]:
     checks = []
-    for i, matrix in enumerate(selected(source, name, select)):
+    for i, matrix in enumerate(selected(_module(source, name), select)):
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
@@ -107,32 +104,16 @@ def entries(w: Tensor, law: Any, default: str = "") -> list[Row]:
     return rows
 
 
-def _branches(source: NamedTensors, parts: str) -> Iterator[tuple[int, str, str, Tensor]]:
-    """Layer, name, letter and matrix (out, in) of the projections of attention and the matrices of MLPs."""
-    for attention in parts_of("attention modules", source, strict=None) if parts != "mlp" else []:
-        for letter in QKVO:
-            w = attention.read(letter).cpu()
-            yield attention.layer, attention.name, letter, (w if letter == "o" else w.mT).flatten(0, 1)
-    for mlp in parts_of("MLPs", source, strict=None) if parts != "attention" else []:
-        for name in matrices_of(mlp):
-            yield mlp.layer, mlp.name, name, mlp.read(name).cpu()
-
-
 @EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
 def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
     """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
-    attention, mlps = (parts_of(kind, source, strict=None) for kind in ("attention modules", "MLPs"))
-    if not attention or not mlps:
-        raise AnatomyError(f"expected attention and MLPs, found {len(attention)} and {len(mlps)}")
-    layers = len({part.layer for part in attention if part.kind == "self"})
-    if not layers:
-        raise AnatomyError("expected self-attention, found cross-attention only")
-    scale = (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
-    checks: list[Check] = []
-    for layer, name, letter, w in _branches(source, "both"):
-        bound = math.sqrt(6 / sum(w.shape)) * (1.0 if letter in "qk" else scale)
-        checks += checks_of("t_fixup", letter, layer, None, name, entries(w, _uniform(bound)))
+    found = branches(source, "both", strict=None, caller="t_fixup")
+    scale, checks = fixup_scale(found, kind), []
+    for part, name in found:
+        w = as_matrix(name, part.read(name).cpu())
+        bound = math.sqrt(6 / sum(w.shape)) * (1.0 if name in ("q", "k") else scale)
+        checks += checks_of("t_fixup", name, part.layer, None, part.name, entries(w, _uniform(bound)))
     return checks
 
 
@@ -146,29 +127,24 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
     checks = []
-    for layer, name, part, matrix in _branches(source, parts):
+    for part, name in branches(source, parts, strict=None, caller="zero_init"):
+        matrix = as_matrix(name, part.read(name).cpu())
         edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
-        if part in ("o", "fc2"):
+        if name in ("o", "fc2"):
             row: Row = ("largest", float(matrix.abs().max()), (0.0, 0.0), {UNTOUCHED: outside((0.0, 0.0), edge)})
         else:
             limits = (0.0, 0.005)
             power = {UNTOUCHED: outside(limits, 1 - edge), error_in("the identities"): outside(limits, 0.2)}
             row = ("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), limits, power)
-        checks += checks_of("zero_init", part, layer, None, name, [row])
-    if not checks:
-        raise AnatomyError(f"expected {'attention or MLPs' if parts == 'both' else parts}, found none")
+        checks += checks_of("zero_init", name, part.layer, None, part.name, [row])
     return checks
 
 
 @EXPECTATIONS.register("delta_orthogonal")
 def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
     """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
-    everything = selected(source, "delta_orthogonal", select)
-    found = [(matrix, matrix.layer) for matrix in everything if isinstance(matrix.layer, CONVOLUTIONS)]
-    if not found:
-        raise AnatomyError("expected convolutions, found none")
     checks = []
-    for i, (matrix, layer) in enumerate(found):
+    for i, (matrix, layer) in enumerate(convolutions(_module(source, "delta_orthogonal"), select)):
         w = matrix.weight.detach().cpu().double() / gain
         centre = centre_tap(w)  # (out, in)
         blocks = torch.stack(centre.chunk(layer.groups))

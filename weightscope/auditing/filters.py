@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import nn
 
-from weightscope._util.checks import choice, positive
+from weightscope._util.checks import choice
 from weightscope.anatomy import DepthwisePart, NamedTensors, depthwise
 from weightscope.auditing.intervals import (
     CUBE_ROOT,
@@ -21,9 +21,9 @@ from weightscope.auditing.intervals import (
     Simulated,
     chi_squared,
     error_in,
-    normal,
     powers,
 )
+from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, each
 from weightscope.init import INITIALISERS, convolution
 
@@ -49,8 +49,6 @@ def conv_covariance_checks(
 ) -> list[Check]:
     """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`."""
     curve = convolution.settings(preset, sigma0, v, a)
-    positive("scale", scale)
-    choice("psd", psd, ("abs", "clip"))
     choice("schedule", schedule, ("depth", "sawtooth"))
     found = depthwise(source, strict=None)
     square = [part for part in found if part.square] if not strict else []
@@ -67,7 +65,6 @@ def conv_covariance_checks(
 @EXPECTATIONS.register("random_filters", reads=_KINDS)
 def random_filters_checks(source: NamedTensors, *, distribution: str, gain: float) -> list[Check]:
     """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
-    choice("distribution", distribution, ("normal", "uniform"))
 
     def rows(part: DepthwisePart) -> list[Row]:
         largest = float(part.read().abs().max()) * math.sqrt(math.prod(part.kernel)) / gain
@@ -84,7 +81,7 @@ def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, An
         return [("NaN or infinite", float(bad), (0.0, 0.0))]
     spectrum, drawn = _draws(name, tuple(parameters.items()), part.kernel, part.channels, _precision(x))
     found = covariance_statistics(x, spectrum)
-    limits = _limits(part.channels, found, spectrum, drawn)
+    limits = _limits(part.channels, found, drawn)
     return [(what, found[what], interval, drawn.power(what, interval)) for what, interval in limits.items()]
 
 
@@ -107,9 +104,7 @@ def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]
     channels, total = len(x), float(values.sum())
     # The rounding errors of the data type are in every direction, also in those of zero variance.
     rounding = (torch.finfo(_precision(x)).eps ** 2 / 12) * float(np.mean(x**2))
-    inside = values > 100 * max(rounding, 1e-14 * total)
-    if not inside.any():  # entries so large that what is expected is below their rounding errors
-        return {"largest": float(np.abs(x).max())}
+    inside = values > min(100 * max(rounding, 1e-14 * total), 0.5 * values.max())
     y = (x @ vectors)[:, inside] / np.sqrt(values[inside] + rounding)  # (C, r)
     r = y.shape[1]
     energies = np.mean(y**2, axis=0)  # (r,)
@@ -127,12 +122,8 @@ def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]
     }
 
 
-def _limits(channels: int, found: Mapping[str, float], spectrum: Spectrum, drawn: Simulated) -> dict[str, Interval]:
+def _limits(channels: int, found: Mapping[str, float], drawn: Simulated) -> dict[str, Interval]:
     """The intervals of `covariance_statistics`; those of distance and correlation from draws of the initialiser."""
-    values = spectrum[0]
-    if "largest" in found:
-        edge = math.sqrt(float(values.max())) * normal(0.0, 1.0, level=LEVEL / (channels * len(values)))[1]
-        return {"largest": (0.0, edge * math.sqrt(len(values)))}
     r = int(found["rank"])
     low, high = chi_squared(channels, level=LEVEL / r)
     return {
@@ -190,17 +181,16 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
     one = (1.0, 1.0)
 
     def rows(part: DepthwisePart) -> list[Row]:
-        x = part.read().cpu()
-        sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in part.kernel]
-        middle = (slice((n - f) // 2, (n - f) // 2 + f) for n, f in zip(part.kernel, sizes, strict=True))
-        central, taps = x[(slice(None), *middle)].flatten(1), math.prod(sizes)
+        x = part.read().cpu().flatten(1)
+        central = x[:, convolution.central_pixels(part, filter_size)]
+        taps = central.shape[1]
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
         most = max(float(stats.binom.isf(LEVEL / taps, part.channels, 1 / taps)), math.ceil(part.channels / taps))
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are within +-edge
         return [
-            ("largest entry", _worst(x.flatten(1).amax(1), one), one, powers(one, edge, {"the impulses": 1.2})),
-            ("sum", _worst(x.flatten(1).abs().sum(1), one), one),
-            ("central sum", _worst(central.sum(1), one), one),
+            ("largest entry", farthest(x.amax(1), 1.0), one, powers(one, edge, {"the impulses": 1.2})),
+            ("sum", farthest(x.abs().sum(1), 1.0), one),
+            ("central sum", farthest(central.sum(1), 1.0), one),
             ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
         ]
 
@@ -217,12 +207,6 @@ def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are uniform within +-edge
         within = max(0.0, min(edge, high) - max(-edge, low)) / (2 * edge)
         power = powers(limits, None, {"value": 1.2 * value} if value else {})
-        return [("entry", _worst(x, limits), limits, {UNTOUCHED: 1 - within ** x.numel(), **power})]
+        return [("entry", farthest(x, value), limits, {UNTOUCHED: 1 - within ** x.numel(), **power})]
 
     return each("box_filters", "filters", depthwise(source, strict=None), rows)
-
-
-def _worst(found: Tensor, limits: Interval) -> float:
-    """The entry farthest outside the limits, or the mean if all are inside."""
-    beyond = torch.maximum(limits[0] - found, found - limits[1])
-    return float(found.flatten()[beyond.argmax()]) if bool((beyond > 0).any()) else float(found.mean())

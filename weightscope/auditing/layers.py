@@ -19,7 +19,6 @@ from weightscope.auditing.intervals import (
     Interval,
     Row,
     Simulated,
-    chi_squared,
     error_in,
     f_ratio,
     normal,
@@ -39,16 +38,17 @@ def mimetic_mlp_checks(
 ) -> list[Check]:
     """Checks of fc1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
 
-    - mean: of all entries;
-    - input means: variance of the n means over hidden units, relative to that of independent entries;
+    - mean: of all entries, in units of the default entries' standard deviation;
+    - input means: variance of the n means over hidden units, relative to the expected one;
     - unit means: the same for the p means over inputs, which no mode changes;
-    - all layers: the mean, or the input means' variance over the expected one, pooled;
+    - all layers: the mean, or the input means' variance, pooled;
     - slope: of the regression of fc1 on fc2^T, in the mode "anticorrelated".
 
     Apart from the means, entries are assumed to be independent, of any scale, so that the distributions are known: the
     present noise, which the initialiser was added to, is what they depend on.
     """
     choice("mode", mode, ("scalar", "rows", "anticorrelated"))
+    b, sigma = (0.0, sigma) if mode == "rows" else (b, 0.0)
     checks: list[Check] = []
     tables: dict[str, list[Table]] = {}
     for part in chosen_layers(mlps(source, strict=None), layers):
@@ -60,12 +60,12 @@ def mimetic_mlp_checks(
                 rows = _anticorrelated(fc1, part)
             else:
                 tables.setdefault(name, []).append(table := Table.of(fc1))
-                rows = table.row_means(sigma) if mode == "rows" else table.constant(b)
+                rows = [_mean([table], b, sigma), _input_means([table], sigma), table.unit_means()]
             checks += checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
     for name, found in tables.items():
         if len(found) > 1:
-            pooled = _all_row_means(found, sigma) if mode == "rows" else _all_means(found, b)
-            checks += checks_of("mimetic_mlp", name, None, None, "all layers", pooled)
+            pooled = _input_means(found, sigma) if mode == "rows" else _mean(found, b, sigma)
+            checks += checks_of("mimetic_mlp", name, None, None, "all layers", [pooled])
     return checks
 
 
@@ -75,9 +75,8 @@ class Table:
 
     p: int  # hidden units
     n: int  # inputs
-    mean: float  # of all entries
-    unit: float  # the default entries' standard deviation, of which `b` and `sigma` are multiples
-    noise: float  # variance of the entries apart from the means of rows and columns
+    mean: float  # of all entries, in units of the default entries' standard deviation, as `b` and `sigma`
+    noise: float  # variance of the entries apart from the means of rows and columns, in these units
     inputs: float  # variance of the n means over hidden units, relative to that of independent entries
     units: float  # variance of the p means over inputs, relative to that of independent entries
 
@@ -85,70 +84,47 @@ class Table:
     def of(cls, fc1: Tensor) -> "Table":
         """The table of a matrix."""
         p, n = fc1.shape
-        mean, inputs, units = fc1.mean(), fc1.mean(0), fc1.mean(1)
-        noise = float((fc1 - inputs - units[:, None] + mean).square().sum()) / max(1, (p - 1) * (n - 1))
+        w = fc1 / default_deviation(fc1)
+        mean, inputs, units = w.mean(), w.mean(0), w.mean(1)
+        noise = float((w - inputs - units[:, None] + mean).square().sum()) / max(1, (p - 1) * (n - 1))
         spread, other = (float(x.var()) * k / noise if noise else math.inf for x, k in ((inputs, p), (units, n)))
-        return cls(p, n, float(mean), default_deviation(fc1), noise, spread, other)
+        return cls(p, n, float(mean), noise, spread, other)
 
     def gain(self, sigma: float) -> float:
-        """How much input means of the standard deviation sigma, in units, increase `inputs`."""
-        return 1 + (sigma * self.unit) ** 2 * self.p / self.noise if self.noise else math.inf
+        """How much input means of the standard deviation sigma increase `inputs`."""
+        return 1 + sigma**2 * self.p / self.noise if self.noise else math.inf
 
-    @property
-    def error(self) -> float:
-        """Standard deviation of the mean of independent entries."""
-        return math.sqrt(self.noise / (self.p * self.n))
-
-    def constant(self, b: float) -> list[Row]:
-        """The mode "scalar": the mean is b units."""
-        rest, b = (self.p - 1) * (self.n - 1), b * self.unit
-        limits = normal(b, self.error, slack=0.005 * abs(b))
-        return [
-            ("mean", self.mean, limits, powers(limits, 0.0, {"b": 1.2 * b}, self.error)),
-            ("input means", self.inputs, f_ratio(self.n - 1, rest)),
-            ("unit means", self.units, f_ratio(self.p - 1, rest)),
-        ]
-
-    def row_means(self, sigma: float) -> list[Row]:
-        """The mode "rows": the input means have the variance (sigma unit)^2 + noise / p."""
-        gain, dof, rest = self.gain(sigma), self.n - 1, (self.p - 1) * (self.n - 1)
-        low, high = (gain * x for x in chi_squared(dof))
-        inside = float(stats.f.cdf(high, dof, rest) - stats.f.cdf(low, dof, rest))
-        power = {UNTOUCHED: 1 - inside, error_in("sigma"): _wrong_sigma(self.gain(1.2 * sigma) / gain, dof)}
-        return [
-            ("mean", self.mean, normal(0.0, math.sqrt((sigma * self.unit) ** 2 / self.n + self.error**2))),
-            ("input means", self.inputs, (low, high), power),
-            ("unit means", self.units, f_ratio(self.p - 1, rest)),
-        ]
+    def unit_means(self) -> Row:
+        """The variance of the unit means, which no mode changes."""
+        return "unit means", self.units, f_ratio(self.p - 1, (self.p - 1) * (self.n - 1))
 
 
-def _all_means(tables: list[Table], b: float) -> list[Row]:
-    """The mean of all layers in units, weighted by precision."""
-    weights = [table.unit**2 / max(table.error**2, 1e-300) for table in tables]
-    found = sum(w * t.mean / t.unit for w, t in zip(weights, tables, strict=True)) / sum(weights)
-    error = 1 / math.sqrt(sum(weights))
+def _mean(tables: list[Table], b: float, sigma: float) -> Row:
+    """The mean of the entries of one or more layers, weighted by precision; b is expected."""
+    weights = np.array([1 / max(sigma**2 / t.n + t.noise / (t.p * t.n), 1e-300) for t in tables])
+    found, error = float(weights @ [t.mean for t in tables] / weights.sum()), float(weights.sum()) ** -0.5
     limits = normal(b, error, slack=0.005 * abs(b))
-    return [("mean", found, limits, powers(limits, None, {"b": 1.2 * b}, error))]
+    untouched = 0.0 if len(tables) == 1 else None  # that each layer counts towards the outcome is enough
+    return "mean", found, limits, powers(limits, untouched, {"b": 1.2 * b}, error) if b else {}
 
 
-def _all_row_means(tables: list[Table], sigma: float) -> list[Row]:
-    """The variance of the input means of all layers, over what is expected."""
-    total = sum(t.n - 1 for t in tables)
-    if not total:
-        return []
-    found, other = (
-        sum((t.n - 1) * value / t.gain(sigma) for t, value in zip(tables, values, strict=True) if t.n > 1) / total
-        for values in ([t.inputs for t in tables], [t.gain(1.2 * sigma) for t in tables])
+def _input_means(tables: list[Table], sigma: float) -> Row:
+    """The variance of the input means of one or more layers over that expected: about Fisher's F."""
+    weights, rest = np.array([t.n - 1 for t in tables]), sum((t.p - 1) * (t.n - 1) for t in tables)
+    total = int(weights.sum())
+    found, untouched, wrong = (
+        float(weights @ [x / t.gain(sigma) for x, t in zip(values, tables, strict=True)]) / max(1, total)
+        for values in ([t.inputs for t in tables], [1.0] * len(tables), [t.gain(1.2 * sigma) for t in tables])
     )
-    return [("input means", found, chi_squared(total), {error_in("sigma"): _wrong_sigma(other, total)})]
-
-
-def _wrong_sigma(factor: float, dof: int) -> float:
-    """The probability that input means with a variance that is too large by a factor are outside the interval."""
-    if not math.isfinite(factor):
-        return 0.0
-    low, high = (dof * x / factor for x in chi_squared(dof))
-    return float(stats.chi2.cdf(low, dof) + stats.chi2.sf(high, dof))
+    limits = f_ratio(total, rest)
+    if not sigma:
+        return "input means", found, limits
+    factors = {error_in("sigma"): wrong} | ({UNTOUCHED: untouched} if len(tables) == 1 else {})
+    power = {
+        error: float(stats.f.cdf(limits[0] / x, total, rest) + stats.f.sf(limits[1] / x, total, rest)) if x > 0 else 0.0
+        for error, x in factors.items()
+    }
+    return "input means", found, limits, power
 
 
 def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:

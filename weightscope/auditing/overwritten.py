@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.errors import DataError, UsageError
-from weightscope.init.base import UserInitialiser
+from weightscope.init.base import RUNNING, running
 
-_OURS = "weightscope.init"
 _SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
 
 
@@ -96,7 +95,6 @@ class track(TorchDispatchMode):
             raise UsageError(f"track: expected a module, found {type(model).__name__}")
         super().__init__()
         self.model = model
-        self._label: str | None = None
         self._set: dict[str, tuple[str, _Fingerprint | None]] = {}
         self._pending: dict[str, tuple[int, int]] = {}  # set, not yet fingerprinted -> its place
         self._culprits: dict[str, str] = {}
@@ -147,12 +145,11 @@ class track(TorchDispatchMode):
             ...         my_init(model)
             ...     framework.prepare(model)
         """
-        before, self._label = self._label, label
-        try:
-            yield
-        finally:
-            self._settle()
-            self._label = before
+        with running(label):
+            try:
+                yield
+            finally:
+                self._settle()
 
     def _settle(self) -> None:
         """Fingerprint tensors that were set and not yet fingerprinted."""
@@ -165,9 +162,7 @@ class track(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         names = self._targets(func, args, kwargs)
-        frame, initialiser = sys._getframe(1), self._label
-        if initialiser is None and (names or self._pending):
-            initialiser = _initialiser(frame)
+        initialiser = RUNNING.get()
         if self._pending and initialiser is None:
             self._settle()  # the initialiser has returned: its tensors must not change from here
         out = func(*args, **kwargs)
@@ -178,7 +173,7 @@ class track(TorchDispatchMode):
                 self._pending[name] = _place_of(tensors[name])
                 self._culprits.pop(name, None)
             elif name in self._set:
-                self._culprits.setdefault(name, _places(frame))
+                self._culprits.setdefault(name, _places(sys._getframe(1)))
         return out
 
     def _targets(self, func: Any, args: Any, kwargs: Any) -> list[str]:
@@ -201,19 +196,6 @@ def _address(tensor: Tensor) -> int:
 def _place_of(tensor: Tensor) -> tuple[int, int]:
     """The identity of a tensor: the object and its memory."""
     return id(tensor), _address(tensor)
-
-
-def _initialiser(frame: FrameType) -> str | None:
-    """The name of the outermost initialiser on the stack, or None."""
-    found = None
-    for outer, _ in traceback.walk_stack(frame):
-        module = outer.f_globals.get("__name__", "")
-        if module == f"{_OURS}.base":  # `compose`, registered initialisers and users' functions
-            own = outer.f_locals.get("self")
-            found = own.name if isinstance(own, UserInitialiser) else outer.f_locals.get("registered", found)
-        elif module.startswith(f"{_OURS}."):
-            found = outer.f_code.co_name
-    return found
 
 
 def _places(frame: FrameType) -> str:

@@ -219,16 +219,11 @@ class AuditReport(Result):
         return "\n".join([*lines, *self._reasons()])
 
     def _reasons(self) -> list[str]:
-        """Why initialisers do not apply, what was found in their parts' place once: it may be the same for all."""
-        reasons: dict[str, dict[str, list[str]]] = {}
+        """Why initialisers do not apply: a line for each reason."""
+        reasons: dict[str, list[str]] = {}
         for name, why in self.skipped.items():
-            expected, found, rest = why.removeprefix(f"{name}: ").partition(", found ")
-            reasons.setdefault(found + rest, {}).setdefault(expected, []).append(name)
-        lines = []
-        for found, parts in reasons.items():
-            each = [f"{', '.join(names)}: does not apply, {why}" for why, names in parts.items()]
-            lines += ["; ".join(each) + found] if found else each
-        return lines
+            reasons.setdefault(why.removeprefix(f"{name}: "), []).append(name)
+        return [f"{', '.join(names)}: does not apply, {why}" for why, names in reasons.items()]
 
     def _power_lines(self, name: str) -> list[str]:
         """What the audit would have found, and what it cannot tell."""

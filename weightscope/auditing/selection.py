@@ -1,23 +1,21 @@
 """Expectations of weight selection: every tensor is a slice of the teacher's, at the same indices throughout."""
 
+import itertools
 import math
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.auditing.intervals import UNTOUCHED, Row
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
-from weightscope.init._trained import end_to_end, spaced
-from weightscope.init.selection import Pair, matched
+from weightscope.init.selection import ELEMENTS, Pair, Selection, matched
 
 INCONSISTENT = "inconsistent indices"
-_FREE = ("l1", "random-inconsistent", "magnitude")  # rules whose indices differ between tensors
-_RULES = {"linspace": end_to_end, "consecutive": lambda large, small: torch.arange(small)}  # others: `spaced`
-_ALL = (1.0, 1.0)
 
 
 @EXPECTATIONS.register("select_weights")
@@ -31,125 +29,85 @@ def select_weights_checks(
     exclude: str | None,
     positions: str,
 ) -> list[Check]:
-    """Checks that tensors are slices of the teacher's, bit by bit, and that their indices agree.
+    """Checks that tensors are the teacher's at the selected indices, bit by bit.
 
-    Along each axis (t -> s) the teacher's index of every slice is recovered from values that the teacher's tensor has
-    once; "entries" is the share of entries that equal the teacher's at these indices, and "indices" the share of
-    indices that are those of the rule ("uniform", "linspace", "consecutive"), or those that most tensors with the same
-    t and s have ("random"). Nothing is random in a right network, so no right one fails.
+    Where the rule is random, the teacher's index of each slice is that in which most of its values are found that the
+    teacher's tensor has once, together with the other tensors of the same sizes for "random". Nothing is random in a
+    right network, so no right one fails.
     """
+    choice("elements", elements, ELEMENTS)
     student = source.module if isinstance(source, ModuleTensors) else source
     options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
-    pairs = list(matched(student, teacher, **options))
-    if elements == "magnitude":
-        parts = [_Part(pair, None, pair.value, pair.teacher) for pair in pairs]
-        return [check for part in parts for check in part.checks([("entries", part.largest(), _ALL, part.power())])]
+    pairs, checks = list(matched(student, teacher, **options)), []
+    if not elements.startswith("random"):
+        selection = Selection(elements, None)
+        return [_check(pair.name, None, pair.value, selection.select(pair)) for pair in pairs]
     parts = [part for pair in pairs for part in _blocks(pair)]
-    found = [part.indices() for part in parts]
-    agreed = _agreed(parts, found, elements)
-    checks = []
-    for part, axes in zip(parts, found, strict=True):
-        wanted = [agreed.get(sizes) for sizes in part.sizes]
-        rows: list[Row] = [("entries", part.equal(axes, wanted), _ALL, part.power())]
-        both = zip(axes, wanted, strict=True)
-        known = [(mine, right) for mine, right in both if right is not None and (mine >= 0).any()]
-        if known and elements not in _FREE:
-            rows.append(("indices", _share(known), _ALL, {INCONSISTENT: part.inconsistent()}))
-        checks += part.checks(rows)
+    votes, sums = [_votes(mine, theirs) for *_, mine, theirs in parts], dict[torch.Size, Tensor]()
+    if elements == "random":
+        for axis in itertools.chain.from_iterable(votes):
+            sums[axis.shape] = sums.get(axis.shape, 0) + axis
+    for (name, block, mine, theirs), own in zip(parts, votes, strict=True):
+        sets = math.prod(math.comb(large, small) for small, large in (axis.shape for axis in own))
+        power = {INCONSISTENT: 1 - 1 / sets} if sums else {}
+        expected = _slices(mine, theirs, [sums.get(axis.shape, axis) for axis in own])
+        checks.append(_check(name, block, mine, expected, power))
     return checks
 
 
-class _Part:
-    """A tensor of the student, or one of the matrices that it packs, and the teacher's."""
+def _check(
+    name: str, block: int | None, mine: Tensor, expected: Tensor, power: Mapping[str, float] = MappingProxyType({})
+) -> Check:
+    """The share of entries that are the expected ones, rounded as the student's.
 
-    def __init__(self, pair: Pair, block: int | None, mine: Tensor, theirs: Tensor) -> None:
-        self.name, self.block = pair.name, block
-        self.mine = mine.detach().cpu().double()
-        self.exact, self.theirs = theirs, theirs.to(mine.dtype).double()  # rounded as the student's
-        self.sizes = list(zip(self.theirs.shape, self.mine.shape, strict=True))
-
-    def checks(self, rows: list[Row]) -> list[Check]:
-        return checks_of("select_weights", "weights", None, self.block, self.name, rows)
-
-    def indices(self) -> list[Tensor]:
-        """For each axis the teacher's index of each slice, -1 where no value tells it."""
-        values, inverse, counts = self.theirs.flatten().unique(return_inverse=True, return_counts=True)
-        places = torch.zeros(len(values), dtype=torch.long)
-        places[inverse] = torch.arange(self.theirs.numel())
-        at = torch.searchsorted(values, self.mine.flatten().contiguous()).clamp(max=len(values) - 1)
-        unique = (values[at] == self.mine.flatten()) & (counts[at] == 1)
-        there = torch.stack(torch.unravel_index(places[at][unique], self.theirs.shape))
-        here = torch.stack(torch.unravel_index(unique.nonzero()[:, 0], self.mine.shape))
-        out = []
-        for axis, (large, small) in enumerate(self.sizes):
-            votes = torch.zeros(small, large).index_put_((here[axis], there[axis]), torch.ones(()), accumulate=True)
-            indices = torch.where(votes.sum(1) > 0, votes.argmax(1), -1)
-            out.append(torch.where(indices < 0, torch.arange(small), indices) if large == small else indices)
-        unknown = [axis for axis, indices in enumerate(out) if bool((indices < 0).any())]
-        if len(unknown) == 1:
-            same = self._matching(unknown[0], out)
-            out[unknown[0]] = torch.where(same.sum(1) == 1, same.int().argmax(1), out[unknown[0]])
-        return out
-
-    def _matching(self, axis: int, known: list[Tensor]) -> Tensor:
-        """(s, t), which slices along an axis equal the teacher's, the indices of the other axes being known."""
-        value = self.theirs
-        for other, indices in enumerate(known):
-            value = value if other == axis else value.index_select(other, indices)
-        mine, theirs = (tensor.movedim(axis, 0).reshape(tensor.shape[axis], -1) for tensor in (self.mine, value))
-        return torch.stack([(row == theirs).all(1) for row in mine])
-
-    def equal(self, axes: list[Tensor], wanted: list[Tensor | None]) -> float:
-        """The share of entries that equal the teacher's at the indices, those agreed on where none is recovered."""
-        value = self.theirs
-        for axis, (mine, right) in enumerate(zip(axes, wanted, strict=True)):
-            other = torch.arange(len(mine)) if right is None else right
-            if right is None and not any((rest < 0).any() for i, rest in enumerate(axes) if i != axis):
-                other = self._matching(axis, axes).int().argmax(1)  # slices that the teacher has twice
-            value = value.index_select(axis, torch.where(mine >= 0, mine, other))
-        return float((value == self.mine).double().mean())
-
-    def largest(self) -> float:
-        """The share of entries, in the order of size, that are the teacher's of largest magnitude."""
-        kept = self.exact.flatten().abs().topk(self.mine.numel()).indices
-        wanted = self.theirs.flatten()[kept].sort().values
-        return float((self.mine.flatten().sort().values == wanted).double().mean())
-
-    def power(self) -> dict[str, float]:
-        """An untouched tensor is drawn from a density, so it differs from the teacher's unless both are constant."""
-        return {UNTOUCHED: 1.0} if self.theirs.min() < self.theirs.max() else {}
-
-    def inconsistent(self) -> float:
-        """The probability that random indices, drawn for this tensor alone, differ from the right ones."""
-        return 1 - math.prod(1 / math.comb(large, small) for large, small in self.sizes)
+    Untouched tensors are drawn from a density, so that they differ from the teacher's unless these are constant.
+    """
+    equal, decided = expected.to(mine) == mine, bool(expected.numel() and expected.min() < expected.max())
+    row: Row = "entries", float(equal.double().mean()), (1.0, 1.0), {UNTOUCHED: 1.0, **power} if decided else {}
+    return checks_of("select_weights", "weights", None, block, name, [row])[0]
 
 
-def _blocks(pair: Pair) -> list[_Part]:
+def _blocks(pair: Pair) -> list[tuple[str, int | None, Tensor, Tensor]]:
+    """Name, number, the student's and the teacher's, rounded alike, of each of the matrices that a pair packs."""
+    mine = pair.value.detach().cpu()
+    theirs = pair.teacher.to(mine)
     if pair.blocks == 1:
-        return [_Part(pair, None, pair.value, pair.teacher)]
-    mine, theirs = (tensor.chunk(pair.blocks, dim=pair.packed) for tensor in (pair.value, pair.teacher))
-    return [_Part(pair, i, *tensors) for i, tensors in enumerate(zip(mine, theirs, strict=True))]
+        return [(pair.name, None, mine, theirs)]
+    both = zip(*(tensor.chunk(pair.blocks, dim=pair.packed) for tensor in (mine, theirs)), strict=True)
+    return [(pair.name, i, *tensors) for i, tensors in enumerate(both)]
 
 
-def _agreed(parts: list[_Part], found: list[list[Tensor]], rule: str) -> dict[tuple[int, int], Tensor]:
-    """(t, s) -> the indices of the rule, or for "random" those that most tensors have."""
-    votes: dict[tuple[int, int], Tensor] = {}
-    pairs = (zip(part.sizes, axes, strict=True) for part, axes in zip(parts, found, strict=True))
-    for sizes, indices in chain.from_iterable(pairs):
-        large, small = sizes
-        there = votes.setdefault(sizes, torch.zeros(small, large))
-        known = indices >= 0
-        there[torch.arange(small)[known], indices[known]] += 1
-    out = {}
-    for (large, small), there in votes.items():
-        if rule == "random" and large != small:
-            out[large, small] = there.argmax(1)
-        elif rule not in _FREE or large == small:
-            out[large, small] = _RULES.get(rule, spaced)(large, small)
-    return out
+def _votes(mine: Tensor, theirs: Tensor) -> list[Tensor]:
+    """For each axis (s, t), how many values that the teacher has once are in slice i here and in slice j there."""
+    values, inverse, counts = theirs.flatten().unique(return_inverse=True, return_counts=True)
+    places = torch.zeros(len(values), dtype=torch.long)
+    places[inverse] = torch.arange(theirs.numel())
+    flat = mine.flatten().contiguous()
+    at = torch.searchsorted(values, flat).clamp(max=len(values) - 1)
+    once = (values[at] == flat) & (counts[at] == 1)
+    here, there = (
+        torch.unravel_index(found, tensor.shape)
+        for found, tensor in ((once.nonzero()[:, 0], mine), (places[at][once], theirs))
+    )
+    votes = []
+    for small, large, pair in zip(mine.shape, theirs.shape, zip(here, there, strict=True), strict=True):
+        counted = torch.zeros(small, large).index_put_(pair, torch.ones(()), accumulate=True)
+        votes.append(torch.eye(large) if small == large else counted)
+    return votes
 
 
-def _share(pairs: list[tuple[Tensor, Tensor]]) -> float:
-    """The share of recovered indices that are right."""
-    right = torch.cat([(mine == wanted)[mine >= 0] for mine, wanted in pairs])
-    return float(right.double().mean())
+def _slices(mine: Tensor, theirs: Tensor, votes: list[Tensor]) -> Tensor:
+    """The teacher's slices with the most votes; where none has any, the first that equals the student's."""
+    picks = [axis.argmax(1) for axis in votes]
+    for axis, counted in enumerate(votes):
+        unknown = counted.sum(1) == 0
+        if unknown.any():
+            value = theirs
+            for other, pick in enumerate(picks):
+                value = value if other == axis else value.index_select(other, pick)
+            rows, candidates = (x.movedim(axis, 0).reshape(x.shape[axis], -1) for x in (mine, value))
+            equal = torch.stack([(row == candidates).all(1) for row in rows]).int().argmax(1)
+            picks[axis] = torch.where(unknown, equal, picks[axis])
+    for axis, pick in enumerate(picks):
+        theirs = theirs.index_select(axis, pick)
+    return theirs

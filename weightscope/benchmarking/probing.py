@@ -27,9 +27,9 @@ from weightscope.population import manifest as manifests
 from weightscope.population import recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.batches import hits
 from weightscope.training.devices import current, one_thread, resolve_device
 from weightscope.training.distillation import head_of
+from weightscope.training.image_task import hits
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
 from weightscope.training.request import own_code_hashes, weight_hashes

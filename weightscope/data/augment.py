@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from weightscope.data.image_section import AugmentConfig
-from weightscope.errors import UsageError
 
 _CROP_RATIO = 4 / 3  # Szegedy et al. 2015, section 6; the default of torchvision and timm
 _ERASED, _ERASED_RATIO, _ERASE_DRAWS = (0.02, 1 / 3), 1 / 0.3, 5  # timm's defaults; Zhong et al. 2020 have (0.02, 0.4)
@@ -60,10 +59,6 @@ def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel, clipped at the border (DeVries
     and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
     """
-    if images.dtype != torch.uint8 or images.ndim != 4:
-        raise UsageError(f"expected images as uint8 (n, c, S, S), found {images.dtype} {tuple(images.shape)}")
-    if draws.shape != (len(images), draws_needed(config)):
-        raise UsageError(f"expected draws {(len(images), draws_needed(config))}, found {tuple(draws.shape)}")
     numbers = iter(draws.unbind(1))
     if config.resized_crop > 0:
         images = _resized_crop(images, numbers, config.resized_crop)

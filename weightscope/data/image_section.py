@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from weightscope._util.checks import count as checked_count
 from weightscope._util.names import shortened, unknown
@@ -18,14 +18,12 @@ from weightscope._util.plugins import is_reference
 from weightscope.data import folder, readers  # noqa: F401 - importing readers registers them
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
 from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
+from weightscope.data.section import Count, Section, Share
 from weightscope.data.task import IMAGES, SECTIONS, Task
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
 _HOW = "`data.path`: a folder with a folder of images for each class, resized to `data.size`, or an .npz file"
 DATASETS.register(FOLDER, channels=3, size=0, classes=0, train=0, test=0, how_to_get=_HOW)(folder.read)
-
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> DatasetInfo:
@@ -64,13 +62,11 @@ def made_by(factory: Callable[[], Any], name: str) -> Arrays:
     return folder.checked(made, name)
 
 
-class AugmentConfig(BaseModel):
+class AugmentConfig(Section):
     """Augmentation of training images; the default does nothing. File formats describe the fields.
 
     Timm's "m9-mstd0.5" is magnitude 0.9 and magnitude_std 0.05.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     crop: Annotated[int, Field(ge=0)] = 0  # pixels of zero padding before a random crop of the original size
     flip: bool = False  # horizontally, with probability 1/2
@@ -191,9 +187,9 @@ class DataConfig(Task, SourceConfig):
 
 
 def check_patches(network: Any, size: int, whose: str = "its") -> None:
-    """Raise ValueError unless the factor by which a network's section reduces an image divides the image's side."""
+    """Raise UsageError unless the factor by which a network's section reduces an image divides the image's side."""
     if size % network.reduction:
-        raise ValueError(
+        raise UsageError(
             f"network.patch_size: the network reduces the image by a factor of {network.reduction}, which must divide "
             f"{whose} {size} pixels"
         )

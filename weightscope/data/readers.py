@@ -104,11 +104,11 @@ _CIFAR: dict[str, list[tuple[str, tuple[str, ...], str, int | str]]] = {
     ],
 }
 _SIZES = {"channels": 3, "size": 32, "train": 50_000, "test": 10_000}
-_UNPACK = "unpack the official binary version so that one of these contains"
+_HOW = "unpack the official files so that one of these contains"
 
 
-@DATASETS.register("cifar100", **_SIZES, classes=100, how_to_get=f"{_UNPACK} `cifar-100-binary/train.bin`")
-@DATASETS.register("cifar10", **_SIZES, classes=10, how_to_get=f"{_UNPACK} `cifar-10-batches-bin/data_batch_1.bin`")
+@DATASETS.register("cifar100", **_SIZES, classes=100, how_to_get=f"{_HOW} `cifar-100-binary/train.bin`")
+@DATASETS.register("cifar10", **_SIZES, classes=10, how_to_get=f"{_HOW} `cifar-10-batches-bin/data_batch_1.bin`")
 def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """CIFAR-10 or CIFAR-100; only the files that hold the images are read."""
     versions = {Layout(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
@@ -156,13 +156,7 @@ def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int
 
 
 @DATASETS.register(
-    "digits",
-    channels=1,
-    size=8,
-    classes=10,
-    train=1437,
-    test=360,
-    how_to_get="part of scikit-learn: `pip install scikit-learn`",
+    "digits", channels=1, size=8, classes=10, train=1437, test=360, how_to_get="`pip install scikit-learn`"
 )
 def digits(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """The 1,797 handwritten digits of scikit-learn, which defines no split.
@@ -258,7 +252,7 @@ def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.n
     classes=10,
     train=5_000,
     test=8_000,
-    how_to_get="unpack the official binary files so that one of these contains `stl10_binary/train_X.bin`",
+    how_to_get=f"{_HOW} `stl10_binary/train_X.bin`",
 )
 def stl10(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """STL-10; the unlabelled images are not read."""
@@ -300,20 +294,16 @@ def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
     """The first images of a file with X, uint8 (S, S, 3, n), and y (n, 1), in which 10 is the digit 0."""
     from scipy.io import loadmat, whosmat
 
-    def check(shapes: dict[str, tuple[int, ...]]) -> None:
-        pixels, labels = shapes.get("X", ()), shapes.get("y", ())
-        items = pixels[3] if len(pixels) == 4 else 0
-        expected = (info.size, info.size, info.channels, items), (items, 1)
-        if (pixels, labels) != expected or not count <= items <= most:
-            raise DataError(
-                f"{path}: expected X of shape {(info.size, info.size, info.channels, most)} and y of shape {(most, 1)},"
-                f" found {pixels or 'no X'} and {labels or 'no y'}"
-            )
-
+    image = info.size, info.size, info.channels
     try:
-        check({name: shape for name, shape, _ in whosmat(path)})  # before anything is read
+        shapes = {name: shape for name, shape, _ in whosmat(path)}  # by the header, before anything is read
+        x, y = shapes.get("X", ()), shapes.get("y", ())
+        if x[:3] != image or y != (*x[3:], 1) or not count <= y[0] <= most:
+            raise DataError(
+                f"{path}: expected X of shape {(*image, most)} and y of shape {(most, 1)}, found {x or 'no X'} and "
+                f"{y or 'no y'}"
+            )
         values = loadmat(path, variable_names=["X", "y"])
-        check({name: np.shape(values[name]) for name in ("X", "y")})
     except DataError:
         raise
     except Exception as error:  # the reader raises whatever it meets in a damaged file
@@ -339,7 +329,7 @@ _NAME = re.compile(r"[\w.-]+")  # of a class or a file: no path
     classes=200,
     train=100_000,
     test=10_000,
-    how_to_get="unpack the official tiny-imagenet-200 so that one of these contains `tiny-imagenet-200/wnids.txt`",
+    how_to_get=f"{_HOW} `tiny-imagenet-200/wnids.txt`",
 )
 def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """Training images, class by class in turn, and those of `val` for testing, in the order of its annotations.

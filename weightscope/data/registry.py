@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from weightscope._util.plugins import Registry
 from weightscope._util.sources import as_path
+from weightscope.data.section import Section, Seed
 from weightscope.errors import DataError
 
 FOLDER = "folder"
@@ -26,7 +27,7 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """The training part and the test part."""
 
 
-class SourceConfig(BaseModel):
+class SourceConfig(Section):
     """Where images come from, and their size.
 
     Attributes:
@@ -41,15 +42,13 @@ class SourceConfig(BaseModel):
         split_seed: of the choice of these; 0 if None. Refused if there is a test part.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
     name: str
     size: Annotated[int, Field(ge=1, le=4096)] | None = None
     path: Annotated[str, Field(min_length=1)] | None = None
     channels: Annotated[int, Field(ge=1, le=1024)] | None = None
     classes: Annotated[int, Field(ge=2, lt=2**31)] | None = None
     test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
-    split_seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    split_seed: Seed | None = None
 
     @model_validator(mode="after")
     def _of_a_folder(self) -> "SourceConfig":

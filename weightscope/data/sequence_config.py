@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from weightscope._util.checks import count
 from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.registry import first_place, places
+from weightscope.data.section import Count, FromList, Positive, Seed
 from weightscope.data.task import SECTIONS, Task
 from weightscope.errors import RecipeError, UsageError
 
@@ -70,13 +71,11 @@ def sequence_length(name: str, length: int) -> int:
     return length + TASK_SIZES[name].answer(length)
 
 
-Size = Annotated[int, Field(ge=1, lt=2**31)]
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
 Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
 MOST_TOKENS = 2**28  # of an epoch, or of the held-out sequences of one length: 2 GiB as int64
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
-_FROM_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 
 
@@ -94,9 +93,9 @@ class SequenceConfig(Task):
     source: ClassVar[str] = "weightscope.data.sequences:SequenceSource.of"
     batches: ClassVar[str] = "weightscope.training.sequence_task:SequenceBatches"
 
-    length: Size  # of the training sequences; for tasks, of the string before the separator
-    train: Size | None = None
-    test: Size | None = None
+    length: Count  # of the training sequences; for tasks, of the string before the separator
+    train: Count | None = None
+    test: Count | None = None
     held_out: Part = "test"
 
     @property
@@ -150,7 +149,7 @@ class SequenceConfig(Task):
         changes: dict[str, Any] = {"data.held_out": "valid"} | ({} if count is None else {"data.test": count})
         changed = self.model_copy(update={key.removeprefix("data."): value for key, value in changes.items()})
         source = changed.load(root)
-        return changes, {"train": source.train, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
+        return changes, {"train": source.examples, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
 
     @model_validator(mode="after")
     def _tokens(self) -> "SequenceConfig":
@@ -174,10 +173,10 @@ class TaskConfig(SequenceConfig):
     """
 
     vocabulary: Vocabulary  # v, with the separator, which is its last token
-    train: Size = 2000
-    test: Size = 100
+    train: Count = 2000
+    test: Count = 100
     # multiples of the training length at which networks are evaluated; the first is 1
-    lengths: Annotated[tuple[Size, ...], Field(min_length=1), _FROM_LIST] = (1, 2, 4)
+    lengths: Annotated[tuple[Count, ...], Field(min_length=1), FromList] = (1, 2, 4)
 
     @model_validator(mode="after")
     def _sizes(self) -> "TaskConfig":
@@ -264,7 +263,7 @@ class MarkovConfig(SequenceConfig):
 
     name: Literal["markov"]
     vocabulary: Vocabulary = 27
-    train: Size = 2000
-    test: Size = 100
-    concentration: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.2
-    source_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of the transitions
+    train: Count = 2000
+    test: Count = 100
+    concentration: Positive = 0.2
+    source_seed: Seed = 0  # of the transitions

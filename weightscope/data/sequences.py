@@ -69,9 +69,37 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-def perplexity(nats: float) -> float:
-    """The exponential of a cross entropy per token in nats."""
-    return math.exp(nats)
+class Corpus:
+    """Where sequences come from: a generated task, a text, or a Markov source."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, v."""
+        raise NotImplementedError
+
+    def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
+        """Draw training sequences of `length`."""
+        raise NotImplementedError
+
+    def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
+        """Draw training sequences in a form of which many fit into memory, int32 (B, m): here all tokens."""
+        found = self.batch(generator, batch, length)
+        return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
+
+    def expanded(self, compact: Tensor, length: int) -> Tensor:
+        """All tokens, int64 (..., n + 1), of the compact form (..., m)."""
+        return compact.long()
+
+    def part(self, config: SequenceConfig, name: Part, multiple: int) -> tuple[ScoredSequences, ...]:
+        """A held-out part in batches; its stream depends on nothing but the part and the multiple of the length."""
+        assert config.test is not None
+        purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
+        generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
+        return (self.batch(generator, config.test, multiple * config.length),)
+
+    def to(self, device: torch.device) -> "Corpus":
+        """The same with the tensors of the training part on a device."""
+        return self
 
 
 # --- generated tasks --------------------------------------------------------------------------------------------------
@@ -178,7 +206,7 @@ def _joined(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
 
 
 @dataclass(frozen=True, eq=False)
-class Text:
+class Text(Corpus):
     """Training, validation and test text as tokens; the vocabulary is that of the training text."""
 
     units: tuple[str, ...]  # the vocabulary's characters or words, sorted; a token is an index
@@ -217,21 +245,21 @@ class Text:
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw windows of `length` tokens (B, n) from the training text, all of which are scored."""
-        return ScoredSequences.of(self.windows(self.starts(generator, batch, length), length))
+        return ScoredSequences.of(self.expanded(self.compact(generator, batch, length), length))
 
-    def starts(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
-        """Draw the first tokens (B, 1) of windows; UsageError if the training text is not longer than a window."""
+    def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
+        """Draw the places of windows (B, 1); UsageError if the training text is not longer than a window."""
         count("batch", batch)
         starts = len(self.train) - count("length", length)
         if starts < 1:
             raise UsageError(f"length: expected less than the {len(self.train)} tokens of the text, found {length}")
-        return torch.randint(starts, (batch, 1), generator=generator, device=generator.device)
+        return torch.randint(starts, (batch, 1), generator=generator, device=generator.device).int()
 
-    def windows(self, first: Tensor, length: int) -> Tensor:
-        """The windows of the training text, with the token after each, (..., length + 1) from `starts` (..., 1)."""
-        return self.train[first.to(self.train.device) + torch.arange(length + 1, device=self.train.device)]
+    def expanded(self, compact: Tensor, length: int) -> Tensor:
+        """The windows at places (..., 1) of the training text, with the token after each, (..., length + 1)."""
+        return self.train[compact.to(self.train.device) + torch.arange(length + 1, device=self.train.device)]
 
-    def held_out(self, length: int, part: Literal["valid", "test"] = "valid") -> Iterator[ScoredSequences]:
+    def held_out(self, length: int, part: Part = "valid") -> Iterator[ScoredSequences]:
         """Consecutive windows of a held-out text, one at a time: each token but the first is scored once."""
         text: Tensor = getattr(self, choice("part", part, ("valid", "test")))
         count("length", length)
@@ -239,6 +267,16 @@ class Text:
             raise UsageError(f"{part}: expected at least 2 tokens, found {len(text)}")
         for start in range(0, len(text) - 1, length):
             yield ScoredSequences.of(text[None, start : start + length + 1])
+
+    def part(self, config: SequenceConfig, name: Part, multiple: int) -> tuple[ScoredSequences, ...]:
+        """The first windows of a held-out text, in batches of equal length."""
+        windows = islice(self.held_out(config.length, name), config.test)
+        groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
+        return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)
+
+    def to(self, device: torch.device) -> "Text":
+        """The same with the training text on a device."""
+        return replace(self, train=self.train.to(device))
 
 
 def _units(path: Path, unit: Unit) -> Iterable[str]:
@@ -274,7 +312,7 @@ def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class MarkovSource:
+class MarkovSource(Corpus):
     """Tokens of which each depends on the one before, started from the stationary distribution.
 
     `transitions`, P (v, v), are positive probabilities of the next token; rows sum to 1.
@@ -338,15 +376,20 @@ class MarkovSource:
 # --- what a recipe's section [data] describes -------------------------------------------------------------------------
 
 
-class GeneratedTask(NamedTuple):
-    """A task with its vocabulary."""
+@dataclass(frozen=True)
+class GeneratedTask(Corpus):
+    """A task with the vocabulary of a section [data]."""
 
-    name: str
-    vocabulary: int
+    config: TaskConfig
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of tokens, v."""
+        return self.config.vocabulary
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw sequences, whose strings have `length` tokens."""
-        return TASKS[self.name](generator, batch, length, self.vocabulary)
+        return TASKS[self.config.name](generator, batch, length, self.vocabulary)
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,23 +397,19 @@ class SequenceSource:
     """Sequences of tokens by a recipe's section [data]."""
 
     config: SequenceConfig
-    corpus: Text | MarkovSource | GeneratedTask
-    train: int  # sequences of an epoch
+    corpus: Corpus
+    examples: int  # training sequences of an epoch
     held_out: dict[int, tuple[ScoredSequences, ...]]  # multiple of the length -> batches of sequences of equal length
 
     nbytes: ClassVar[int] = 0  # sequences are drawn step by step
 
     @classmethod
     def of(cls, config: SequenceConfig, root: str | Path | None = None) -> "SequenceSource":
-        """Read or prepare what a section describes; a folder is searched first for text.
-
-        Held-out sequences of tasks and of the Markov source have streams of their own, which depend on nothing but the
-        multiple of the length; so they are the same for all populations with these settings.
-        """
-        corpus: Text | MarkovSource | GeneratedTask
+        """Read or prepare what a section describes; a folder is searched first for text."""
+        corpus: Corpus
         train, lengths = config.train or 0, config.lengths if isinstance(config, TaskConfig) else (1,)
         if isinstance(config, TaskConfig):
-            corpus = GeneratedTask(config.name, config.vocabulary)
+            corpus = GeneratedTask(config)
         elif isinstance(config, MarkovConfig):
             corpus = MarkovSource.random(config.vocabulary, concentration=config.concentration, seed=config.source_seed)
         else:
@@ -393,14 +432,7 @@ class SequenceSource:
 
     def part(self, name: Part, multiple: int = 1) -> tuple[ScoredSequences, ...]:
         """The sequences of a held-out part at a multiple of the length, batches of equal length each, on the CPU."""
-        if isinstance(self.corpus, Text):
-            windows = islice(self.corpus.held_out(self.config.length, name), self.config.test)
-            groups = (list(group) for _, group in groupby(windows, lambda window: window.tokens.shape[1]))
-            return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)
-        assert self.config.test is not None
-        purpose = Purpose.HELD_OUT if name == "test" else Purpose.VALIDATION
-        generator = torch.Generator().manual_seed(torch_seed(0, multiple, purpose))
-        return (self.corpus.batch(generator, self.config.test, multiple * self.config.length),)
+        return self.corpus.part(self.config, name, multiple)
 
     @property
     def vocabulary(self) -> int:
@@ -408,28 +440,17 @@ class SequenceSource:
         return self.corpus.vocabulary
 
     @property
-    def examples(self) -> int:
-        """The number of training sequences of an epoch."""
-        return self.train
-
-    @property
     def mask(self) -> Tensor:
         """Whether each target of a training sequence is scored, (n,); the same in all."""
         return self.held_out[1][0].mask[0]
 
     def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
-        """Draw B training sequences in a compact form, int32 (B, m) on the generator's device.
-
-        Of text, which is on the device anyway, these are the places; of others the tokens themselves.
-        """
-        if isinstance(self.corpus, Text):
-            return self.corpus.starts(generator, batch, self.config.length).int()
-        found = self.corpus.batch(generator, batch, self.config.length)
-        return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
+        """Draw B training sequences in a compact form, int32 (B, m) on the generator's device."""
+        return self.corpus.compact(generator, batch, self.config.length)
 
     def expanded(self, compact: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and targets int64 (..., n) of sequences in compact form (..., m)."""
-        whole = self.corpus.windows(compact, self.config.length) if isinstance(self.corpus, Text) else compact.long()
+        whole = self.corpus.expanded(compact, self.config.length)
         return whole[..., :-1], whole[..., 1:]
 
     def to(self, device: torch.device) -> "SequenceSource":
@@ -438,14 +459,11 @@ class SequenceSource:
             multiple: tuple(ScoredSequences(*(value.to(device) for value in batch)) for batch in batches)
             for multiple, batches in self.held_out.items()
         }
-        corpus = self.corpus
-        if isinstance(corpus, Text):
-            corpus = replace(corpus, train=corpus.train.to(device))
-        return replace(self, corpus=corpus, held_out=held_out)
+        return replace(self, corpus=self.corpus.to(device), held_out=held_out)
 
     def shortened(self, train: int) -> "SequenceSource":
         """The same with shorter epochs."""
-        return replace(self, train=train)
+        return replace(self, examples=train)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict
-
 from weightscope._util.plugins import Registry, member
 from weightscope.data.metrics import Metric
+from weightscope.data.section import Section
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -46,17 +45,15 @@ def hash_of(tensors: "Iterable[Tensor]", about: str = "") -> str:
     return digest.hexdigest()[:16]
 
 
-class Task(BaseModel):
+class Task(Section):
     """What networks are trained on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     what: ClassVar[str]  # the inputs in one word, for messages
     input_axes: ClassVar[int]  # number of axes of one input
     stacked: ClassVar[bool] = True  # whether T networks run by `torch.vmap`, or else on the channels of one network
     causal: ClassVar[bool] = False  # whether the outputs at a place of the input must not depend on later places
     source: ClassVar[str]  # "module:function", called with the section and a folder, reads the data
-    batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.batches`)
+    batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.engine`)
 
     name: str  # the task or the data set
 

@@ -75,7 +75,7 @@ class Amplification:
         independent = (1 - correlation**2) * np.sqrt(max(1.0, effect) / found.samples)
         errors = np.where(np.isfinite(found.errors), found.errors, independent)
         notes: dict[str, Any] = {"samples": found.samples, "design_effect": round(effect, 3)}
-        label = label_of(found.kind.groups)
+        label = found.kind.label
         gain = next((factor for pattern, factor in self.gains.items() if fnmatchcase(label, pattern)), None)
         if gain is None:
             shrunk, intensities = _shrunk(found, correlation, errors)
@@ -88,14 +88,8 @@ class Amplification:
             wider = float(stats.t.isf(stats.norm.sf(4.0), max(1, found.networks - 1))) / 4
             independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
             errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
-        result = amplified(correlation, errors, gain)
-        kept = {key: getattr(result, key) for key in ("kept", "dropped", "clipped", "moved")}
-        return result.matrix, notes | {"gain": gain} | kept
-
-
-def label_of(groups: Sequence[str]) -> str:
-    """The name of a type in diagnostics and in the keys of `gain`: `"hidden.0 x channels"`, or `"means"`."""
-    return " x ".join(groups) or "means"
+        matrix, done = amplified(correlation, errors, gain)
+        return matrix, notes | {"gain": gain} | done
 
 
 def in_words(notes: Mapping[str, Any]) -> str:
@@ -260,10 +254,10 @@ class Exchangeable(Structure):
         """Fit to what `ExchangeableMoments` has taken up."""
         amplification = options or Amplification()
         permutations, found = moments.permutations, moments.covariances()
-        amplification.check([label_of(covariance.kind.groups) for covariance in found])
+        amplification.check([covariance.kind.label for covariance in found])
         factors, parameters, notes, means = [], 0, {}, None
         for covariance in found:
-            label = label_of(covariance.kind.groups)
+            label = covariance.kind.label
             variances = covariance.covariance.diagonal()
             require_variation(variances, f"entries ({label})")
             correlation, notes[label] = amplification.correlation(covariance)
@@ -317,7 +311,7 @@ class Exchangeable(Structure):
 
     def notes(self) -> list[str]:
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
-        labels = [label_of(kind.groups) for kind in self.permutations.types]
+        labels = [kind.label for kind in self.permutations.types]
         lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels if label in self.diagnostics]
         if any(self.diagnostics.get(label, {}).get("gain", 0) > 1 for label in labels):
             lines.append(

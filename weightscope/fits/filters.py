@@ -4,7 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
@@ -294,6 +294,17 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
     )
 
 
+def filter_options(kronecker: bool, means: bool, schedule: str, kernel: int | None, psd: str) -> dict[str, Any]:
+    """The options of `covariance_transfer_` by name, checked."""
+    flag("kronecker", kronecker)
+    flag("means", means)
+    choice("schedule", schedule, ("depth", "stage"))
+    choice("psd", psd, get_args(Psd))
+    if kernel is not None:
+        count("kernel", kernel)
+    return {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
+
+
 def fit_filters(
     source: Any,
     *,
@@ -312,14 +323,10 @@ def fit_filters(
     Example:
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
     """
-    flag("kronecker", kronecker)
-    flag("means", means)
-    choice("schedule", schedule, ("depth", "stage"))
-    choice("psd", psd, ("abs", "clip"))
+    options = filter_options(kronecker, means, schedule, kernel, psd)
     parts = depthwise(source, strict=None)
     layers = square_distributions(parts)
     chosen = _of_size(layers, kernel)
-    options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
     fit = FilterFit.model_validate({"layers": layers, "left_out": _left_out(parts), **options})
     if not fit.used:
         size = "" if kernel is None else f" in layers of size {kernel}"
@@ -352,7 +359,9 @@ def fit_conv_schedule(
         0.31
     """
     choice("schedule", schedule, ("depth", "sawtooth"))
-    choice("psd", psd, ("abs", "clip"))
+    choice("psd", psd, get_args(Psd))
+    if kernel is not None:
+        count("kernel", kernel)
     parts = depthwise(source, strict=None)
     everything = square_distributions(parts)
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
@@ -390,7 +399,6 @@ def _left_out(parts: Parts[DepthwisePart]) -> list[str]:
 def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
     if kernel is None:
         return layers
-    count("kernel", kernel)
     chosen = [layer for layer in layers if layer.kernel == kernel]
     if not chosen:
         known = ", ".join(str(k) for k in sorted({layer.kernel for layer in layers}))

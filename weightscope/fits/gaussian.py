@@ -21,7 +21,7 @@ from weightscope.fits.structure import (
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments, Moments
-from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_from_sums, ledoit_wolf_of_rows
+from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_of_rows, shrunk_about
 
 
 class AffineGaussian(Structure):
@@ -255,21 +255,21 @@ class Dense(AffineGaussian):
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates samples while N < D, moments from then on."""
         held: list[np.ndarray] = []
-        sums: list[Any] = []  # second and fourth moments
+        moments: Moments | None = None
 
         def update(rows: np.ndarray) -> None:
-            if not sums:
+            nonlocal moments
+            if moments is None:
                 held.append(rows.copy())
                 if sum(map(len, held)) < spec.size:
                     return
+                moments = Moments(spec.size, starts=[part.start for part in spec.slices.values()])
                 rows = np.concatenate(held)
                 held.clear()
-                sums.extend((Moments(spec.size), _FourthMoments(spec, rows.mean(axis=0))))
-            for moments in sums:
-                moments.update(rows)
+            moments.update(rows)
 
         def finish() -> Dense:
-            return cls.from_moments(sums[0], sums[1], spec) if sums else cls.from_rows(np.concatenate(held), spec)
+            return cls.from_rows(np.concatenate(held), spec) if moments is None else cls.from_moments(moments, spec)
 
         return Accumulator(update, finish)
 
@@ -289,28 +289,16 @@ class Dense(AffineGaussian):
         return cls(spec, mean, ridge * scale**2, factor, *_facts(parameters, spec, kinds, shrunk))
 
     @classmethod
-    def from_moments(cls, moments: Moments, fourth: "_FourthMoments", spec: WeightSpec) -> Self:
-        """Fit from the mean, the covariance and sums of fourth order."""
-        n, entries = moments.n, EntryMoments(spec.size)
-        entries.n, entries.mean, entries.squares = n, moments.mean, moments.variance() * (n - 1)
-        mean, parameters, kinds = choose_mean(entries, spec)
-        scale = _scales(entries.mean_square(mean), spec)
-        gram, shift = moments.covariance(destroy=True), entries.mean - mean
-        gram *= n - 1
-        gram += n * np.outer(shift, shift)
-        quartic = fourth.about(mean, scale, gram)
-        gram /= scale
-        gram /= scale[:, None]
-        trace, square = float(np.trace(gram)), float(np.vdot(gram, gram))
-        shrunk = ledoit_wolf_from_sums(n, spec.size, trace, square, quartic)
-        ridge = shrunk.intensity * shrunk.target
+    def from_moments(cls, moments: Moments, spec: WeightSpec) -> Self:
+        """Fit from moments of order 2 to 4."""
+        mean, parameters, kinds = choose_mean(moments.entries(), spec)
+        scale = _scales(moments.entries().mean_square(mean), spec)
+        matrix, shrunk = shrunk_about(moments, mean, scale, destroy=True)
         facts = _facts(parameters, spec, kinds, shrunk)
         if shrunk.intensity == 1.0:
-            return cls(spec, mean, ridge * scale**2, None, *facts)
-        gram *= (1.0 - shrunk.intensity) / n
-        gram[np.diag_indices_from(gram)] += ridge
+            return cls(spec, mean, shrunk.target * scale**2, None, *facts)
         try:
-            factor = scale[:, None] * cholesky(gram, lower=True)
+            factor = scale[:, None] * cholesky(matrix, lower=True)
         except np.linalg.LinAlgError as error:
             raise DataError(f"the covariance is singular even after shrinkage: {error}") from error
         return cls(spec, mean, None, factor, *facts)
@@ -325,47 +313,3 @@ def _scales(squares: np.ndarray, spec: WeightSpec) -> np.ndarray:
     scale = np.sqrt(_tensor_means(squares, spec))
     require_variation(scale)
     return scale
-
-
-class _FourthMoments:
-    """Sums that give sum_k |(x_k - c) / s|^4 for any centre c (D,) and one scale s for each of T tensors.
-
-    With z = x - pilot and q_t = |z_t|^2 over the entries of tensor t, these are sum q q^T (T, T), sum q z^T (T, D),
-    sum q (T,) and sum z (D,); sum z z^T comes from the covariance.
-    """
-
-    def __init__(self, spec: WeightSpec, pilot: np.ndarray) -> None:
-        self._pilot, self._n = pilot, 0
-        self._starts = np.array([part.start for part in spec.slices.values()])
-        t, d = len(self._starts), spec.size
-        self._qq, self._qz, self._q, self._z = (np.zeros(shape) for shape in ((t, t), (t, d), t, d))
-
-    def update(self, rows: np.ndarray) -> None:
-        z = rows - self._pilot
-        q = np.add.reduceat(z**2, self._starts, axis=1)
-        self._n += len(rows)
-        self._qq += q.T @ q
-        self._qz += q.T @ z
-        self._q += q.sum(axis=0)
-        self._z += z.sum(axis=0)
-
-    def about(self, centre: np.ndarray, scale: np.ndarray, gram: np.ndarray) -> float:
-        """The sum, from `gram` = sum_k (x_k - centre) (x_k - centre)^T.
-
-        With e = pilot - centre, |x_t - centre_t|^2 = q_t + 2 u_t + |e_t|^2, u_t = z_t . e_t. The columns of E (D, T)
-        are e cut into tensors.
-        """
-        e, n = self._pilot - centre, self._n
-        blocks = np.zeros((len(e), len(self._starts)))
-        owner = np.searchsorted(self._starts, np.arange(len(e)), side="right") - 1
-        blocks[np.arange(len(e)), owner] = e
-        c = np.add.reduceat(e**2, self._starts)
-        total = blocks.T @ self._z  # sum u
-        mixed = self._qz @ blocks  # sum q u^T
-        # sum z z^T = gram - e (sum z)^T - (sum z) e^T - n e e^T
-        cross = np.outer(blocks.T @ e, total)
-        uu = blocks.T @ gram @ blocks - cross - cross.T - n * np.outer(c, c)
-        linear = np.outer(self._q + 2 * total, c)
-        sums = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
-        weight = 1.0 / scale[self._starts] ** 2
-        return float(weight @ sums @ weight)

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Self
 
 import numpy as np
 
@@ -67,25 +66,22 @@ class GroupMeans(Structure):
             for i, (part, shape) in enumerate(tensors):
                 squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
 
-        return Accumulator(update, lambda: cls.from_sums(moments, squares, spec))
+        def finish() -> GroupMeans:
+            mean, parameters, kinds = choose_mean(moments, spec)
+            dimensions, eigenvalues = _dimensions([shape for _, shape in tensors]), np.zeros((len(spec), 4))
+            for i, (part, shape) in enumerate(tensors):
+                shift = _squares((moments.mean[part] - mean[part]).reshape(1, *shape))[0]
+                eigenvalues[i] = (squares[i] / moments.n + shift) / np.maximum(dimensions[i], 1)
+            require_variation(eigenvalues[dimensions > 0], "group means or residuals")
+            components = {name: _components(eigenvalues[i], tensors[i][1]) for i, name in enumerate(spec.names)}
+            diagnostics = {
+                "mean": kinds,
+                "components": components,
+                "negative_components": [f"{n}: {k}" for n, c in components.items() for k, v in c.items() if v < 0],
+            }
+            return cls(spec, mean, eigenvalues, parameters + int((dimensions > 0).sum()), diagnostics)
 
-    @classmethod
-    def from_sums(cls, moments: EntryMoments, squares: np.ndarray, spec: WeightSpec) -> Self:
-        """Fit from the entries' moments and the squared lengths (tensors, 4) of all deviations from their mean."""
-        mean, parameters, kinds = choose_mean(moments, spec)
-        shapes = matrix_shapes(spec)
-        dimensions, eigenvalues = _dimensions(shapes), np.zeros((len(spec), 4))
-        for i, (part, shape) in enumerate(zip(spec.slices.values(), shapes, strict=True)):
-            shift = _squares((moments.mean[part] - mean[part]).reshape(1, *shape))[0]
-            eigenvalues[i] = (squares[i] / moments.n + shift) / np.maximum(dimensions[i], 1)
-        require_variation(eigenvalues[dimensions > 0], "group means or residuals")
-        components = {name: _components(eigenvalues[i], shapes[i]) for i, name in enumerate(spec.names)}
-        diagnostics = {
-            "mean": kinds,
-            "components": components,
-            "negative_components": [f"{n}: {k}" for n, c in components.items() for k, v in c.items() if v < 0],
-        }
-        return cls(spec, mean, eigenvalues, parameters + int((dimensions > 0).sum()), diagnostics)
+        return Accumulator(update, finish)
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:

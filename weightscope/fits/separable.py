@@ -3,8 +3,8 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import reduce
-from typing import Any, ClassVar, NamedTuple, Self
+from functools import partial, reduce
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
@@ -22,7 +22,7 @@ from weightscope.fits.structure import (
     require_variation,
 )
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.kronecker import tensor_normal
+from weightscope.statistics.kronecker import along, tensor_normal
 
 
 class Array(NamedTuple):
@@ -97,14 +97,18 @@ class Separable(Structure):
         """The factors times the noise, array by array."""
         out = np.empty((len(noise[0]), self.spec.size))
         for array, roots, z in zip(self.arrays, self.roots, noise, strict=True):
-            out[:, array.columns] = _along(roots, z, lambda root, values: root @ values).reshape(len(out), -1)
+            for axis, root in enumerate(roots, 1):
+                z = along(root.__matmul__, z, axis)
+            out[:, array.columns] = z.reshape(len(out), -1)
         return out
 
     def squares(self, deviations: np.ndarray) -> np.ndarray:
         """See `Structure.squares`."""
         value = np.zeros(len(deviations))
         for array, roots in zip(self.arrays, self.roots, strict=True):
-            white = _along(roots, array.read(deviations), lambda root, w: solve_triangular(root, w, lower=True))
+            white = array.read(deviations)
+            for axis, root in enumerate(roots, 1):
+                white = along(partial(solve_triangular, root, lower=True), white, axis)
             value += np.square(white.reshape(len(value), -1)).sum(axis=1)
             value += sum(2 * math.prod(array.shape) // len(root) * np.log(np.diag(root)).sum() for root in roots)
         return value
@@ -129,14 +133,6 @@ class Separable(Structure):
         checked_names(tensors, ["mean", *(key for names in keys for key in names)])
         factors = ([tensors[key] for key in names] for names in keys)
         return cls(spec, tensors["mean"], *factors, parameters=parameters, diagnostics=diagnostics)
-
-
-def _along(roots: Sequence[np.ndarray], values: np.ndarray, apply: Any) -> np.ndarray:
-    """Apply `apply(root, matrix)` along each axis of (N, d_1, ..., d_K)."""
-    for axis, root in enumerate(roots, 1):
-        front = np.moveaxis(values, axis, 0)
-        values = np.moveaxis(apply(root, front.reshape(len(root), -1)).reshape(front.shape), 0, axis)
-    return values
 
 
 class Kronecker(Separable):

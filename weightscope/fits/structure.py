@@ -203,9 +203,7 @@ def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, in
 
 def fit_mean(data: np.ndarray, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
     """`choose_mean` of data (N, D)."""
-    moments = EntryMoments(spec.size)
-    moments.update(data)
-    return choose_mean(moments, spec)
+    return choose_mean(EntryMoments(spec.size, [data]), spec)
 
 
 def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -24,8 +23,10 @@ from weightscope.anatomy import (
     positions,
 )
 from weightscope.anatomy.effective import plain
+from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "other")
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
@@ -69,6 +70,12 @@ def weights(module: nn.Module | NamedTensors) -> dict[str, Tensor]:
         return {name: module.get(name) for name in module.names}
     stored, named = module.state_dict().keys(), (*module.named_parameters(), *module.named_buffers())
     return {name: value for name, value in named if value.is_floating_point() and name in stored}
+
+
+def layers_of(module: Any, *kinds: type[nn.Module]) -> dict[str, Any]:
+    """Name of the weight -> the layer, of every layer of some kinds."""
+    layers = module.named_modules() if isinstance(module, nn.Module) else ()
+    return {f"{path}.weight".lstrip("."): layer for path, layer in layers if isinstance(layer, kinds)}
 
 
 def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[Any]:
@@ -289,28 +296,17 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
     return ".".join(there)
 
 
-@dataclass(frozen=True)
-class PositionTable:
+def token_grid(part: PositionEmbedding) -> TokenGrid:
     """The tokens of a position embedding: special ones, then a grid (one row for a sequence)."""
-
-    prefix: int
-    rows: int
-    columns: int
-
-    @classmethod
-    def of(cls, part: PositionEmbedding) -> "PositionTable":
-        """The table of a part of the anatomy."""
-        return cls(part.prefix, *(part.grid or (1, part.tokens - part.prefix)))
-
-    def __str__(self) -> str:
-        return f"{self.prefix} + {self.rows} x {self.columns}"
+    return TokenGrid(*(part.grid or (1, part.tokens - part.prefix)), part.prefix)
 
 
-def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Tensor:
+def selected_tokens(name: str, small: TokenGrid, large: TokenGrid) -> Tensor:
     """The rows of a larger position embedding for a smaller one: evenly spaced on the grid, or the first."""
     if small.prefix > large.prefix or small.rows > large.rows or small.columns > large.columns:
+        theirs, mine = (f"{grid.prefix} + {grid.rows} x {grid.columns}" for grid in (large, small))
         raise SpecError(
-            f"`{name}`: expected at most the teacher's tokens, {large}, found {small}; use positions='interpolate'"
+            f"`{name}`: expected at most the teacher's tokens, {theirs}, found {mine}; use positions='interpolate'"
         )
     if large.rows == 1:
         found = torch.arange(small.columns)
@@ -321,7 +317,7 @@ def selected_tokens(name: str, small: PositionTable, large: PositionTable) -> Te
     return torch.cat([torch.arange(small.prefix), found + large.prefix])
 
 
-def interpolated(name: str, table: Tensor, there: PositionTable, wanted: PositionTable) -> Tensor:
+def interpolated(name: str, table: Tensor, there: TokenGrid, wanted: TokenGrid) -> Tensor:
     """A position embedding (..., tokens, d) on another grid, smaller or larger, by bicubic interpolation.
 
     Special tokens are copied; pixels are aligned by their edges and smaller grids are filtered (antialias), as in

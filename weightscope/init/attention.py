@@ -1,7 +1,6 @@
 """Mimetic initialisation of self-attention: products of weights near a multiple of the identity, and positions."""
 
 import functools
-import itertools
 import math
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
@@ -52,33 +52,10 @@ def factors(
         return left @ spread, right @ spread
     vectors = _filtered(matrix, rank, spectrum) if spectrum is not None else None
     if vectors is None:
-        vectors = torch.linalg.eigh(_gram(matrix))[1][:, -rank:].flip(1)
+        vectors = torch.linalg.eigh(matrix.T @ matrix)[1][:, -rank:].flip(1)
     image = matrix @ vectors
     roots = image.norm(dim=0).sqrt().clamp_min(torch.finfo(matrix.dtype).tiny)
     return image / roots, vectors * roots
-
-
-def _gram(matrix: Tensor) -> Tensor:
-    """`M^T M` (n, n) from the products on and above its block diagonal, five eighths of the work."""
-    n = matrix.shape[1]
-    edges = [n * i // 4 for i in range(5)]
-    out = matrix.new_empty(n, n)
-    for start, end in itertools.pairwise(edges):
-        out[start:end, start:] = matrix[:, start:end].T @ matrix[:, start:]
-        out[end:, start:end] = out[start:end, end:].T
-    return out
-
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal basis (n, b) of columns (n, b): Cholesky QR twice (Yamamoto et al. 2015), twice as fast as QR."""
-    basis = columns
-    for dtype in (torch.float64, torch.float32):
-        wide = basis.to(dtype)
-        root, failed = torch.linalg.cholesky_ex(wide.T @ wide)
-        if failed:
-            return torch.linalg.qr(columns)[0]
-        basis = torch.linalg.solve_triangular(root, wide.T, upper=False).T.float()
-    return basis
 
 
 def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
@@ -98,15 +75,14 @@ def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor 
     if steps > _STEPS:
         return None
 
-    gram = _gram(matrix)
-    step = gram.mul_(2 / half)  # 2 (G - centre I) / half, in place of G
+    step = (matrix.T @ matrix).mul_(2 / half)  # becomes 2 (G - centre I) / half
     step.diagonal().sub_(2 * centre / half)
     before = torch.eye(rank, n, dtype=torch.float32)  # vectors are rows here, which makes the products faster
     block = step[:rank] / 2
     for _ in range(steps - 1):
         before, block = block, before.addmm_(block, step, beta=-1)
     scale = block.norm()  # the polynomials grow by many orders of magnitude
-    basis = _orthonormal(torch.cat([block, before]).div_(scale).T)
+    basis = torch.linalg.qr(torch.cat([block, before]).div_(scale).T)[0]
     image = (step @ basis).mul_(half / 2).add_(basis, alpha=centre)  # G basis
     values, vectors = torch.linalg.eigh(basis.T @ image)
     vectors = vectors[:, -rank:].flip(1)
@@ -212,8 +188,7 @@ def mimetic_attention_(
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
         >>> mimetic_attention_(gpt, preset="language", layers=[0, 1])
     """
-    given = alpha_qk, beta_qk, alpha_vo, beta_vo
-    alpha_qk, beta_qk, alpha_vo, beta_vo = _numbers(preset, construction, given)
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
     choice("parts", parts, PARTS)
     found = self_attention(module, strict=strict, caller="mimetic_attention_")
     for part in chosen_heads(chosen_layers(found, layers), heads):
@@ -227,7 +202,7 @@ def mimetic_attention_(
 Numbers = tuple[float, float, float, float]
 
 
-def _numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
+def numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
     """The alphas and betas, checked, or those of the preset."""
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
     choice("construction", construction, CONSTRUCTIONS)
@@ -317,29 +292,23 @@ def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> T
     return sinusoidal_positions(rows, columns, table.width, temperature)
 
 
-_SCALES = (0.25, 0.5, 0.75, 1.0)  # of equal random matrices, whose ratio of alpha and beta does not depend on them
-
-
 def equal_random_points(width: int, rank: int, generator: Generator) -> list[dict[str, Any]]:
-    """The alpha and beta of `scale Z Z^T`, Z (d, rank) of entries N(0, 1 / rank), for several scales."""
-    pairs = (same_random(width, rank, scale, generator) for scale in _SCALES)
-    return [_point("equal random", rank, None, None, left @ right.T) for left, right in pairs]
+    """The alpha and beta of `scale Z Z^T`, Z (d, rank) of entries N(0, 1 / rank); their ratio is that of any scale."""
+    pairs = (same_random(width, rank, scale, generator) for scale in (0.25, 0.5, 0.75, 1.0))
+    return [_point("equal random", *pair) for pair in pairs]
 
 
 def svd_point(width: int, rank: int, alpha: float, beta: float, generator: Generator) -> dict[str, Any]:
     """The alpha and beta of the best approximation of a rank to `alpha Z + beta I`."""
-    if rank == width:
-        return _point("SVD", rank, alpha, beta, noisy_identity(width, alpha, beta, generator))
     queries, keys = query_key(width, rank, 1, alpha, beta, generator)
-    return _point("SVD", rank, alpha, beta, queries[0] @ keys.T)
+    return _point("SVD", queries[0], keys, alpha, beta)
 
 
 def _point(
-    name: str, rank: int, asked_alpha: float | None, asked_beta: float | None, product: Tensor
+    name: str, left: Tensor, right: Tensor, alpha: float | None = None, beta: float | None = None
 ) -> dict[str, Any]:
-    """The closest `alpha Z + beta I` to P (d, d): `alpha = ||P - beta I||_F / sqrt(d)` and `beta = tr(P) / d`."""
-    d, beta = len(product), float(product.diagonal().mean())
-    alpha = float((product - beta * torch.eye(d)).norm()) / math.sqrt(d)
+    """The closest `alpha Z + beta I` to L R^T, and the alpha and beta that were asked for."""
+    (d, rank), found = left.shape, FactoredProduct(left, right).statistics()
     kind = f"{name}, {f'rank {rank}' if rank < d else 'full rank'}"
-    asked = {"asked_alpha": asked_alpha, "asked_beta": asked_beta}
-    return {"construction": kind, "rank": rank, **asked, "alpha": alpha, "beta": beta}
+    reached = {"alpha": float(found["alpha"]), "beta": float(found["diagonal_mean"])}
+    return {"construction": kind, "rank": rank, "asked_alpha": alpha, "asked_beta": beta, **reached}

@@ -2,7 +2,9 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -13,7 +15,7 @@ from weightscope._util.checks import choice
 from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, label_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
-from weightscope.anatomy.matrices import fans, matrices
+from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.errors import UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,6 +60,19 @@ def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32)
     return q * signs.unsqueeze(-2)
 
 
+RUNNING: ContextVar[str | None] = ContextVar("initialiser", default=None)
+
+
+@contextmanager
+def running(name: str) -> Iterator[None]:
+    """Attribute writes within the block to an initialiser, unless another one called it, for `auditing.track`."""
+    token = RUNNING.set(RUNNING.get() or name)
+    try:
+        yield
+    finally:
+        RUNNING.reset(token)
+
+
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
@@ -65,12 +80,17 @@ def put(tensor: Tensor, value: Tensor) -> None:
     tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
 
 
+def selected(module: nn.Module, select: str) -> list[Matrix]:
+    """The weights of linear and convolutional layers whose names match the patterns."""
+    found = matrices(module)
+    wanted = set(matching(select, (matrix.name for matrix in found)))
+    return [matrix for matrix in found if matrix.name in wanted]
+
+
 def each_matrix(module: M, select: str, fill: Callable[[Tensor], Tensor], bias: str, generator: Generator) -> M:
     """Fill every selected weight, matrix by matrix (out, in, ...), and set its bias by a rule."""
     choice("bias", bias, ("uniform", "zero", "keep"))
-    found = matrices(module)
-    wanted = set(matching(select, (matrix.name for matrix in found)))
-    for matrix in (matrix for matrix in found if matrix.name in wanted):
+    for matrix in selected(module, select):
         blocks = matrix.split(matrix.weight)
         for block in blocks:
             put(block, fill(block))
@@ -91,11 +111,11 @@ class _Initialisers(Registry[F]):
         def decorate(function: F) -> F:
             @functools.wraps(function)
             def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
-                registered = function.__name__
-                with torch.autocast("cpu", enabled=False):  # the caller's would round what is computed
+                name = function.__name__
+                with running(name), torch.autocast("cpu", enabled=False):  # the caller's would round what is computed
                     if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
                         return function(module, *args, **parameters)
-                    with writable(module, registered, idle=details.get("may_set_nothing", False)) as inner:
+                    with writable(module, name, idle=details.get("may_set_nothing", False)) as inner:
                         function(inner, *args, **parameters)
                     return module
 
@@ -120,7 +140,7 @@ class UserInitialiser:
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
         try:
-            with all_or_nothing():
+            with running(self.name), all_or_nothing():
                 found = self.function(module, **self.parameters, generator=generator)
         except WeightscopeError:
             raise

@@ -2,20 +2,17 @@
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
-from weightscope._util.names import matching
-from weightscope.anatomy import MLPPart, attention, mlps, named_tensors, parts_of
+from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_modules import PartName
-from weightscope.anatomy.matrices import fans, matrices
-from weightscope.anatomy.mlp import MLPName
+from weightscope.anatomy.matrices import Matrix, fans
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, uniform
+from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, selected, uniform
 
 
 @INITIALISERS.register("default", source="the module's constructor", needs="nothing")
@@ -132,7 +129,6 @@ def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tens
 
 
 QKVO: tuple[PartName, ...] = ("q", "k", "v", "o")
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def zero_matrix(rows: int, columns: int) -> Tensor:
@@ -166,22 +162,16 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
         >>> zero_init_(vit)
     """
     choice("parts", parts, ("attention", "mlp", "both"))
-    tensors, caller = named_tensors(module), "zero_init_"
-    every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
-    hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
-    for heads in every:
-        for letter in QKVO:
-            n, d, k = heads.read(letter).shape
-            heads.write(letter, torch.zeros(n, d, k) if letter == "o" else zero_matrix(n * k, d).reshape(n, k, d).mT)
-    for mlp in hidden:
-        for name in matrices_of(mlp):
-            rows, columns = mlp.read(name).shape
-            mlp.write(name, torch.zeros(rows, columns) if name == "fc2" else zero_matrix(rows, columns))
-    ends: list[tuple[Any, Any]] = [(part, QKVO) for part in every] + [(part, matrices_of(part)) for part in hidden]
-    for part, names in ends:
-        for name in names:
-            if (bias := part.read_bias(name)) is not None:
-                part.write_bias(name, torch.zeros_like(bias))
+    for part, name in branches(module, parts, strict=strict, caller="zero_init_"):
+        value = part.read(name)
+        if name in ("o", "fc2"):
+            first = torch.zeros_like(value)
+        else:
+            first = zero_matrix(*as_matrix(name, value).shape)
+            first = first if value.ndim == 2 else first.reshape(*value.mT.shape).mT
+        part.write(name, first)
+        if (bias := part.read_bias(name)) is not None:
+            part.write_bias(name, torch.zeros_like(bias))
     return module
 
 
@@ -210,42 +200,48 @@ def t_fixup_(
     """
     choice("kind", kind, ("encoder", "decoder"))
     flag("embeddings", embeddings)
-    tensors = named_tensors(module)
-    every = attention(tensors, strict=strict, caller="t_fixup_")
-    hidden = mlps(tensors, strict=strict, caller="t_fixup_")
-    layers = len({part.layer for part in every if part.kind == "self"})
-    if not layers:
-        raise UsageError(f"expected self-attention, found cross-attention only: `{every[0].name}`")
-    small = (9 * layers) ** -0.25
-    scale = small if kind == "decoder" else 0.67 * layers**-0.25
-    for heads in every:
-        for letter in QKVO:
-            shape = heads.read(letter).shape
-            draws = uniform(*shape, bound=math.sqrt(6 / fan_sum(letter, shape)), generator=generator)
-            heads.write(letter, draws * (scale if letter in "vo" else 1.0))
-    for mlp in hidden:
-        for name in matrices_of(mlp):
-            shape = mlp.read(name).shape
-            mlp.write(name, uniform(*shape, bound=math.sqrt(6 / sum(shape)), generator=generator) * scale)
+    found = branches(module, "both", strict=strict, caller="t_fixup_")
+    scale = fixup_scale(found, kind)
+    for part, name in found:
+        before = part.read(name)
+        bound = math.sqrt(6 / sum(as_matrix(name, before).shape))
+        draws = uniform(*before.shape, bound=bound, generator=generator)
+        part.write(name, draws if name in ("q", "k") else draws * scale)
     if embeddings:
         tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
         if not tables:
             raise UsageError("embeddings: expected token embeddings (nn.Embedding), found none")
         for table in tables:
             draws = normal(*table.weight.shape, generator=generator)
-            put(table.weight, draws * (small / math.sqrt(table.embedding_dim)))
+            put(table.weight, draws * (fixup_scale(found, "decoder") / math.sqrt(table.embedding_dim)))
     return module
 
 
-def fan_sum(letter: PartName, shape: Sequence[int]) -> int:
-    """Fan-in plus fan-out of a projection of all heads: q, k, v of shape (heads, d, k), o (heads, k, d)."""
-    heads, rows, columns = shape
-    return heads * rows + columns if letter == "o" else rows + heads * columns
+def fixup_scale(found: list[tuple[Any, str]], kind: str) -> float:
+    """The factor of T-Fixup on the matrices in the residual branches."""
+    layers = len({part.layer for part, name in found if name == "q" and part.kind == "self"})
+    if not layers:
+        raise UsageError(f"expected self-attention, found cross-attention only: `{found[0][0].name}`")
+    return (9 * layers) ** -0.25 if kind == "decoder" else 0.67 * layers**-0.25
 
 
-def matrices_of(mlp: MLPPart) -> tuple[MLPName, ...]:
-    """The names of the matrices of an MLP, in a fixed order."""
-    return ("fc1", "fc2", "gate") if mlp.kind == "gated" else ("fc1", "fc2")
+def branches(
+    source: nn.Module | NamedTensors, parts: str, *, strict: bool | None, caller: str
+) -> list[tuple[Any, str]]:
+    """Each projection of attention and each matrix of MLPs, as a part and a name."""
+    tensors = named_tensors(source)
+    every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
+    hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
+    gated = ("fc1", "fc2", "gate")
+    return [
+        *((part, name) for part in every for name in QKVO),
+        *((part, name) for part in hidden for name in gated[: 3 if part.kind == "gated" else 2]),
+    ]
+
+
+def as_matrix(name: str, weights: Tensor) -> Tensor:
+    """The weights of a part as one matrix (out, in), (in, out) for the output projections of all heads."""
+    return weights if weights.ndim == 2 else (weights if name == "o" else weights.mT).flatten(0, 1)
 
 
 @INITIALISERS.register("delta_orthogonal", source="Xiao et al. 2018", needs="convolutions")
@@ -265,13 +261,7 @@ def delta_orthogonal_(module: M, *, gain: float = 1.0, select: str = "*", genera
         >>> delta_orthogonal_(convmixer, generator=torch.Generator().manual_seed(0))
     """
     positive("gain", gain)
-    found = [(matrix, matrix.layer) for matrix in matrices(module) if isinstance(matrix.layer, CONVOLUTIONS)]
-    if not found:
-        raise AnatomyError(f"expected convolutions, found none in {type(module).__name__}")
-    wanted = set(matching(select, (matrix.name for matrix, _ in found)))
-    for matrix, layer in found:
-        if matrix.name not in wanted:
-            continue
+    for matrix, layer in convolutions(module, select):
         kernel = torch.zeros(matrix.weight.shape)
         groups, inputs = layer.groups, kernel.shape[1]
         outputs = kernel.shape[0] // groups
@@ -282,6 +272,15 @@ def delta_orthogonal_(module: M, *, gain: float = 1.0, select: str = "*", genera
         if matrix.bias is not None:
             put(matrix.bias, torch.zeros(matrix.bias.shape))
     return module
+
+
+def convolutions(module: nn.Module, select: str) -> list[tuple[Matrix, Any]]:
+    """The weights of convolutions whose names match the patterns, with their layers."""
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    found = [(matrix, matrix.layer) for matrix in selected(module, select) if isinstance(matrix.layer, kinds)]
+    if not found:
+        raise AnatomyError(f"expected convolutions, found none in {type(module).__name__}")
+    return found
 
 
 def centre_tap(kernel: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice, count, flag, number, positive
+from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
@@ -180,7 +180,7 @@ def impulse_filters_(
         count("filter_size", filter_size)
     cpu_generator(generator)
     for part in depthwise(module, strict=strict, caller="impulse_filters_"):
-        pixels = _central(part, filter_size)
+        pixels = central_pixels(part, filter_size)
         channels = torch.arange(part.channels)
         if order == "random":
             pixels = pixels[torch.randperm(len(pixels), generator=generator)]
@@ -191,7 +191,7 @@ def impulse_filters_(
     return module
 
 
-def _central(part: DepthwisePart, filter_size: int | None) -> Tensor:
+def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:
     """Flat indices of the central pixels of a part's filters, row by row."""
     kh, kw = part.kernel
     sizes = [n if filter_size is None or (n == 1 and part.ndim == 1) else filter_size for n in (kh, kw)]
@@ -324,15 +324,9 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.fits.filters import FilterFit, filter_distributions
+    from weightscope.fits.filters import FilterFit, filter_distributions, filter_options
 
-    flag("kronecker", kronecker)
-    flag("means", means)
-    choice("schedule", schedule, ("depth", "stage"))
-    choice("psd", psd, ("abs", "clip"))
-    if kernel is not None:
-        count("kernel", kernel)
-    options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
+    options = filter_options(kronecker, means, schedule, kernel, psd)
     fit = FilterFit.model_validate({"layers": filter_distributions(source, strict=strict), **options})
     draw_transferred(module, fit, generator, strict=strict)
     return module

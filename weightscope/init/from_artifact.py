@@ -20,7 +20,7 @@ from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
-from weightscope.init.base import Generator, M, cpu_generator
+from weightscope.init.base import Generator, M, cpu_generator, running
 from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
@@ -55,7 +55,7 @@ class FittedInit:
         error, as are drawn numbers that are not finite in a tensor's own dtype. Nothing is changed then.
         """
         cpu_generator(generator)
-        with writable(module, "load_init") as inner:
+        with running("load_init"), writable(module, "load_init") as inner:
             self.report = self._set(inner, generator, strict)
         return module
 
@@ -89,10 +89,10 @@ class PopulationInit(FittedInit):
             shown: dict[str, list[str]] = {}
             for name, problem in problems.items():
                 shown.setdefault(problem, []).append(name)
-            likewise = {
-                problem: f", likewise {listing(names[1:], 3)}" * (len(names) > 1) for problem, names in shown.items()
-            }
-            texts = [f"`{names[0]}` {problem}{likewise[problem]}" for problem, names in shown.items()]
+            texts = [
+                f"`{first}` {problem}" + (f", likewise {listing(others, 3)}" if others else "")
+                for problem, (first, *others) in shown.items()
+            ]
             more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
         values: dict[str, np.ndarray] = {}

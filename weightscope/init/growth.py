@@ -11,7 +11,7 @@ from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._trained import Place, Source, chosen, counterparts, found_parts, places
+from weightscope.init._trained import CONVOLUTIONS, Place, Source, chosen, counterparts, found_parts, layers_of, places
 from weightscope.init.base import INITIALISERS, Generator, M, normal, put
 from weightscope.init.selection import Layout
 from weightscope.networks.layers import SumLinear
@@ -74,7 +74,9 @@ def net2net_(
                 f"`{head.name}`: expected heads of width {theirs.head_width}, as in the smaller network, found "
                 f"{head.head_width}; more of them are copies"
             )
-    found, inputs, mine = counterparts(wanted, everything, tensors, "cycle"), _with_inputs(module), places(everything)
+    found, mine = counterparts(wanted, everything, tensors, "cycle"), places(everything)
+    linear = layers_of(module, nn.Linear, *CONVOLUTIONS).items()
+    inputs = {name for name, layer in linear if getattr(layer, "groups", 1) == 1}  # those that mix channels
     added = {name for name in wanted if not tensors.has(mine[name])} if depth == "identity" else set()
     zero = _branch_ends(module, mine, added)
     shares = _shares_of_sums(module, found, tensors)
@@ -126,25 +128,14 @@ def _noisy(value: Tensor, outputs: int, noise: float, blocks: int, generator: Ge
     return out
 
 
-def _with_inputs(module: nn.Module) -> set[str]:
-    """The weights (out, in, ...) of linear layers and of convolutions that mix channels."""
-    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return {
-        f"{name}.weight".lstrip(".")
-        for name, layer in module.named_modules()
-        if isinstance(layer, kinds) and getattr(layer, "groups", 1) == 1
-    }
-
-
 def _shares_of_sums(module: nn.Module, wanted: Collection[str], source: Source) -> dict[str, float]:
     """The factor of each wanted sum of inputs -> inputs of the smaller layer / inputs of the larger one."""
-    layers = {f"{name}.": layer for name, layer in module.named_modules() if isinstance(layer, SumLinear)}
-    matrices = {f"{name}weight": layer.weight for name, layer in layers.items() if f"{name}sum_weight" in wanted}
-    found = counterparts(matrices, _trained.weights(module), source, "cycle")
-    return {
-        name.removesuffix("weight") + "sum_weight": source.read(place, (0, 0)).shape[1] / matrices[name].shape[1]
-        for name, place in found.items()
-    }
+    sums = {f"{name.removesuffix('weight')}sum_weight": name for name in layers_of(module, SumLinear)}
+    matrices = [name for factor, name in sums.items() if factor in wanted]
+    mine = _trained.weights(module)
+    found = counterparts(matrices, mine, source, "cycle")
+    inputs = {name: source.read(place, (0, 0)).shape[1] / mine[name].shape[1] for name, place in found.items()}
+    return {factor: inputs[name] for factor, name in sums.items() if name in inputs}
 
 
 def _branch_ends(module: nn.Module, mine: Mapping[str, Place], added: Set[str]) -> set[str]:

@@ -10,6 +10,7 @@ so heads with one offset share a solution without sharing weights.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers,
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
@@ -30,7 +32,6 @@ _CUT = 1e-4  # singular values of the codes below this fraction of the largest a
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
 PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
 ADAM_RATE = 1e-4  # impulse paper, section 4.2
-_MEMORY = 20  # correction pairs of L-BFGS-B
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -66,7 +67,6 @@ def solve(
     head_width: int,
     *,
     scale: float | None = None,
-    iterations: int = 100,
     shared_key: bool = False,
 ) -> dict[Offset, tuple[Tensor, Tensor]]:
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
@@ -88,7 +88,7 @@ def solve(
     found = {}
     with single_threaded():
         coordinates, directions = _coordinates(codes.double())
-        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width), iterations)
+        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width))
         start = problem.start(min(len(directions), head_width))
         home = problem.polish((0, 0), start, start)
         for offset in dict.fromkeys(offsets):
@@ -152,8 +152,8 @@ def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 class _Problem:
     """The fit of one attention map in coordinates Y (N, r) of the codes: logits `scale Y A B^T Y^T`."""
 
-    def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float, iterations: int) -> None:
-        self.y, self.tokens, self.scale, self.iterations = coordinates, tokens, scale, iterations
+    def __init__(self, coordinates: Tensor, tokens: TokenGrid, scale: float) -> None:
+        self.y, self.tokens, self.scale = coordinates, tokens, scale
 
     def start(self, k: int) -> Tensor:
         """A multiple of the identity (r, k) on the leading directions, the best of a few for the offset (0, 0)."""
@@ -191,7 +191,7 @@ class _Problem:
             start.reshape(-1).numpy(),
             jac=True,
             method="L-BFGS-B",
-            options={"maxiter": self.iterations, "maxcor": _MEMORY, "ftol": 0.0, "gtol": 0.0},
+            options={"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0},
         )
         factors = torch.from_numpy(found.x).reshape(start.shape)
         return _balanced(factors[0], factors[1]) if move_key else (factors[0], b)
@@ -314,14 +314,13 @@ def impulse_attention_(
 
 def of_positions_alone(part: AttentionPart) -> AttentionPart:
     """The part, if the map of its positions is that of Q K^T."""
-    if part.rotary or part.normalised:
-        why = "rotated by position (RoPE)" if part.rotary else "normalised"
-        raise UsageError(f"`{part.name}`: queries and keys are {why}, so Q K^T does not give the attention map")
-    if part.positional:
-        raise UsageError(
-            f"`{part.name}`: relative positions, gates or convolutions enter the attention map, so Q K^T does not give "
-            "it; impulse_attention is for attention without them"
-        )
+    reasons = {
+        "queries and keys are rotated by position (RoPE)": part.rotary,
+        "queries and keys are normalised": part.normalised,
+        "gates, convolutions or biases of positions enter the map": part.positional,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), None):
+        raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
     return part
 
 
@@ -347,8 +346,7 @@ def position_codes(
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     causal = bool(part.causal)
     if table is not None:
-        shape = table.grid or (1, table.tokens - table.prefix)
-        return table.read().cpu(), TokenGrid(*shape, table.prefix, causal)
+        return table.read().cpu(), replace(token_grid(table), causal=causal)
     if isinstance(grid, int):
         return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
     if grid is None:
@@ -390,7 +388,7 @@ def _plans(
     generator: Generator,
 ) -> list[_Plan]:
     """The plans of attention modules; if all layers are the same, that of the first one of each shape."""
-    known = _known_offsets(rule, filter_size, tokens)
+    known = known_offsets(rule, filter_size, tokens)
     in_turn, plans, kept = itertools.cycle(known), list[_Plan](), dict[tuple[float, ...], _Plan]()
     for part in parts:
         shape, k = (part.heads, part.kv_heads, part.width, part.head_width, part.scale), part.head_width
@@ -416,7 +414,7 @@ def _finite(part: AttentionPart, name: PartName) -> Tensor:
     return value
 
 
-def _known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
+def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
     """The offsets to choose from, checked."""
     if isinstance(rule, str):
         choice("offsets", rule, ("random", "cycle"))

@@ -14,7 +14,7 @@ from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import UsageError
 from weightscope.init._trained import found_parts
-from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put
+from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put, running
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw whose distribution is tested
@@ -91,7 +91,7 @@ class ScaleControl:
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
-        with writable(module, "scale control", idle=True) as inner:
+        with running("scale control"), writable(module, "scale control", idle=True) as inner:
             for key, block in _blocks(inner).items():
                 if key in self.entries:
                     chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import attention, mlps, named_tensors
@@ -13,16 +13,18 @@ from weightscope.anatomy import positions as position_tables
 from weightscope.errors import SpecError
 from weightscope.init import _trained
 from weightscope.init._trained import (
+    CONVOLUTIONS,
     Place,
-    PositionTable,
     Source,
     chosen,
     counterparts,
     end_to_end,
     found_parts,
     interpolated,
+    layers_of,
     selected_tokens,
     spaced,
+    token_grid,
 )
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
@@ -88,7 +90,7 @@ def select_weights_(
     cpu_generator(generator)
     options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
     pairs = matched(module, teacher, **options)
-    selection = _Selection(elements, generator)
+    selection = Selection(elements, generator)
     for pair, value in [(pair, selection.select(pair)) for pair in pairs]:
         put(pair.value, value)
     return module
@@ -132,9 +134,7 @@ class Layout:
     def __init__(self, student: Any, teacher: Any, source: Source) -> None:
         self.blocks: dict[str, int] = {}
         self.uneven: set[str] = set()
-        convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        modules = student.named_modules() if isinstance(student, nn.Module) else ()
-        self.filters = {f"{n}.weight".lstrip(".") for n, m in modules if isinstance(m, convolutions)}
+        self.filters = layers_of(student, *CONVOLUTIONS).keys()
         layers = found_parts(attention, student)
         for part in layers:
             if (name := _uneven(part, student)) is not None:
@@ -143,8 +143,8 @@ class Layout:
             for named in (part.parameters, part.bias_parameters):
                 inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
                 self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: PositionTable.of(p) for p in found_parts(position_tables, student)}
-        self.theirs = {source.places[p.name].name: PositionTable.of(p) for p in found_parts(position_tables, teacher)}
+        self.tables = {p.name: token_grid(p) for p in found_parts(position_tables, student)}
+        self.theirs = {source.places[p.name].name: token_grid(p) for p in found_parts(position_tables, teacher)}
 
     def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
         """The teacher's tensor at `place` with the student's positions, checked to be selectable."""
@@ -187,7 +187,7 @@ def _uneven(part: Any, student: Any) -> str | None:
     return None if part.heads == part.kv_heads and torch.equal(blocks[0], query) else name
 
 
-class _Selection:
+class Selection:
     """Selects indices along the axes of tensors, by one of the rules in `ELEMENTS`."""
 
     def __init__(self, rule: str, generator: Generator) -> None:
@@ -210,12 +210,8 @@ class _Selection:
         large = tensor.shape[axis]
         if large == small:
             return None
-        if blocks > 1:
-            pieces = tensor.chunk(blocks, dim=axis)
-            starts = [large // blocks * i for i in range(blocks)]
-            picks = [self._indices(piece, axis, small // blocks) for piece in pieces]
-            return torch.cat([pick + start for pick, start in zip(picks, starts, strict=True)])
-        return self._indices(tensor, axis, small)
+        picks = (self._indices(piece, axis, small // blocks) for piece in tensor.chunk(blocks, dim=axis))
+        return torch.cat([pick + large // blocks * i for i, pick in enumerate(picks)])
 
     def _indices(self, tensor: Tensor, axis: int, small: int) -> Tensor:
         large = tensor.shape[axis]
@@ -226,7 +222,7 @@ class _Selection:
         if self.rule == "consecutive":
             return torch.arange(small)
         if self.rule == "l1":
-            norms = tensor.float().abs().transpose(0, axis).flatten(1).sum(1) if tensor.ndim > 1 else tensor.abs()
+            norms = tensor.float().abs().transpose(0, axis).reshape(large, -1).sum(1)
             return norms.topk(small).indices.sort().values
         if self.rule == "random-inconsistent":
             return torch.randperm(large, generator=self.generator)[:small].sort().values

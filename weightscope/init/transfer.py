@@ -12,7 +12,7 @@ from weightscope._util.names import listing
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._trained import Source, chosen, places
+from weightscope.init._trained import Source, chosen, layers_of, places
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
 
@@ -22,7 +22,7 @@ def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: s
     missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
-    kernels = {f"{n}.weight".lstrip(".") for n, layer in module.named_modules() if isinstance(layer, nn.Conv2d)}
+    kernels = layers_of(module, nn.Conv2d)
     out = {}
     for name, value in wanted.items():
         shape, found = tuple(value.shape), there.read(mine[name], tuple(value.shape))

@@ -42,10 +42,7 @@ def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
     if isinstance(config, OwnNetworkConfig):
         return _build_own(config, sizes)
     if "image_size" in sizes:
-        try:
-            check_patches(config, sizes["image_size"])
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_patches(config, sizes["image_size"])
     network = plugins.member(config.network)
     taken = inspect.signature(network).parameters
     return network(**config.options, **{name: size for name, size in sizes.items() if name in taken})
@@ -82,21 +79,7 @@ def multiply_adds(module: nn.Module, in_channels: int, image_size: int) -> int:
     N tokens. Normalisation, activations and residuals are not counted; padded pixels are. A backward pass costs about
     twice as much again. The module is of this package, or made of `nn.Conv2d`, `nn.Linear` and `Attention`.
     """
-    total = 0
-
-    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal total
-        if isinstance(layer, nn.Conv2d | nn.Linear):
-            total += output.numel() * layer.weight[0].numel()
-        else:
-            total += 2 * output.shape[1] * output.numel()
-
-    shapes = copy.deepcopy(module).to("meta").eval()  # computes shapes only, and leaves the module unchanged
-    for layer in shapes.modules():
-        if isinstance(layer, nn.Conv2d | nn.Linear | Attention):
-            layer.register_forward_hook(count)
-    shapes(torch.zeros(1, in_channels, image_size, image_size, dtype=next(shapes.parameters()).dtype, device="meta"))
-    return total
+    return _multiply_adds(module, torch.zeros(1, in_channels, image_size, image_size, device="meta"))
 
 
 def multiply_adds_of_sequence(module: nn.Module, tokens: int) -> int:
@@ -106,23 +89,31 @@ def multiply_adds_of_sequence(module: nn.Module, tokens: int) -> int:
     input, output), `2 n^2 d` for the products of causal attention, its mask not deducted, and `2 n k d` for linear
     attention with keys of width k.
     """
+    return _multiply_adds(module, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+
+
+def _multiply_adds(module: nn.Module, inputs: Tensor) -> int:
     total = 0
 
     def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         nonlocal total
-        if isinstance(layer, MambaMixer):
-            total += 3 * tokens * layer.A_log.numel()
-        elif isinstance(layer, Mamba2Mixer):
-            total += 3 * tokens * layer.out_proj.in_features * layer.state_size
-        elif isinstance(layer, CausalAttention):
-            total += tokens**2 * (layer.q_proj.out_features + layer.v_proj.out_features)
-        elif isinstance(layer, LinearAttention):
-            total += 2 * tokens * layer.q_proj.out_features * layer.v_proj.out_features
-        elif isinstance(layer, nn.Linear | nn.Conv1d):
-            total += output.numel() * layer.weight[0].numel()
+        match layer:
+            case nn.Conv1d() | nn.Conv2d() | nn.Linear():
+                total += output.numel() * layer.weight[0].numel()
+            case Attention():
+                total += 2 * output.shape[1] * output.numel()
+            case CausalAttention():
+                total += output.shape[1] ** 2 * (layer.q_proj.out_features + layer.v_proj.out_features)
+            case LinearAttention():
+                total += 2 * output.shape[1] * layer.q_proj.out_features * layer.v_proj.out_features
+            case MambaMixer():
+                total += 3 * output.shape[1] * layer.A_log.numel()
+            case Mamba2Mixer():
+                total += 3 * output.shape[1] * layer.out_proj.in_features * layer.state_size
 
-    shapes = copy.deepcopy(module).to("meta").eval()
+    shapes = copy.deepcopy(module).to("meta").eval()  # computes shapes only, and leaves the module unchanged
     for layer in shapes.modules():
         layer.register_forward_hook(count)
-    shapes(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
+    dtype = next(shapes.parameters()).dtype
+    shapes(inputs.to(dtype) if inputs.is_floating_point() else inputs)
     return total

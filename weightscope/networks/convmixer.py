@@ -42,7 +42,6 @@ class Residual(nn.Module):
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the input to the function's output."""
         return self.fn(x) + x
 
 
@@ -118,5 +117,4 @@ class ConvMixer(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, c, S, S) to logits (B, n)."""
         return self.head(self.pooling(self.blocks(self.stem(x))))

@@ -1,7 +1,9 @@
 """ConvNeXt: depthwise convolution, LayerNorm and an MLP in each block (Liu et al. 2022), as in the MLP paper."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +20,11 @@ class ConvNeXtBlock(nn.Module):
     def __init__(
         self,
         width: int,
-        kernel_size: int,
-        hidden: int,
-        layer_scale: float | None,
         drop_path: nn.Module,
+        *,
+        kernel_size: int,
+        expansion: int,
+        layer_scale: float | None,
         learned_sum: float | None,
     ) -> None:
         super().__init__()
@@ -29,17 +32,15 @@ class ConvNeXtBlock(nn.Module):
         self.register_parameter("gamma", None if layer_scale is None else nn.Parameter(torch.empty(width)))
         self.conv_dw = depthwise(width, kernel_size)
         self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.mlp = Mlp(width, hidden, learned_sum)
+        self.mlp = Mlp(width, expansion * width, learned_sum)
         self.drop_path = drop_path
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `gamma` to its initial value."""
         if self.gamma is not None and self.layer_scale is not None:
             nn.init.constant_(self.gamma, self.layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, d, S, S) to (B, d, S, S)."""
         y = self.mlp(self.norm(self.conv_dw(x).permute(0, 2, 3, 1)))
         if self.gamma is not None:
             y = y * self.gamma
@@ -47,36 +48,21 @@ class ConvNeXtBlock(nn.Module):
 
 
 class ConvNeXtStage(nn.Module):
-    """Blocks of one width, after halving the image's side unless it is the first stage."""
+    """Blocks of one width: (B, before, S, S) to (B, d, S/2, S/2), and to (B, d, S, S) in the first stage."""
 
-    def __init__(
-        self,
-        before: int | None,
-        width: int,
-        drop_paths: Sequence[nn.Module],
-        kernel_size: int,
-        expansion: int,
-        layer_scale: float | None,
-        learned_sum: float | None,
-    ) -> None:
+    def __init__(self, before: int | None, width: int, blocks: Iterable[Callable[[int], nn.Module]]) -> None:
         super().__init__()
         self.downsample = (
             nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
         )
-        self.blocks = nn.Sequential(
-            *(
-                ConvNeXtBlock(width, kernel_size, expansion * width, layer_scale, drop_path, learned_sum)
-                for drop_path in drop_paths
-            )
-        )
+        self.blocks = nn.Sequential(*(block(width) for block in blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, before, S, S) to (B, d, S/2, S/2); (B, d, S, S) to the same shape in the first stage."""
         return self.blocks(self.downsample(x))
 
 
 class ConvNeXtHead(nn.Module):
-    """Average over space, LayerNorm, linear classifier."""
+    """Average over space, LayerNorm, linear classifier: (B, d, S, S) to logits (B, n)."""
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__()
@@ -85,7 +71,6 @@ class ConvNeXtHead(nn.Module):
         self.fc = nn.Linear(width, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, d, S, S) to logits (B, n)."""
         return self.fc(self.norm(self.global_pool(x)))
 
 
@@ -139,17 +124,13 @@ class ConvNeXt(nn.Module):
         if len(widths) != len(depths) or not widths:
             raise UsageError(f"width and depth need one entry per stage, found {widths} and {depths}")
         self.stem = nn.Sequential(patchify(in_channels, widths[0], patch_size), LayerNorm2d(widths[0]))
-        paths = iter(drop_paths(drop_path, sum(depths)))
-        self.stages = nn.Sequential(
-            *(
-                ConvNeXtStage(
-                    before, here, list(islice(paths, blocks)), kernel_size, expansion, layer_scale, learned_sum
-                )
-                for before, here, blocks in zip((None, *widths), widths, depths, strict=False)
-            )
-        )
+        options: dict[str, Any] = {
+            "kernel_size": kernel_size, "expansion": expansion, "layer_scale": layer_scale, "learned_sum": learned_sum
+        }  # fmt: skip
+        blocks = (partial(ConvNeXtBlock, drop_path=path, **options) for path in drop_paths(drop_path, sum(depths)))
+        stages = zip((None, *widths), widths, depths, strict=False)
+        self.stages = nn.Sequential(*(ConvNeXtStage(before, here, islice(blocks, n)) for before, here, n in stages))
         self.head = ConvNeXtHead(widths[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, c, S, S) to logits (B, n)."""
         return self.head(self.stages(self.stem(x)))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weightscope._util.checks import divided
 from weightscope.errors import UsageError
 
 TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
@@ -28,13 +29,12 @@ class LayerNorm2d(nn.LayerNorm):
         super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise (B, C, H, W)."""
         x = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
         return x.permute(0, 3, 1, 2)
 
 
 class LayerScale(nn.Module):
-    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis."""
+    """Multiplication by one learned number per channel, `x -> gamma * x`, on the last axis of (..., C)."""
 
     def __init__(self, width: int, initial: float) -> None:
         super().__init__()
@@ -43,11 +43,9 @@ class LayerScale(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `gamma` to its initial value."""
         nn.init.constant_(self.gamma, self.initial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale (..., C)."""
         return x * self.gamma
 
 
@@ -63,16 +61,11 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate, self.draws = rate, None
 
-    def extra_repr(self) -> str:
-        """The rate."""
-        return f"rate={self.rate}"
-
     def factors(self, draws: Tensor, dtype: torch.dtype) -> Tensor:
         """0 or 1 / (1 - r) for each uniform number."""
         return (draws >= self.rate).to(dtype) / (1 - self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop branches (B, ..., C)."""
         if not self.training:
             return x
         draws = torch.rand(len(x), device=x.device) if self.draws is None else self.draws
@@ -94,7 +87,6 @@ class SpatialMean(nn.Module):
     """Average over the pixels of images: (B, C, S, S) to (B, C)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Average (B, C, S, S)."""
         return x.mean((2, 3))
 
 
@@ -106,7 +98,6 @@ class TokenPool(nn.Module):
         self.first = first
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool (B, N, d)."""
         return x[:, 0] if self.first else x.mean(1)
 
 
@@ -129,12 +120,11 @@ class SumLinear(nn.Linear):
             nn.init.constant_(self.sum_weight, self.initial)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., n) to (..., p)."""
         return super().forward(x) + self.sum_weight * x.sum(-1, keepdim=True)
 
 
 class Mlp(nn.Module):
-    """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis.
+    """Linear, GELU, Linear: `x -> fc2(gelu(fc1(x)))` on the last axis of (..., d).
 
     The MLP paper calls `fc1.weight` (p, d) W1 and `fc2.weight` (d, p) W2.
     """
@@ -146,28 +136,24 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., d) to (..., d)."""
         return self.fc2(self.act(self.fc1(x)))
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention: `softmax(Q K^T / sqrt(k)) V` in each head, then `proj`.
+    """Multi-head self-attention of tokens (B, N, d): `softmax(Q K^T / sqrt(k)) V` in each head, then `proj`.
 
     `qkv.weight` (3 d, d) stacks the queries, keys and values of all heads: rows `h k` to `(h + 1) k` of each
     third belong to head h. Its forward splits channels, so it is a leaf layer of batched training.
-
     """
 
     def __init__(self, width: int, heads: int, *, qkv_bias: bool = True) -> None:
         super().__init__()
-        if width % heads:
-            raise UsageError(f"heads must divide width, found width {width} and heads {heads}")
+        divided("width", width, "heads", heads)
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (B, N, d) to (B, N, d)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, k)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 

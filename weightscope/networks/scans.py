@@ -34,12 +34,10 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
         True
     """
     (batch, tokens, channels), states = x.shape, a.shape[-1]
-    expected = (x.shape, (channels, states), (batch, tokens, states), (batch, tokens, states))
-    found = tuple(tuple(value.shape) for value in (delta, a, b, c))
-    if found != tuple(map(tuple, expected)):
-        raise UsageError(
-            f"selective_scan: expected delta, A, B, C of {list(map(tuple, expected))}, found {list(found)}"
-        )
+    expected = [(batch, tokens, channels), (channels, states), (batch, tokens, states), (batch, tokens, states)]
+    found = [tuple(value.shape) for value in (delta, a, b, c)]
+    if found != expected:
+        raise UsageError(f"selective_scan: expected delta, A, B, C of {expected}, found {found}")
     y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments)
     return y.squeeze(0)
 
@@ -79,7 +77,6 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep the inputs and all states."""
         *values, _ = inputs
         _, states = output
         ctx.save_for_backward(*values, states)
@@ -217,12 +214,11 @@ def block_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, blo
         >>> block_scan(values, torch.ones(2, 50, 1), torch.zeros(1), keys, queries)  # linear attention
     """
     (batch, tokens, heads, _), (groups, states) = x.shape, b.shape[2:]
-    expected = ((batch, tokens, heads), (heads,), (batch, tokens, groups, states), (batch, tokens, groups, states))
-    found = tuple(tuple(value.shape) for value in (delta, a, b, c))
+    expected = [(batch, tokens, heads), (heads,), (batch, tokens, groups, states), (batch, tokens, groups, states)]
+    found = [tuple(value.shape) for value in (delta, a, b, c)]
     if found != expected or heads % groups:
         raise UsageError(
-            f"block_scan: expected delta, A, B, C of {list(expected)} with groups that divide the {heads} heads, "
-            f"found {list(found)}"
+            f"block_scan: expected delta, A, B, C of {expected}, groups that divide the {heads} heads, found {found}"
         )
     block = min(block, tokens)
     short = -tokens % block

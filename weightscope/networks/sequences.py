@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weightscope._util.checks import choice
+from weightscope._util.checks import choice, divided
 from weightscope.errors import UsageError
 from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
 from weightscope.networks.scans import block_scan, selective_scan
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
 LayerKind = Literal["default", "attention", "linear_attention"]
-LAYER_KINDS = ("default", "attention", "linear_attention")
 TAPS = 4  # of the causal convolution, in all published models
 STEPS = (0.001, 0.1)  # range of the initial softplus(b_Delta), log-uniform (Gu and Dao 2023, section 3.6)
 
@@ -55,9 +54,8 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, heads: int = 1, key_width: int | None = None, rotary: bool = False) -> None:
         super().__init__()
-        if width % heads:
-            raise UsageError(f"heads must divide width, found width {width} and heads {heads}")
-        key_width = width // heads if key_width is None else key_width
+        head_width = divided("width", width, "heads", heads)
+        key_width = head_width if key_width is None else key_width
         if rotary and key_width % 2:
             raise UsageError(f"rotary positions: expected queries and keys of even width, found {key_width}")
         self.num_heads, self.rope = heads, True if rotary else None  # by these names the anatomy finds them
@@ -67,7 +65,6 @@ class CausalAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in layers)  # (B, H, n, .)
         if self.rope:
@@ -94,7 +91,6 @@ class LinearAttention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         q, k, v = (layer(x).unsqueeze(2) for layer in (self.q_proj, self.k_proj, self.v_proj))  # (B, n, 1, .)
         step, rate = v.new_ones(v.shape[:3]), v.new_zeros(1)
         return self.o_proj(block_scan(v, step, rate, k, q / k.shape[-1] ** 0.5).squeeze(2))
@@ -122,7 +118,6 @@ class CausalConv1d(nn.Conv1d):
         super().__init__(channels, channels, TAPS, groups=channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve (B, n, p)."""
         return super().forward(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
 
 
@@ -137,7 +132,6 @@ class StepProjection(nn.Linear):
     """`dt_proj`: rank -> channels, with weights U(-1, 1) / sqrt(rank) and biases of `initial_steps`."""
 
     def reset_parameters(self) -> None:
-        """Set the initial weights and biases."""
         nn.init.uniform_(self.weight, -(self.in_features**-0.5), self.in_features**-0.5)
         with torch.no_grad():
             self.bias.copy_(initial_steps(self.out_features))
@@ -165,7 +159,6 @@ class MambaMixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set A_log and D to their initial values (layers have their own resets)."""
         with torch.no_grad():
             self.A_log.copy_(torch.arange(1, self.state + 1).log().expand_as(self.A_log))
             self.D.fill_(1)
@@ -183,7 +176,6 @@ class MambaMixer(nn.Module):
         return self.out_proj(y * F.silu(gate))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         s = self.select(x)
         y = selective_scan(s.x, s.delta, s.a, s.b.squeeze(2), s.c.squeeze(2))
         return self.finish(y + s.x * s.skip, s.gate)
@@ -198,11 +190,9 @@ class GatedRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def reset_parameters(self) -> None:
-        """Set the gain to one."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise (..., width)."""
         x = (x * F.silu(gate)).unflatten(-1, (self.groups, -1))
         return self.weight * F.rms_norm(x, x.shape[-1:], eps=self.eps).flatten(-2)
 
@@ -220,12 +210,8 @@ class Mamba2Mixer(nn.Module):
     def __init__(self, width: int, state: int = 128, head_width: int = 64, groups: int = 1, expansion: int = 2) -> None:
         super().__init__()
         channels = expansion * width
-        heads, rest = divmod(channels, head_width)
-        if rest or heads % groups:
-            raise UsageError(
-                f"head_width must divide the {channels} inner channels, and groups the heads; "
-                f"found head_width {head_width} and groups {groups}"
-            )
+        heads = divided("expansion * width", channels, "head_width", head_width)
+        divided("heads", heads, "groups", groups)
         self.heads, self.n_groups, self.state_size = heads, groups, state  # by these names the anatomy finds them
         shared = 2 * groups * state
         self.dt_bias = nn.Parameter(torch.empty(heads))
@@ -238,7 +224,6 @@ class Mamba2Mixer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set dt_bias, A_log and D to their initial values (layers have their own resets)."""
         with torch.no_grad():
             self.A_log.copy_(torch.arange(1, self.heads + 1).log())
             self.D.fill_(1)
@@ -265,7 +250,6 @@ class Mamba2Mixer(nn.Module):
         return self.out_proj(self.norm(y, gate))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         inner, delta, b, c, gate = self._select(x)
         y = block_scan(inner, delta, -self.A_log.exp(), b, c) + inner * self.D[:, None]
         return self.finish(y.flatten(2), gate)
@@ -303,11 +287,9 @@ class TokenEmbedding(nn.Embedding):
         self.register_buffer("draws", None, persistent=False)  # a buffer, so that `functional_call` can replace it
 
     def reset_parameters(self) -> None:
-        """Draw the initial vectors."""
         nn.init.normal_(self.weight, std=EMBEDDING_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to (B, n, d)."""
         if self.checks:
             check_tokens(tokens, self.num_embeddings)
         vectors = super().forward(tokens)
@@ -327,7 +309,6 @@ class Block(nn.Module):
         self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         return x + self.mixer(self.norm(x))
 
 
@@ -341,7 +322,6 @@ class Backbone(nn.Module):
         self.norm_f = nn.RMSNorm(width, eps=1e-5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to (B, n, d)."""
         x = self.embeddings(tokens)
         for layer in self.layers:
             x = layer(x)
@@ -381,13 +361,12 @@ class Hybrid(nn.Module):
             "attention": lambda: CausalAttention(width, key_width=key_width),
             "linear_attention": lambda: LinearAttention(width, key_width),
         }
-        mixers = [made[choice("layers", kind, LAYER_KINDS)]() for kind in kinds]
+        mixers = [made[choice("layers", kind, made)]() for kind in kinds]
         self.backbone = Backbone(vocabulary, width, mixers)
         embeddings = self.backbone.embeddings
         self.lm_head = TiedHead(embeddings) if tied else nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to logits (B, n, v)."""
         return self.lm_head(self.backbone(tokens))
 
 
@@ -473,7 +452,6 @@ class TransformerBlock(nn.Module):
         self.mlp = Mlp(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, n, d) to (B, n, d)."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -525,7 +503,6 @@ class CausalTransformer(nn.Module):
         self.head = TiedHead(self.embeddings)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Map int64 tokens (B, n) to logits (B, n, v)."""
         x = self.embeddings(tokens)
         if self.context is not None:
             if tokens.shape[1] > self.context:

@@ -50,7 +50,6 @@ class PositionalAttention(Attention):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map tokens (B, N, d) to (B, N, d)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, k)
         terms = self.terms(dict(self.named_parameters(recurse=False)))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=terms.logits)
@@ -98,7 +97,6 @@ class GatedAttention(PositionalAttention):
             nn.init.zeros_(self.qkv.bias[2 * width :])
 
     def terms(self, own: Mapping[str, Tensor]) -> Terms:
-        """See `PositionalAttention.terms`."""
         vectors, gate = own["position_vectors"], torch.sigmoid(own["gating_param"])[..., None, None]
         logits = torch.einsum("...hc,cij->...hij", vectors, _displacements(self.grid, vectors.device).to(vectors))
         kept = F.pad((1 - gate).expand(*gate.shape[:-2], self.grid**2, 1), (0, 0, self.prefix, 0), value=1.0)
@@ -132,12 +130,10 @@ class ConvolutionalAttention(PositionalAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the filters and their scale to initial values."""
         nn.init.uniform_(self.filters, -1 / self.filter_size, 1 / self.filter_size)
         nn.init.ones_(self.filter_scale)
 
     def terms(self, own: Mapping[str, Tensor]) -> Terms:
-        """See `PositionalAttention.terms`."""
         filters = own["filters"] * own["filter_scale"][..., None, None]
         shifts = _shifts(self.grid, self.filter_size, filters.device).to(filters)
         matrix = self._padded(torch.einsum("...huv,uvij->...hij", filters, shifts))
@@ -198,7 +194,6 @@ class PatchEmbed(nn.Module):
         self.proj = patchify(in_channels, width, patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Embed images."""
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
@@ -240,12 +235,10 @@ class Block(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `skip_scale` to its initial value."""
         if self.skip_scale is not None and self.layer_scale is not None:
             nn.init.constant_(self.skip_scale, self.layer_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (B, N, d) to (B, N, d)."""
         skip = x if self.skip_scale is None else x * self.skip_scale
         x = skip + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
@@ -342,7 +335,6 @@ class ViT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set `cls_token` and `pos_embed` to their initial values (layers have their own resets)."""
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=EMBEDDING_STD)
         if self.positions == "learned":
@@ -354,7 +346,6 @@ class ViT(nn.Module):
             self.pos_embed[0, -len(codes) :] = self.position_scale * codes
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map images (B, c, S, S) to logits (B, n)."""
         x = self.patch_embed(x)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)

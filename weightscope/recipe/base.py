@@ -1,12 +1,12 @@
-"""The base of a recipe's sections, the checks that they share, TOML text to values, and errors to messages."""
+"""TOML text to values, and errors to messages."""
 
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.sources import read_regular, reason
@@ -18,24 +18,6 @@ _DEEPEST = 16  # tables and lists inside one another
 _TOO_DEEP = f"nested too deeply, expected at most {_DEEPEST} levels"
 
 _Model = TypeVar("_Model", bound=BaseModel)
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-# Far beyond what is used, so that a typing error is an error at once and not hours later, out of memory.
-Width = Annotated[int, Field(ge=1, le=2**16)]
-Depth = Annotated[int, Field(ge=1, le=2**12)]
-
-
-class Section(BaseModel):
-    """A section without unknown keys; immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""Marks a tuple, which TOML writes as a list."""
 
 
 def check_numbers(values: Mapping[str, Any], *, tables: bool = False, depth: int = 1) -> None:

@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, SerializeAsAny, Tag, model_validator
 
+from weightscope._util.checks import divided
 from weightscope._util.names import unknown
 from weightscope._util.plugins import Registry, is_reference
-from weightscope.recipe import base
-from weightscope.recipe.base import Depth, Finite, Fraction, FromList, NonNegative, Positive, Section, Width
+from weightscope.data.section import Depth, Finite, Fraction, FromList, NonNegative, Positive, Section, Width
+from weightscope.recipe.base import check_numbers
 
 _MOST_STAGES = 16  # each halves the image
 
@@ -137,8 +138,7 @@ class ViTConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _heads(self) -> "ViTConfig":
-        if self.width % self.heads:
-            raise ValueError(f"heads must divide width, found width {self.width} and heads {self.heads}")
+        divided("width", self.width, "heads", self.heads)
         if self.layer_scale is None and self.layer_scale_on != "both":
             raise ValueError(f"layer_scale_on = {self.layer_scale_on!r} needs a number for layer_scale")
         if self.filter_size is not None and not self.attention.startswith("conv-"):
@@ -196,12 +196,8 @@ class Mamba2Config(_HybridConfig):
 
     @model_validator(mode="after")
     def _heads(self) -> "Mamba2Config":
-        heads, rest = divmod(self.expansion * self.width, self.head_width)
-        if rest or heads % self.groups:
-            raise ValueError(
-                f"head_width must divide the {self.expansion * self.width} inner channels, and groups the heads; found "
-                f"head_width {self.head_width} and groups {self.groups}"
-            )
+        heads = divided("expansion * width", self.expansion * self.width, "head_width", self.head_width)
+        divided("heads", heads, "groups", self.groups)
         return self
 
 
@@ -223,10 +219,9 @@ class TransformerConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _heads(self) -> "TransformerConfig":
-        if self.width % self.heads:
-            raise ValueError(f"heads must divide width, found width {self.width} and heads {self.heads}")
-        if self.positions == "rotary" and self.width // self.heads % 2:
-            raise ValueError(f"rotary positions need heads of even width, found {self.width // self.heads}")
+        head_width = divided("width", self.width, "heads", self.heads)
+        if self.positions == "rotary" and head_width % 2:
+            raise ValueError(f"rotary positions need heads of even width, found {head_width}")
         if self.width % 2:
             raise ValueError(f"width: expected an even number, as the position codes have, found {self.width}")
         return self
@@ -250,7 +245,7 @@ class OwnNetworkConfig(NetworkConfig):
 
     @model_validator(mode="after")
     def _numbers(self) -> "OwnNetworkConfig":
-        base.check_numbers(self.numbers)
+        check_numbers(self.numbers)
         return self
 
     @property

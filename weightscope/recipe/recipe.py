@@ -10,8 +10,9 @@ from weightscope._util.names import shortened
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope._util.sources import recipe_path
 from weightscope.data.image_section import DataConfig
+from weightscope.data.section import Section
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import Section, parse_toml, read_toml, validated
+from weightscope.recipe.base import parse_toml, read_toml, validated
 from weightscope.recipe.networks import NetworkField, network_types
 from weightscope.recipe.sections import (
     BenchConfig,

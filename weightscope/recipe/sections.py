@@ -19,24 +19,13 @@ from pydantic import (
 )
 
 from weightscope.data import image_section, sequence_config  # noqa: F401 - registered in SECTIONS
+from weightscope.data.section import Count, Fraction, FromList, NonNegative, Positive, Section, Seed, Share, Width
 from weightscope.data.task import Task
 from weightscope.errors import RecipeError
-from weightscope.recipe.base import (
-    Count,
-    Fraction,
-    FromList,
-    NonNegative,
-    Positive,
-    Section,
-    Width,
-    check_numbers,
-    read_toml,
-    validated,
-)
+from weightscope.recipe.base import check_numbers, read_toml, validated
 from weightscope.recipe.networks import NetworkField
 
 MOST_NETWORKS = 10_000_000
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
@@ -113,7 +102,7 @@ class TrainingConfig(Section):
     clip_norm: NonNegative = 1.0
     mixup: NonNegative = 0.0
     cutmix: NonNegative = 0.0
-    mixup_switch: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    mixup_switch: Share = 0.5
     ema: Fraction = 0.0
     frozen: Annotated[tuple[str, ...], FromList] = ()
     precision: Literal["float32", "bfloat16"] = "float32"

@@ -128,7 +128,7 @@ class TypeCovariance:
 
 
 class ExchangeableMoments:
-    """Streaming second moments of all types: update with blocks of networks, merge, read the covariances.
+    """Streaming second moments of all types: update with blocks of networks, read the covariances.
 
     The cost is O(N D) plus N d_S C^2 for each type; no D x D matrix is ever formed. A constant for each copy (its mean
     in the first block) is subtracted before squaring, so that float64 sums lose nothing.
@@ -262,12 +262,10 @@ def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarr
 
 def _centred_grams(averages: _Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
-    out = np.zeros((1, 1, 1))
+    out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
     for smaller in subsets([label for label in key if not is_signed(label)]):
         kept = tuple(label for label in key if is_signed(label) or label in smaller)
         flat = [averages(view, kept)[..., 0] for view in views]
-        if out.size == 1:
-            out = np.zeros((len(flat[0]), len(flat), len(flat)))
         axes = "abcdefgh"[: len(kept)]
         sign = 1.0 if (len(key) - len(kept)) % 2 == 0 else -1.0
         for i, one in enumerate(flat):
@@ -344,11 +342,12 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
 
 def design_effect(found: TypeCovariance) -> float:
     """The median squared ratio of standard errors over networks to those of independent samples; 1 where unknown."""
-    upper = np.triu(np.isfinite(found.errors), 1)
-    if not upper.any():
+    squares = found.correlation() ** 2
+    known = np.triu(np.isfinite(found.errors) & (squares < 1 - 1e-12), 1)  # copies that are equal have errors 0 and 0
+    if not known.any():
         return 1.0
-    independent = (1 - found.correlation()[upper] ** 2) / sqrt(max(found.samples, 1))
-    return float(np.median((found.errors[upper] / independent) ** 2))
+    independent = (1 - squares[known]) / sqrt(max(found.samples, 1))
+    return float(np.median((found.errors[known] / independent) ** 2))
 
 
 _Tested = tuple[float, tuple[float, float], float, float]

@@ -5,21 +5,21 @@ A (p, p) between rows and B (n, n) between columns: `Cov(W_ij, W_kl) = A_ik B_jl
 Eq. 3.1, whose row `k*i + j` belongs to pixel (i, j), not the block form of its figures.
 
 The rearrangement of Van Loan and Pitsianis (1993), `R[(i, k), (j, l)] = Sigma[(i, j), (k, l)]` (p^2, n^2), turns
-A (x) B into vec(A) vec(B)^T, and preserves the Frobenius norm. A symmetric Sigma maps symmetric matrices to symmetric
-and antisymmetric to antisymmetric ones, so R splits into two blocks of about half its size, decomposed separately.
+A (x) B into vec(A) vec(B)^T, and preserves the Frobenius norm. For a symmetric Sigma, R maps symmetric matrices to
+symmetric and antisymmetric to antisymmetric ones, so it is the sum of two parts, which are decomposed separately.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
-from scipy.sparse.linalg import LinearOperator, eigsh, svds
 
+from weightscope._util.checks import count
 from weightscope.errors import DataError, UsageError
 
-_DENSE = 400  # rows up to which a block is decomposed fully; beyond it by Lanczos if few terms are needed
 _EQUAL = 1e-10  # relative distance of singular values that are treated as equal
 _ZERO = 1e-13  # singular values below this share of |Sigma|_F are rounding errors
 _POWERS, _CONVERGED = 40, 3e-15
@@ -100,16 +100,10 @@ def kronecker_sum(
     norm = float(np.linalg.norm(sigma))
     if norm == 0:
         raise DataError("expected a covariance other than zero for its Kronecker factors")
-    even, odd = _blocks(sigma / norm, p, n)
-    found = _matrices(_decomposed(even, terms, same, _identity(p), _identity(n)), p, n, 1)
-    last = found[0][terms - 1] if len(found[0]) >= terms else 0.0
-    if odd.size and np.linalg.norm(odd) > max(last, _ZERO):  # its singular values are not larger than its norm
-        other = _matrices(_decomposed(odd, terms, same, None, None), p, n, -1)
-        order = np.argsort(-np.concatenate([found[0], other[0]]), kind="stable")[:terms]  # `found` first among equals
-        values, left, right = (np.concatenate(pair)[order] for pair in zip(found, other, strict=True))
-        found = values, left, right
-    kept = found[0] > _ZERO
-    values, left, right = found[0][kept] * norm, found[1][kept], found[2][kept]
+    r = (sigma / norm).reshape(p, n, p, n).transpose(0, 2, 1, 3).reshape(p * p, n * n)
+    found = _dominant(r, n, same) if terms == 1 else None
+    values, left, right = _decomposed(r, p, n, terms, same) if found is None else found
+    values, left, right = values * norm, left.reshape(-1, p, p), right.reshape(-1, n, n)
     if same:
         rows = columns = left * np.sqrt(values)[:, None, None]
     else:
@@ -141,17 +135,6 @@ def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, dia
 _Triples = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (r,), left (r, ...), right (r, ...)
 
 
-def _matrices(triples: _Triples, p: int, n: int, sign: int) -> _Triples:
-    """Vectors as matrices, left (r, p, p) and right (r, n, n), with their common sign fixed."""
-    values, left, right = triples[0], _unpacked(triples[1], p, sign), _unpacked(triples[2], n, sign)
-    flat = right.reshape(len(right), n * n)
-    deciding = np.take_along_axis(flat, np.abs(flat).argmax(axis=1)[:, None], axis=1)[:, 0]
-    traces = np.trace(right, axis1=1, axis2=2)
-    deciding = np.where(np.abs(traces) > 1e-12, traces, deciding)  # vectors have norm 1
-    signs = np.where(deciding < 0, -1.0, 1.0)[:, None, None]
-    return values, left * signs, right * signs
-
-
 def _checked(covariance: np.ndarray) -> np.ndarray:
     sigma = np.asarray(covariance, dtype=np.float64)
     if sigma.ndim != 2 or sigma.shape[0] != sigma.shape[1] or sigma.size == 0:
@@ -167,130 +150,69 @@ def _checked(covariance: np.ndarray) -> np.ndarray:
 
 def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
     for name, value in (("p", p), ("n", n)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-            raise UsageError(f"{name}: expected an integer >= 1, found {value!r}")
-    if p is None and n is None:
-        p = math.isqrt(size)
-        if p * p != size:
-            raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
-    if p is None and n is not None:
-        p = size // n
-    assert p is not None  # given, or derived above
-    p, n = int(p), int(size // p if n is None else n)
+        if value is not None:
+            count(name, value)
+    if p is None and n is None and math.isqrt(size) ** 2 != size:
+        raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
+    p = p or (math.isqrt(size) if n is None else size // n)
+    n = n or size // p
     if p * n != size:
         raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {(size, size)}")
     return p, n
 
 
-@lru_cache(maxsize=32)
-def _pairs(p: int, n: int, sign: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Flat indices in Sigma of (ik, jl) and (ik, lj) for pairs i <= k, j <= l (i < k, j < l), and the weights."""
-    shift = 0 if sign > 0 else 1
-    (i, k), (j, l) = np.triu_indices(p, shift), np.triu_indices(n, shift)  # noqa: E741 - the formula's letter
-    size = p * n
-    straight = (i[:, None] * n + j) * size + k[:, None] * n + l
-    crossed = (i[:, None] * n + l) * size + k[:, None] * n + j
-    weights = np.outer(np.where(i == k, math.sqrt(0.5), 1.0), np.where(j == l, math.sqrt(0.5), 1.0))
-    return straight, crossed, weights
-
-
-def _blocks(sigma: np.ndarray, p: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """R between symmetric matrices (p (p+1)/2, n (n+1)/2) and between antisymmetric ones, in orthonormal bases."""
-    flat = np.ascontiguousarray(sigma).reshape(-1)
-    straight, crossed, weights = _pairs(p, n, 1)
-    even = (flat[straight] + flat[crossed]) * weights
-    straight, crossed, _ = _pairs(p, n, -1)
-    return even, flat[straight] - flat[crossed]
-
-
-@lru_cache(maxsize=32)
-def _identity(p: int) -> np.ndarray:
-    """The identity in the basis of symmetric matrices."""
-    i, k = np.triu_indices(p)
-    return (i == k).astype(np.float64)
-
-
-def _unpacked(vectors: np.ndarray, p: int, sign: int) -> np.ndarray:
-    """Rows (r, ...) in the basis of symmetric (antisymmetric) matrices as matrices (r, p, p)."""
-    places, signs = _places(p, sign)
-    return (np.take(vectors, places, axis=1) * signs).reshape(len(vectors), p, p)
-
-
-@lru_cache(maxsize=32)
-def _places(p: int, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry of a (p, p) matrix its index in the basis, and its weight there, both (p^2,)."""
-    i, k = np.triu_indices(p, 0 if sign > 0 else 1)
-    places, weights = np.zeros((p, p), dtype=np.intp), np.zeros((p, p))
-    places[i, k] = places[k, i] = np.arange(len(i))
-    weights[k, i] = sign * math.sqrt(0.5)
-    weights[i, k] = np.where(i == k, 1.0, math.sqrt(0.5))
-    return places.reshape(-1), weights.reshape(-1)
-
-
-def _decomposed(
-    block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
-) -> _Triples:
-    """The leading singular triples (eigenpairs with positive values if `same`), vectors in rows."""
-    if terms == 1 and right_identity is not None:
-        found = _dominant(0.5 * (block + block.T) if same else block, right_identity, same)
-        if found is not None:
-            return found
-    lanczos = min(block.shape) > _DENSE and 10 * terms < min(block.shape)
-    if lanczos:
-        values, left, right = _lanczos(block, terms, same, left_identity, right_identity)
-    elif same:
-        values, vectors = np.linalg.eigh(0.5 * (block + block.T))
-        left = right = vectors.T
-    else:
-        vectors, values, right = np.linalg.svd(block, full_matrices=False)
-        left = vectors.T
-    order = np.argsort(-values, kind="stable")
-    order = order[values[order] > 0]
+def _decomposed(r: np.ndarray, p: int, n: int, terms: int, same: bool) -> _Triples:
+    """The leading singular triples of R (eigenpairs with positive values if `same`), vectors in rows."""
+    mirrored = r[:, np.arange(n * n).reshape(n, n).T.ravel()]
+    parts: list[_Triples] = []
+    for part in (0.5 * (r + mirrored), 0.5 * (r - mirrored)):  # between symmetric matrices, and antisymmetric ones
+        if same:
+            values, vectors = np.linalg.eigh(0.5 * (part + part.T))
+            left = right = vectors.T
+        else:
+            vectors, values, right = np.linalg.svd(part, full_matrices=False)
+            left = vectors.T
+        order = np.argsort(-values, kind="stable")
+        order = order[values[order] > _ZERO]
+        values, left, right = values[order], left[order], right[order]
+        if not parts:
+            left, right = _aligned(values, left, right, np.eye(p).ravel())
+        parts.append((values, left, right))
+    values, left, right = (np.concatenate(pair) for pair in zip(*parts, strict=True))
+    order = np.argsort(-values, kind="stable")[:terms]  # symmetric ones first among equals
     values, left, right = values[order], left[order], right[order]
-    if left_identity is not None and not lanczos:
-        left, right = _aligned(values, left, right, left_identity)
-    return values[:terms], left[:terms], right[:terms]
+    deciding = np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1)[:, 0]
+    traces = right @ np.eye(n).ravel()
+    signs = np.where(np.where(np.abs(traces) > 1e-12, traces, deciding) < 0, -1.0, 1.0)[:, None]  # vectors have norm 1
+    return values, left * signs, right * signs
 
 
-def _dominant(block: np.ndarray, identity: np.ndarray, same: bool) -> _Triples | None:
-    """The leading triple (a symmetric block's eigenpair) by power iteration; None if uncertain, or slow to converge.
+def _dominant(r: np.ndarray, n: int, same: bool) -> _Triples | None:
+    """The leading triple (the symmetric part's eigenpair if `same`) by power iteration from the identity, or None.
 
-    It is certain if it has more than half of the squared norm, as of most covariances of filters.
+    None is returned where it is uncertain, or slow to converge. It is certain if it has more than half of the squared
+    norm, as of most covariances of filters.
     """
-    right = identity / np.linalg.norm(identity)
+    r = 0.5 * (r + r.T) if same else r
+    right = np.eye(n).ravel() / math.sqrt(n)
     for _ in range(_POWERS):
-        left = block @ right
+        left = r @ right
         value = math.sqrt(left @ left)
         if value == 0:
             return None
         left /= value
-        new = left @ block
+        new = left @ r
         new /= math.sqrt(new @ new)
         change = new - right
         right = new
         if change @ change < _CONVERGED**2:
-            left = block @ right
+            left = r @ right
             value = math.sqrt(left @ left)
             left /= value
             left = right if same and left @ right > 0 else left
-            certain = 2.0 * value**2 > float(np.vdot(block, block)) * (1 + 1e-12)
+            certain = 2.0 * value**2 > float(np.vdot(r, r)) * (1 + 1e-12)
             return (np.array([value]), left[None], right[None]) if certain and (left is right or not same) else None
     return None
-
-
-def _lanczos(
-    block: np.ndarray, terms: int, same: bool, left_identity: np.ndarray | None, right_identity: np.ndarray | None
-) -> _Triples:
-    """By Lanczos from the identity, which finds its projection if the leading vector is not unique."""
-    start = left_identity if block.shape[0] <= block.shape[1] else right_identity
-    if start is None:
-        start = np.random.default_rng(0).standard_normal(min(block.shape))
-    if same:
-        values, vectors = eigsh(0.5 * (block + block.T), k=terms, which="LA", v0=start)
-        return values, vectors.T, vectors.T
-    operator = LinearOperator(block.shape, matvec=block.dot, rmatvec=block.T.dot, dtype=np.float64)
-    vectors, values, right = svds(operator, k=terms, v0=start, tol=0)
-    return values, vectors.T, right
 
 
 def _aligned(
@@ -349,20 +271,20 @@ def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iteration
             f"{kind} normal of shape {shape}: expected more {things}, found {samples}; "
             f"at least {max(fewest)} are necessary for factors of full rank"
         )
-    factors, logs = [np.eye(d) for d in shape], [0.0] * len(shape)
+    factors, roots = [np.eye(d) for d in shape], [np.eye(d) for d in shape]
     previous, converged, steps = np.inf, False, 0
     while steps < max_iterations and not converged:
         steps += 1
         for axis, size in enumerate(shape):
             white = x
-            for other, factor in enumerate(factors):
+            for other, root in enumerate(roots):
                 if other != axis:
-                    white, logs[other] = _whiten(factor, white, other, kind)
+                    white = along(partial(solve_triangular, root, lower=True), white, other + 1)
             flat = np.moveaxis(white, axis + 1, 0).reshape(size, -1)
             factors[axis] = flat @ flat.T / flat.shape[1]
-        logs[-1] = _log_determinant(_factor(factors[-1], kind))
+            roots[axis] = _root(factors[axis], kind)
         # With the last factor matched to the others the quadratic term is constant; only determinants change.
-        value = sum(log / size for log, size in zip(logs, shape, strict=True))
+        value = sum(2.0 * float(np.log(np.diag(root)).sum()) / len(root) for root in roots)
         converged = abs(previous - value) < tolerance
         previous = value
     scales = [np.trace(factor) / len(factor) for factor in factors[1:]]
@@ -370,27 +292,22 @@ def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iteration
     return TensorNormal((factors[0] * math.prod(scales), *scaled), steps, converged)
 
 
-def _whiten(matrix: np.ndarray, x: np.ndarray, axis: int, kind: str) -> tuple[np.ndarray, float]:
-    """Samples (N, d_1, ..., d_K) times L^-1 along an axis, for `matrix` = L L^T, and its log determinant."""
-    factor = _factor(matrix, kind)
-    front = np.moveaxis(x, axis + 1, 0)
-    white = solve_triangular(factor, front.reshape(len(factor), -1), lower=True)
-    return np.moveaxis(white.reshape(front.shape), 0, axis + 1), _log_determinant(factor)
+def along(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, axis: int) -> np.ndarray:
+    """Apply a map of matrices (d, ...) along an axis of length d."""
+    front = np.moveaxis(x, axis, 0)
+    return np.moveaxis(apply(front.reshape(len(front), -1)).reshape(front.shape), 0, axis)
 
 
-def _log_determinant(factor: np.ndarray) -> float:
-    return 2.0 * float(np.log(np.diag(factor)).sum())
-
-
-def _factor(matrix: np.ndarray, kind: str) -> np.ndarray:
+def _root(matrix: np.ndarray, kind: str) -> np.ndarray:
+    """The Cholesky factor; a DataError if the matrix is singular."""
     try:
-        factor = cholesky(matrix, lower=True)
+        root = cholesky(matrix, lower=True)
     except np.linalg.LinAlgError:
-        factor = None
+        root = None
     # A rank-deficient factor can pass with rounding errors on its diagonal.
-    if factor is None or np.diag(factor).min() ** 2 < 1e-13 * np.trace(matrix) / len(matrix):
+    if root is None or np.diag(root).min() ** 2 < 1e-13 * np.trace(matrix) / len(matrix):
         raise DataError(
             f"{kind} normal: too few {'matrices' if kind == 'matrix' else 'samples'} for an estimate, "
             "or linearly dependent slices of an axis"
         )
-    return factor
+    return root

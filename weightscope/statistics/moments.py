@@ -1,7 +1,6 @@
 """Means, variances and covariances of N vectors in one pass, in memory independent of N."""
 
-from collections.abc import Iterable
-from copy import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -12,61 +11,42 @@ from weightscope.errors import DataError, UsageError
 from weightscope.statistics.gram import Gram, Precision, new_gram
 
 
-class RunningMean:
-    """The mean (D,) of rows that come block by block, and deviations (Chan, Golub and LeVeque 1983, Eq. 2.1b)."""
-
-    def __init__(self, size: int) -> None:
-        self.n = 0
-        self.mean = np.zeros(size)
-        self.block_mean = self.mean  # of the last block
-
-    def take(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Take rows (n, D), n >= 1; returns deviations (n + 1, D), in `out` if given.
-
-        They are the rows about their own mean, and the distance of that mean from the mean so far: products of them, or
-        of any linear map of them, add up over all calls to those of the deviations from the common mean. An entry with
-        one value in all rows has deviations of exactly zero.
-        """
-        deviations = (np.empty((len(rows) + 1, len(self.mean))) if out is None else out)[: len(rows) + 1]
-        z = deviations[:-1]
-        start = rows[0].astype(np.float64)
-        np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
-        z -= start
-        shift = z.mean(axis=0)
-        z -= shift
-        self.block_mean = start + shift
-        deviations[-1] = self.join(len(rows), self.block_mean)
-        return deviations
-
-    def join(self, n: int, mean: np.ndarray) -> np.ndarray:
-        """Take n rows of that mean; returns the row that their distance adds to the deviations, (D,)."""
-        both, distance = self.n + n, mean - self.mean
-        row = np.sqrt(self.n * n / both) * distance
-        self.mean = mean if not self.n else self.mean + distance * (n / both)
-        self.n = both
-        return row
-
-
-class EntryMoments(RunningMean):
-    """Streaming mean and sum of squared deviations of each of D entries.
+class EntryMoments:
+    """Streaming mean and sum of squared deviations of each of D entries (Chan, Golub and LeVeque 1983, Eq. 2.1b).
 
     Rows of `chunks` (n, D) that are not finite are left out and counted in `excluded`.
     """
 
     def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
-        super().__init__(size)
-        self.squares = np.zeros(size)
-        self.excluded = 0
+        self.n = self.excluded = 0
+        self.mean, self.squares = np.zeros(size), np.zeros(size)
+        self.block_mean = self.mean  # of the last block
         for rows in chunks:
             good = rows[finite_rows(rows)]
             self.excluded += len(rows) - len(good)
             if len(good):
                 self.update(good)
 
-    def update(self, rows: np.ndarray) -> np.ndarray:
-        """Take rows (n, D), n >= 1; returns deviations (n + 1, D), see `RunningMean.take`."""
-        deviations = self.take(rows)
+    def update(self, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Take finite rows (n, D), n >= 1; returns deviations (n + 1, D), in `out` if given.
+
+        They are the rows about their own mean, and the distance of that mean from the mean so far: products of them, or
+        of any linear map of them, add up over all calls to those of the deviations from the common mean. An entry with
+        one value in all rows has deviations of exactly zero.
+        """
+        n, both = len(rows), self.n + len(rows)
+        deviations = (np.empty((n + 1, len(self.mean))) if out is None else out)[: n + 1]
+        z, start = deviations[:-1], rows[0].astype(np.float64)
+        np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
+        z -= start
+        shift = z.mean(axis=0)
+        z -= shift
+        self.block_mean = start + shift
+        distance = self.block_mean - self.mean
+        deviations[-1] = np.sqrt(self.n * n / both) * distance
+        self.mean = self.mean + distance * (n / both) if self.n else self.block_mean
         self.squares += np.einsum("ij,ij->j", deviations, deviations)
+        self.n = both
         return deviations
 
     def variance(self) -> np.ndarray:
@@ -86,10 +66,10 @@ BLOCK = 256
 
 
 class Moments:
-    r"""Streaming, mergeable mean and covariance of vectors of length D.
+    r"""Streaming mean and covariance of vectors of length D.
 
     Rows are taken in blocks of 256. A block is centred in float64 and added by a symmetric rank-k update, with its
-    distance from the mean so far as one more row (`RunningMean`), inside the same BLAS call. So data far from zero or
+    distance from the mean so far as one more row (`EntryMoments`), inside the same BLAS call. So data far from zero or
     drifting lose no accuracy. With `precision="float64"` the result equals `numpy.cov` in float64 to 1e-10 relative
     at mean 1e4 and spread 1. With `"float32"` the centred block is rounded to float32 and products are accumulated in
     float32: twice as fast, half the memory, and entry (i, j) is within 1e-5 of the product of the standard deviations
@@ -103,6 +83,7 @@ class Moments:
         size: D.
         device: None for the CPU (BLAS), or a torch device on which to accumulate; results are NumPy.
         precision: `"float64"` or `"float32"`.
+        starts: first coordinates of T parts that a shrunk covariance may scale differently (`ledoit_wolf`).
 
     Raises:
         UsageError: if the size is not positive or the precision unknown.
@@ -114,22 +95,17 @@ class Moments:
         (3, array([0.33333333, 0.33333333, 0.33333333]))
     """
 
-    def __init__(self, size: int, *, device: Any = None, precision: Precision = "float64") -> None:
+    def __init__(
+        self, size: int, *, device: Any = None, precision: Precision = "float64", starts: Sequence[int] = (0,)
+    ) -> None:
         if size < 1:
             raise UsageError(f"Moments: expected a vector length >= 1, found {size}")
         choice("precision", precision, get_args(Precision))
-        self.size = size
-        self.precision: Precision = precision
-        self.excluded = 0
-        self._device = device
+        self.size, self.precision, self.excluded = size, precision, 0
         self._gram: Gram | None = new_gram(size, precision, device)
-        self._running = RunningMean(size)
-        # The mean of the first block. Sums over z = x - pilot, for the fourth moment that Ledoit and Wolf need:
-        # |z|^4, |z|^2 z, |z|^2.
-        self._pilot: np.ndarray | None = None
-        self._fourth, self._third, self._second = 0.0, np.zeros(size), 0.0
-        self._pending: np.ndarray | None = None
-        self._waiting = 0
+        self._entries = EntryMoments(size)
+        self.fourth = FourthMoments(size, starts)
+        self._pending, self._waiting = np.empty((0, size)), 0
         self._work: np.ndarray | None = None
 
     def update(self, chunk: Any) -> "Moments":
@@ -149,7 +125,7 @@ class Moments:
                 self._add_block(rows[:BLOCK])
                 rows = rows[BLOCK:]
                 continue
-            if self._pending is None:
+            if not len(self._pending):
                 self._pending = np.empty((BLOCK, self.size))
             taken = min(BLOCK - self._waiting, len(rows))
             self._pending[self._waiting : self._waiting + taken] = rows[:taken]
@@ -159,43 +135,19 @@ class Moments:
                 self._flush()
         return self
 
-    def merge(self, other: "Moments") -> "Moments":
-        """The moments of the union of both samples, in a new object; UsageError if size, precision or device differ."""
-        kinds = [(m.size, m.precision, str(m._device)) for m in (self, other)]
-        if kinds[0] != kinds[1]:
-            raise UsageError(f"merge: expected equal (size, precision, device), found {kinds[0]} and {kinds[1]}")
-        first, second = (self, other) if self.n else (other, self)
-        first._flush()
-        second._flush()
-        new = Moments(first.size, device=first._device, precision=first.precision)
-        new.excluded = first.excluded + second.excluded
-        new._gram = first._alive().copy()
-        new._pilot, new._running = first._pilot, copy(first._running)
-        sums = first._fourth, first._third, first._second
-        if (n := second._running.n) and first._pilot is not None and second._pilot is not None:
-            more = second._about(first._pilot)
-            sums = sums[0] + more[0], sums[1] + more[1], sums[2] + more[2]
-            row = new._running.join(n, second._running.mean)
-            new._gram.add_gram(second._alive())
-            new._gram.add(row[None].astype(new.precision))
-        new._fourth, new._third, new._second = sums
-        return new
-
     @property
     def n(self) -> int:
         """The number of rows added, without the excluded ones."""
-        return self._running.n + self._waiting
+        return self._entries.n + self._waiting
 
     @property
     def mean(self) -> np.ndarray:
         """The mean, (D,) float64."""
-        self._need(1)
-        return self._running.mean.copy()
+        return self.entries(1).mean
 
     def variance(self) -> np.ndarray:
         """The variances with divisor n - 1, (D,) float64."""
-        self._need(2)
-        return self._alive().diagonal() / (self._running.n - 1)
+        return self.entries(2).variance()
 
     def covariance(self, *, destroy: bool = False) -> np.ndarray:
         """The covariance with divisor n - 1, (D, D), in the precision of accumulation.
@@ -203,11 +155,10 @@ class Moments:
         With `destroy` it is computed in the accumulator's memory, so that the peak is one matrix and not two; the
         object cannot be used afterwards.
         """
-        self._need(2)
-        gram = self._alive() if destroy else self._alive().copy()
+        n, gram = self.entries(2).n, self._alive()
         if destroy:
             self._gram = None
-        return gram.take(1.0 / (self._running.n - 1))
+        return gram.take(1.0 / (n - 1), copy=not destroy)
 
     def correlation(self, *, destroy: bool = False) -> np.ndarray:
         """The correlation matrix, (D, D); rows and columns of coordinates without variance are NaN."""
@@ -220,69 +171,78 @@ class Moments:
         matrix[np.diag_indices_from(matrix)] = np.where(variance > 0, 1.0, np.nan)
         return matrix
 
-    def squared_norms(self) -> tuple[float, float, float]:
-        """The sums in the Ledoit-Wolf intensity, for centred rows x: `(sum |x|^2, |sum x x^T|_F^2, sum |x|^4)`.
-
-        The fourth moment is accumulated about the first block's mean and centred here, without a second pass over
-        the data.
-        """
-        self._need(1)
-        gram = self._alive()
-        return float(gram.diagonal().sum()), gram.squared_norm(), self._about(self._running.mean)[0]
-
-    def _about(self, centre: np.ndarray) -> tuple[float, np.ndarray, float]:
-        """The sums of |z|^4, |z|^2 z and |z|^2 over z = x - centre."""
-        assert self._pilot is not None  # there is a row
-        n, mean, shift = self._running.n, self._running.mean - self._pilot, self._pilot - centre
-        square, total = float(shift @ shift), n * float(mean @ shift)
-        # Sums over x - pilot need (sum z z^T) shift; the Gram matrix is about the mean.
-        outer = self._alive().dot(shift) + mean * total
-        second = self._second + 2.0 * total + n * square
-        third = self._third + 2.0 * outer + square * n * mean + second * shift
-        fourth = (
-            self._fourth
-            + 4.0 * float(shift @ outer)
-            + n * square * square
-            + 4.0 * float(self._third @ shift)
-            + 2.0 * self._second * square
-            + 4.0 * square * total
-        )
-        return fourth, third, second
+    def entries(self, least: int = 1) -> EntryMoments:
+        """The moments of each coordinate over all rows so far; DataError if there are fewer than `least` rows."""
+        self._alive()
+        self._flush()
+        if self._entries.n < least:
+            raise DataError(
+                f"expected at least {least} finite rows, found {self._entries.n} ({self.excluded} excluded as not "
+                "finite)"
+            )
+        return self._entries
 
     def _flush(self) -> None:
         if self._waiting:
-            assert self._pending is not None
             waiting, self._waiting = self._waiting, 0
             self._add_block(self._pending[:waiting])
 
     def _add_block(self, rows: np.ndarray) -> None:
         if self._work is None:
             self._work = np.empty((BLOCK + 1, self.size))
-        block = self._running.take(rows, self._work)
-        if self._pilot is None:
-            self._pilot = self._running.block_mean
-        d, shift = block[:-1], self._running.block_mean - self._pilot  # x - pilot = d + shift
-        squares = np.einsum("ij,ij->i", d, d)
-        if shift.any():
-            squares += 2.0 * blas.dgemv(1.0, d.T, shift, trans=1) + shift @ shift
-        total = float(squares.sum())
-        self._second += total
-        self._fourth += float(squares @ squares)
-        self._third += blas.dgemv(1.0, d.T, squares) + total * shift
-        self._alive().add(block.astype(self.precision, copy=False))
-
-    def _need(self, n: int) -> None:
-        self._alive()
-        self._flush()
-        if self._running.n < n:
-            raise DataError(
-                f"expected at least {n} finite rows, found {self._running.n} ({self.excluded} excluded as not finite)"
-            )
+        deviations = self._entries.update(rows, self._work)
+        self._alive().add(deviations.astype(self.precision, copy=False))
+        self.fourth.update(deviations[:-1], self._entries.block_mean)
 
     def _alive(self) -> Gram:
         if self._gram is None:
             raise UsageError("these Moments were destroyed by destroy=True; create new ones")
         return self._gram
+
+
+class FourthMoments:
+    """Sums that give sum_k |(x_k - c) / s|^4 for any centre c (D,) and one scale s for each of T parts of x.
+
+    With z = x - pilot and q_t = |z_t|^2 over part t, these are sum q q^T (T, T), sum q z^T (T, D) and sum q (T,);
+    sum z and sum z z^T come from mean and covariance. The pilot is the mean of the first block.
+    """
+
+    def __init__(self, size: int, starts: Sequence[int]) -> None:
+        self._starts, self._n, self._pilot = np.array(starts), 0, np.zeros(size)
+        t = len(self._starts)
+        self._qq, self._qz, self._q = np.zeros((t, t)), np.zeros((t, size)), np.zeros(t)
+
+    def update(self, z: np.ndarray, mean: np.ndarray) -> None:
+        """Take rows about their mean, z (n, D), which are overwritten."""
+        if not self._n:
+            self._pilot = mean
+        z += mean - self._pilot
+        q = np.einsum("ij,ij->i", z, z)[:, None] if len(self._qq) == 1 else np.add.reduceat(z**2, self._starts, axis=1)
+        self._n += len(z)
+        self._qq += q.T @ q
+        self._qz += blas.dgemm(1.0, z.T, q).T
+        self._q += q.sum(axis=0)
+
+    def about(self, centre: np.ndarray, scale: np.ndarray, mean: np.ndarray, products: np.ndarray) -> float:
+        """The sum, from the mean of x and `products` = sum_k (x_k - centre) (x_k - centre)^T.
+
+        With e = pilot - centre, |x_t - centre_t|^2 = q_t + 2 u_t + |e_t|^2, u_t = z_t . e_t. The columns of E (D, T)
+        are e cut into parts.
+        """
+        e, n = self._pilot - centre, self._n
+        blocks = np.zeros((len(e), len(self._starts)))
+        owner = np.searchsorted(self._starts, np.arange(len(e)), side="right") - 1
+        blocks[np.arange(len(e)), owner] = e
+        c = np.add.reduceat(e**2, self._starts)
+        total = n * (blocks.T @ (mean - self._pilot))  # sum u
+        mixed = self._qz @ blocks  # sum q u^T
+        # sum z z^T = products - e (sum z)^T - (sum z) e^T - n e e^T
+        cross = np.outer(blocks.T @ e, total)
+        uu = blocks.T @ (products @ blocks) - cross - cross.T - n * np.outer(c, c)
+        linear = np.outer(self._q + 2 * total, c)
+        sums = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
+        weight = 1.0 / scale[self._starts] ** 2
+        return float(weight @ sums @ weight)
 
 
 def finite_rows(rows: np.ndarray) -> np.ndarray:

@@ -53,6 +53,11 @@ class InvariantType:
     places: int  # the product of n over S: the length of a part before the dependent entries are left out
     views: tuple[View, ...]  # those that contain the type, each with its number of copies
 
+    @property
+    def label(self) -> str:
+        """Its name in diagnostics and in the keys of `gain`: `"hidden.0 x channels"`, or `"means"`."""
+        return " x ".join(self.groups) or "means"
+
     @cached_property
     def slices(self) -> dict[str, slice]:
         """View name -> its rows and columns in the type's covariance (C, C)."""

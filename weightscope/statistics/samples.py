@@ -1,7 +1,7 @@
 """Sources of weight vectors: the interface that statistics read, and arrays in memory."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from weightscope.errors import SpecError
 from weightscope.spec import TensorSpec, WeightSpec
 
 T = TypeVar("T")
+_END: Any = object()
 
 
 class WeightSamples(Protocol):
@@ -91,19 +92,9 @@ def _marked_chunks(
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, with the next one computed in a thread, so that reading overlaps with arithmetic.
-
-    The first one is begun at once, so that it overlaps with the allocation of memory.
-    """
-    pool = ThreadPoolExecutor(1, thread_name_prefix="reading")
-    return _relayed(items, pool, pool.submit(next, items, _END))
-
-
-_END: Any = object()
-
-
-def _relayed(items: Iterator[T], pool: ThreadPoolExecutor, waiting: Future[T]) -> Iterator[T]:
-    with pool:
+    """The same items, with the next one computed in a thread, so that reading overlaps with arithmetic."""
+    with ThreadPoolExecutor(1, thread_name_prefix="reading") as pool:
+        waiting = pool.submit(next, items, _END)
         while (item := waiting.result()) is not _END:
             waiting = pool.submit(next, items, _END)
             yield item

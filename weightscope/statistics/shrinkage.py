@@ -1,11 +1,11 @@
 """Estimated covariances improved: Ledoit-Wolf shrinkage, noise eigenvalues clipped, nearest correlation matrix."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from weightscope.errors import DataError
 from weightscope.statistics.moments import Moments
 
 
@@ -17,37 +17,53 @@ class LedoitWolf:
     target: float  # the mean of the variances, tr(S) / D
 
 
-def ledoit_wolf_from_sums(n: int, size: int, trace: float, frobenius: float, fourth: float) -> LedoitWolf:
-    """The optimal intensity (Ledoit and Wolf 2004, Lemma 3.2-3.5) from sums over centred vectors x_k.
+def ledoit_wolf(moments: Moments) -> LedoitWolf:
+    """The optimal intensity (Ledoit and Wolf 2004, Lemma 3.2-3.5), without a second pass over the data.
 
-    With S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
+    For vectors x about their mean, with S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
     b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
     """
-    if n < 1:
-        raise DataError(f"shrinkage: expected at least one vector, found {n}")
-    target = trace / (n * size)
-    squared = frobenius / n**2
-    delta = squared - size * target**2
-    beta = (fourth / n - squared) / n
+    return _scaled(moments, moments.mean, np.ones(moments.size), destroy=False)[1]
+
+
+def shrunk_covariance(moments: Moments, *, destroy: bool = False) -> np.ndarray:
+    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
+    return shrunk_about(moments, moments.mean, np.ones(moments.size), destroy=destroy)[0]
+
+
+def shrunk_about(
+    moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool = False
+) -> tuple[np.ndarray, LedoitWolf]:
+    """The shrunk second moment (D, D) of (x - centre) / scale, with one scale (D,) in each part of `moments`."""
+    matrix, found = _scaled(moments, centre, scale, destroy=destroy)
+    matrix *= 1.0 - found.intensity
+    matrix[np.diag_indices_from(matrix)] += found.intensity * found.target
+    return matrix, found
+
+
+def _scaled(moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool) -> tuple[np.ndarray, LedoitWolf]:
+    """The second moment of (x - centre) / scale, divisor n, and its shrinkage."""
+    n, mean = moments.n, moments.mean
+    shift = mean - centre
+    matrix = moments.covariance(destroy=destroy)
+    matrix *= n - 1
+    if shift.any():
+        matrix += n * np.outer(shift, shift)
+    fourth = moments.fourth.about(centre, scale, mean, matrix)
+    matrix /= scale
+    matrix /= scale[:, None] * n
+    square = float(np.einsum("ij,ij->", matrix, matrix, dtype=np.float64))
+    return matrix, _ledoit_wolf(n, float(np.trace(matrix)), square, fourth, moments.size)
+
+
+def _ledoit_wolf(n: int, trace: float, square: float, fourth: float, size: int) -> LedoitWolf:
+    """From tr(S), |S|_F^2 and the sum of |x|^4."""
+    target = trace / size
+    delta = square - size * target**2
     # In one dimension, or when S is a multiple of the identity already, shrinking changes nothing.
     if size == 1 or delta <= 0:
         return LedoitWolf(0.0, target)
-    return LedoitWolf(min(max(beta, 0.0), delta) / delta, target)
-
-
-def ledoit_wolf(moments: Moments) -> LedoitWolf:
-    """The intensity from moments, without a second pass over the data."""
-    return ledoit_wolf_from_sums(moments.n, moments.size, *moments.squared_norms())
-
-
-def shrunk_covariance(moments: Moments, shrinkage: LedoitWolf | None = None, *, destroy: bool = False) -> np.ndarray:
-    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
-    shrinkage = shrinkage or ledoit_wolf(moments)
-    n = moments.n
-    matrix = moments.covariance(destroy=destroy)
-    matrix *= (1.0 - shrinkage.intensity) * (n - 1) / n
-    matrix[np.diag_indices_from(matrix)] += shrinkage.intensity * shrinkage.target
-    return matrix
+    return LedoitWolf(min(max((fourth / n - square) / n, 0.0), delta) / delta, target)
 
 
 def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
@@ -58,7 +74,7 @@ def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
     n, size = rows.shape
     squares = np.einsum("ij,ij->i", rows, rows)
     gram = rows @ rows.T if n < size else rows.T @ rows
-    return ledoit_wolf_from_sums(n, size, float(squares.sum()), float(np.vdot(gram, gram)), float(squares @ squares))
+    return _ledoit_wolf(n, float(squares.sum()) / n, float(np.vdot(gram, gram)) / n**2, float(squares @ squares), size)
 
 
 _THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
@@ -103,34 +119,24 @@ def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.nda
     return cleaned, int((~noise).sum())
 
 
-@dataclass(frozen=True, eq=False)
-class Amplified:
-    """Amplified correlations and what was done to them."""
-
-    matrix: np.ndarray  # (C, C), a correlation matrix
-    kept: int  # correlations beyond the threshold, as pairs
-    dropped: int  # the other pairs, set to zero
-    clipped: int  # pairs whose amplified value was beyond the limit
-    # Frobenius distance by which the projection on correlation matrices changed the amplified ones, relative to their
-    # norm without the diagonal
-    moved: float
-
-
 def amplified(
     correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
-) -> Amplified:
-    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation."""
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation.
+
+    Also returns the numbers of pairs that were `kept`, `dropped` (set to zero) and `clipped`, and `moved`, the
+    Frobenius distance of the projection relative to the norm without the diagonal.
+    """
     beyond = np.abs(correlation) > threshold * errors
     np.fill_diagonal(beyond, False)
     raw = np.where(beyond, gain * correlation, 0.0)
     wanted = raw.clip(-limit, limit)
     target = wanted + np.eye(len(raw))
     matrix = nearest_correlation(target)
-    pairs, norm = len(raw) * (len(raw) - 1) // 2, float(np.linalg.norm(wanted))
-    return Amplified(
-        matrix,
-        kept=int(beyond.sum()) // 2,
-        dropped=pairs - int(beyond.sum()) // 2,
-        clipped=int((np.abs(raw) > limit).sum()) // 2,
-        moved=float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
-    )
+    kept, norm = int(beyond.sum()) // 2, float(np.linalg.norm(wanted))
+    return matrix, {
+        "kept": kept,
+        "dropped": len(raw) * (len(raw) - 1) // 2 - kept,
+        "clipped": int((np.abs(raw) > limit).sum()) // 2,
+        "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+    }

@@ -9,7 +9,7 @@ of torch, same device, and same kernels: torch's, or the same build of compiled 
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from weightscope.errors import DataError
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.batches import Batches
 from weightscope.training.devices import DEFAULT_TILE, current, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
@@ -35,6 +34,27 @@ from weightscope.training.kernels.functions import Kernels, by_kernels
 from weightscope.training.many_networks import networks_for
 from weightscope.training.network_check import frozen
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
+
+
+class Batches(Protocol):
+    """What the engine needs of the data: the batches of T networks."""
+
+    batch: int
+    steps: int
+    reported: tuple[str, ...]
+    evaluated: tuple[str, ...]
+
+    def draw(self) -> dict[str, Tensor]:
+        """The numbers of the next epoch, a row for each step, from each network's own streams."""
+        ...
+
+    def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Losses (T,), with a graph, and what else is reported of the step whose row of numbers is given, (T,) each."""
+        ...
+
+    def evaluate(self) -> dict[str, Tensor]:
+        """Metrics of held-out data, each (T,); `test_loss` is one of them."""
+        ...
 
 
 def spec_of(recipe: Recipe) -> WeightSpec:

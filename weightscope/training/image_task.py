@@ -11,7 +11,6 @@ from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.data import Dataset
 from weightscope.data.augment import augment, draws_needed, erase, normalise
 from weightscope.recipe import Recipe
-from weightscope.training.batches import hits
 from weightscope.training.distillation import Distillation
 from weightscope.training.many_networks import Networks
 
@@ -139,6 +138,15 @@ class ImageBatches:
             correct += hits(logits, labels).sum(1)
         count = len(self.test_images)
         return {"test_loss": loss / count, "test_accuracy": correct / count}
+
+
+def hits(logits: Tensor, labels: Tensor) -> Tensor:
+    """1.0 where the label has the largest logit, 0.0 elsewhere; float32 (T, B) of logits (T, B, K).
+
+    A prediction whose largest logit is NaN or infinite counts as wrong (`argmax` of NaN may be the label).
+    """
+    value, place = logits.max(2)
+    return ((place == labels) & value.isfinite()).float()
 
 
 def smooth(labels: Tensor, smoothing: float, classes: int) -> Tensor:

@@ -56,9 +56,7 @@ class Choice:
     checked: str = ""  # what was compared with torch's kernels, or why compiled kernels are not used
 
 
-_choices: dict[
-    tuple[Any, ...], Choice
-] = {}  # of this process; a benchmark has many recipes that differ in nothing here
+_choices: dict[tuple[Any, ...], Choice] = {}  # a benchmark has many recipes that differ in nothing here
 
 
 def choose_kernels(recipe: Recipe, device: torch.device) -> Choice:
@@ -126,15 +124,15 @@ def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str
     """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared."""
     dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
     with seeded(0):
-        plain = [networks.build_for(recipe) for _ in _SCALES]
-    nets = networks_for(recipe, plain[0], range(len(plain)), device, kernels)
+        template = networks.build_for(recipe)
+    nets = networks_for(recipe, template, range(len(_SCALES)), device, kernels)
     info, data = dataset_info(recipe.images), recipe.images
     images = data.train or info.train or recipe.training.batch_size
     batch = min(recipe.training.batch_size, images)
     _named("adamw", lambda: check_adamw(nets.weights.shape, kernels, device, recipe.training.betas))
     compared = {"adamw"}
     if kernels == "inductor":
-        set_weights(nets, plain, torch.Generator().manual_seed(2))
+        set_weights(nets, [template] * nets.count, torch.Generator().manual_seed(2))
         _named("torch.compile", lambda: _check_compiled(nets, recipe, batch, dtype))
         compared.add("the network")
     else:

@@ -193,7 +193,7 @@ class LoopNetworks(Networks):
             parameters = dict(network.named_parameters())
             tensors = {**dict(network.named_buffers()), **parameters}
             for name, view in self.spec.unpack(row).items():
-                if tensors[name].dtype != torch.float32:
+                if tensors[name].dtype != row.dtype:
                     raise UsageError(f"`{name}`: expected float32 weights, found {tensors[name].dtype}")
                 tensors[name].data = view
             self.parameters_of.append(parameters)

@@ -4,7 +4,7 @@ Its forward code may do anything, and code that mixes channels outside of leaf l
 an error. So the batched engine is compared with the plain modules, values and gradients in float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -112,41 +112,43 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
         )
 
 
-def set_weights(nets: Networks, plain: list[nn.Module], generator: torch.Generator) -> None:
-    """The same weights in both, away from zeros and ones, which hide mistakes."""
+def set_weights(nets: Networks, plain: Sequence[nn.Module], generator: torch.Generator) -> None:
+    """The weights of plain networks, moved away from zeros and ones, which hide mistakes."""
     for network, row in zip(plain, nets.weights, strict=True):
         state = network.state_dict()
         for tensor, view in nets.spec.unpack(row).items():
-            view.copy_(state[tensor].add_(0.1 * torch.rand(state[tensor].shape, generator=generator)))
+            view.copy_(state[tensor] + 0.1 * torch.rand(view.shape, generator=generator))
 
 
 def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
     """Compare the batched engine with plain networks in evaluation, in training, and beside one that has diverged."""
     name, generator = recipe.network.type, torch.Generator().manual_seed(2)
-    batched = networks_for(recipe, plain[0], range(len(plain)), kernels=kernels)
+    batched = networks_for(recipe, plain[0], range(_NETWORKS), kernels=kernels)
+    loop = networks_for(recipe.replace({"training.engine": "loop"}), plain[0], range(_NETWORKS))
     set_weights(batched, plain, generator)
-    batched.freeze(frozen(plain[0], recipe.training.frozen))
+    loop.weights.copy_(batched.weights)
+    for nets in (batched, loop):
+        nets.freeze(frozen(plain[0], recipe.training.frozen))
     where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
-    shape = _EXAMPLES, *recipe.data.output_shape()
     for case in ("evaluation", "training", "one diverged"):
-        training, first = case != "evaluation", 0
-        inputs = recipe.data.inputs(generator, len(plain), _EXAMPLES)
-        direction = torch.randn(*shape, generator=generator)
+        first = 0
+        inputs = recipe.data.inputs(generator, _NETWORKS, _EXAMPLES)
+        direction = torch.randn(_EXAMPLES, *recipe.data.output_shape(), generator=generator)
         if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
-            batched.weights[0], first = float("nan"), 1
+            batched.weights[0] = loop.weights[0] = float("nan")
+            first = 1
             if inputs.is_floating_point():
                 inputs[0] = float("nan")
         with _Restricted(), _NoConversions():
-            logits = _run(lambda: batched.train(training)(inputs), where, hint)  # noqa: B023 - called at once
-        expected = torch.stack([n.train(training)(part) for n, part in zip(plain, inputs, strict=True)])
+            logits = _run(lambda: batched.train(case != "evaluation")(inputs), where, hint)  # noqa: B023 - called at once
+        expected = loop.train(case != "evaluation")(inputs)
         _same(logits[first:], expected[first:], f"{name}: logits")
         _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
-        for network, row, part in list(zip(plain, batched.gradient, expected, strict=True))[first:]:
-            parameters = _trained(network, recipe)
-            gradients = torch.autograd.grad((part * direction).sum(), list(parameters.values()), retain_graph=True)
-            found = batched.spec.unpack(row)
-            for tensor, gradient in zip(parameters, gradients, strict=True):
-                _same(found[tensor][None], gradient[None], f"{name}: the gradient of `{tensor}`")
+        loop.backward((expected * direction).sum())
+        for row, found in list(zip(loop.gradient, batched.gradient, strict=True))[first:]:
+            gradients = batched.spec.unpack(found)
+            for tensor, gradient in loop.spec.unpack(row).items():
+                _same(gradients[tensor][None], gradient[None], f"{name}: the gradient of `{tensor}`")
 
 
 def _same(found: Tensor, expected: Tensor, what: str) -> None:

@@ -70,8 +70,8 @@ class OwnCode:
                     continue
                 if (found := plugins.source_hash(reference)) != expected:
                     raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
-                trust.approve(reference, plugins.source_of(reference)[0], remember=False)
-                plugins.imported(reference)  # again if it changed: a worker outlives the call that started it
+                trust.approve(reference, plugins.source_of(reference), remember=False)
+                plugins.imported(reference, again=True)
         finally:
             sys.path[:] = before
 

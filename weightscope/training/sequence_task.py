@@ -13,7 +13,7 @@ from weightscope.data.metrics import accuracy_at
 from weightscope.data.sequences import ScoredSequences
 from weightscope.networks.sequences import TokenEmbedding
 from weightscope.recipe import Recipe
-from weightscope.training.batches import hits
+from weightscope.training.image_task import hits
 from weightscope.training.many_networks import Networks
 
 _EVALUATION_TOKENS = 2048  # of one network at once
@@ -32,8 +32,8 @@ class SequenceBatches:
             self.validation = [ScoredSequences(*(value.to(device) for value in batch)) for batch in data.part("valid")]
         self.nets, self.data, self.device = nets, data.to(device), device
         self.smoothing = recipe.training.label_smoothing
-        self.batch = min(recipe.training.batch_size, data.train)
-        self.steps = data.train // self.batch
+        self.batch = min(recipe.training.batch_size, data.examples)
+        self.steps = data.examples // self.batch
         self.evaluated = tuple(metric.name for metric in recipe.data.metrics)
         self.scored = _places(self.data.mask)
         root = recipe.population.seed

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cloudpickle
 from joblib.externals.loky.backend import resource_tracker
@@ -95,22 +95,35 @@ class Ended(NamedTuple):
     error: Exception | None = None
 
 
-class Pool(Protocol):
-    """Workers, each of which runs one tile at a time.
+class Pool:
+    """Workers, each of which runs one tile at a time; this one has this process as its only worker."""
 
-    `free` is the number of tiles that can be started now, `poll` waits a moment and returns the tiles that have ended,
-    `close` stops what still runs.
-    """
+    def __init__(self, task: Task, progress: Progress) -> None:
+        self._task, self._progress = task, progress
+        self._waiting: list[Any] = []
 
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of workers."""
+        return 1
 
-    def free(self) -> int: ...
+    def free(self) -> int:
+        """The number of tiles that can be started now."""
+        return 1 - len(self._waiting)
 
-    def start(self, tile: Any) -> None: ...
+    def start(self, tile: Any) -> None:
+        """Give a tile to a free worker."""
+        self._waiting.append(tile)
 
-    def poll(self) -> list[Ended]: ...
+    def poll(self) -> list[Ended]:
+        """Wait a moment; returns the tiles that have ended."""
+        tile = self._waiting.pop()
+        try:
+            return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
+        except Exception as error:  # noqa: BLE001 - handed to the caller
+            return [Ended(tile, error=error)]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop what still runs."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +180,7 @@ def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
     if workers.backend == "ray":
         return RayPool(task, workers.scheduler, workers.gpu, progress)
     number = workers.count or 1
-    return LocalPool(task, number, progress) if number > 1 else _ThisProcess(task, progress)
+    return LocalPool(task, number, progress) if number > 1 else Pool(task, progress)
 
 
 def _distribute(
@@ -203,33 +216,6 @@ def _distribute(
         raise TilesFailed(failed)
 
 
-class _ThisProcess:
-    """A pool of one worker: this process."""
-
-    def __init__(self, task: Task, progress: Progress) -> None:
-        self._task, self._progress = task, progress
-        self._tile: Any = None
-
-    def size(self) -> int:
-        return 1
-
-    def free(self) -> int:
-        return int(self._tile is None)
-
-    def start(self, tile: Any) -> None:
-        self._tile = tile
-
-    def poll(self) -> list[Ended]:
-        tile, self._tile = self._tile, None
-        try:
-            return [Ended(tile, self._task(tile, progress=lambda done: self._progress(tile, done)))]
-        except Exception as error:  # noqa: BLE001 - handed to the caller
-            return [Ended(tile, error=error)]
-
-    def close(self) -> None:
-        """Nothing runs any more."""
-
-
 def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: float) -> Any:
     """Run a task in a worker; `report` is called with the fraction done, if it is known, every second: the heartbeat.
 
@@ -262,11 +248,12 @@ def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: fl
             watcher.join()  # the clock is that of this thread
 
 
-class LocalPool:
-    """The `Pool` of `count` processes of this machine."""
+class LocalPool(Pool):
+    """Processes of this machine."""
 
     def __init__(self, task: Task, count: int, progress: Progress) -> None:
-        self._task, self._count, self._progress = cloudpickle.dumps(task), count, progress
+        super().__init__(task, progress)
+        self._count, self._pickled = count, cloudpickle.dumps(task)
         self._busy: list[_Process] = []
 
     def size(self) -> int:
@@ -280,7 +267,7 @@ class LocalPool:
             _spare.pop().end()
         worker = _spare.pop() if _spare else _Process()
         self._busy.append(worker)
-        worker.give(self._task, tile)
+        worker.give(self._pickled, tile)
 
     def poll(self) -> list[Ended]:
         wait([w.connection for w in self._busy] + [w.process.sentinel for w in self._busy], _POLL_SECONDS)
@@ -395,7 +382,7 @@ _PROGRESS = "weightscope-progress"
 _PENDING = 1000  # tiles that ray holds; it adds machines for those that wait
 
 
-class DaskPool:
+class DaskPool(Pool):
     """The `Pool` of the worker processes of a dask cluster, those included that join later.
 
     Each is given one tile at a time by name, so that a tile is known to be lost when its worker is.
@@ -407,7 +394,8 @@ class DaskPool:
             raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
         with _connecting(f"dask: cannot connect to the scheduler at {scheduler}", OSError, ValueError):
             client = distributed.Client(scheduler, set_as_default=False)
-        self._client, self._task, self._scheduler = client, task, scheduler
+        super().__init__(task, progress)
+        self._client, self._scheduler = client, scheduler
         self._running: dict[str, tuple[Any, Any]] = {}  # address of a worker -> tile, future
         self._heartbeats: dict[str, tuple[float, float]] = {}  # address -> its last heartbeat, and when it was new
         self._last_heartbeat = time.monotonic()
@@ -496,7 +484,7 @@ def _run_on_dask(task: Task, tile: Any, hangs: float) -> Any:
     return run(task, tile, report, hangs)
 
 
-class RayPool:
+class RayPool(Pool):
     """The `Pool` of a ray cluster; without an address, of the one that ray finds or starts.
 
     Ray queues the tiles and notices workers that die. It does not notice processes that are stopped, so tasks send
@@ -509,7 +497,8 @@ class RayPool:
         if self._ours:  # some of what ray raises is a plain Exception
             with _connecting(f"ray: cannot connect to the cluster at {scheduler or 'this machine'}", Exception):
                 ray.init(address=scheduler, log_to_driver=False)
-        self._ray, self._progress, self._task = ray, progress, ray.put(task)
+        super().__init__(ray.put(task), progress)
+        self._ray = ray
         self._board = ray.remote(num_cpus=0, max_restarts=-1)(_Board).remote()
         self._remote = ray.remote(num_cpus=1, num_gpus=int(gpu), max_retries=0)(_run_on_ray)
         self._pending: dict[Any, tuple[Any, int]] = {}  # future -> tile, number of the attempt
@@ -634,7 +623,7 @@ class _Lookout:
         threading.Thread(target=watch, daemon=True).start()
 
     def age(self) -> float:
-        # seconds since the last answer
+        """Seconds since the last answer."""
         return time.monotonic() - self._heard
 
     def stop(self) -> None:

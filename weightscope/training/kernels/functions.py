@@ -85,7 +85,7 @@ def depthwise_conv2d(
 @_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
-    _check_mlp((x.shape[0], x.shape[1]), norm, fc1, fc2, eps)
+    _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
     _check_norm(x, norm)
     if kernels == "c":
         return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
@@ -97,12 +97,11 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
     """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
     for filters, norm, fc1, fc2 in blocks:
         _check_filters(x, *filters)
-        _check_mlp((len(norm[0]), fc1[0].shape[-1]), norm, fc1, fc2, eps)
-        if norm[0].numel() != len(x):
-            raise ValueError(f"expected as many channels as norms have entries, found {len(x)} and {norm[0].numel()}")
+        _check_mlp((len(norm[0]), fc1[0].shape[-1]), eps, norm, fc1, fc2)
+        _require(norm[0].numel() == len(x), "as many channels as norms have entries", x, norm[0])
     if kernels == "c":
-        if len({(block[0][0].shape, block[2][0].shape) for block in blocks}) != 1:
-            raise ValueError("expected blocks of equal sizes")
+        alike = len({(block[0][0].shape, block[2][0].shape) for block in blocks}) == 1
+        _require(alike, "blocks of equal sizes", *(block[2][0] for block in blocks))
         weights = [weight for block in blocks for pair in block for weight in pair]
         return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
     for filters, norm, fc1, fc2 in blocks:
@@ -148,8 +147,7 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
 @_observable
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
     """`softmax(q^T k / sqrt(d)) v` of each head and image."""
-    if qkv.ndim != 6 or qkv.shape[1] != 3:
-        raise ValueError(f"expected queries, keys and values (T, 3, H, d, N, B), found {tuple(qkv.shape)}")
+    _require(qkv.ndim == 6 and qkv.shape[1] == 3, "queries, keys and values (T, 3, H, d, N, B)", qkv)
     if kernels == "c":
         return _compiled(_attention, _attention_backward, qkv)
     return pytorch.attention(qkv)
@@ -171,28 +169,30 @@ def adamw(
     _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
 
 
+def _require(fits: bool, expected: str, *tensors: Tensor | None) -> None:
+    """Compiled code reads memory by these shapes."""
+    if not fits:
+        found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+        raise ValueError(f"expected {expected}, found {found}")
+
+
 def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     channels, k = x.shape[0], weight.shape[-1]
-    sound = x.ndim == 4 and weight.shape == (channels, k, k) and k % 2 == 1
-    if not sound or (bias is not None and bias.shape != (channels,)):
-        raise ValueError(
-            f"expected images (C, H, W, B), odd square kernels (C, k, k) and biases (C,), found {tuple(x.shape)}, "
-            f"{tuple(weight.shape)} and {None if bias is None else tuple(bias.shape)}"
-        )
+    fits = x.ndim == 4 and weight.shape == (channels, k, k) and k % 2 == 1
+    fits = fits and (bias is None or bias.shape == (channels,))
+    _require(fits, "images (C, H, W, B), odd square kernels (C, k, k) and biases (C,)", x, weight, bias)
 
 
 def _check_norm(x: Tensor, norm: Pair, more: Tensor | None = None) -> None:
-    found = [tuple(value.shape) for value in (x, *norm, *([] if more is None else [more]))]
-    if x.ndim != 3 or found != [found[0], found[0][:2], found[0][:2], found[0]][: len(found)]:
-        raise ValueError(f"expected x (T, c, P), gain and shift (T, c) and a residual (T, c, P), found {found}")
+    fits = x.ndim == 3 and all(value.shape == x.shape[:2] for value in norm) and (more is None or more.shape == x.shape)
+    _require(fits, "x (T, c, P), gain and shift (T, c) and a residual (T, c, P)", x, *norm, more)
 
 
-def _check_mlp(sizes: tuple[int, int], norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> None:
-    (t, c), m = sizes, fc1[0].shape[1]
-    expected = [(t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)]
-    found = [tuple(value.shape) for value in (*norm, *fc1, *fc2)]
-    if expected != found or not eps > 0:
-        raise ValueError(f"expected weights of shapes {expected} and a positive eps, found {found} and {eps}")
+def _check_mlp(sizes: tuple[int, int], eps: float, *pairs: Pair) -> None:
+    (t, c), m = sizes, pairs[1][0].shape[1]
+    expected, weights = [(t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)], [w for pair in pairs for w in pair]
+    fits = [tuple(w.shape) for w in weights] == expected and eps > 0
+    _require(fits, f"weights of shapes {expected} and a positive eps, not {eps},", *weights)
 
 
 class _Compiled(torch.autograd.Function):
