@@ -56,7 +56,7 @@ bench-gpu: $(INSTALLED)
 # smallest size, other processors by proxy; then mutated files of every kind, each read or refused with one line, and kills at random.
 TORTURE = --json tests/torture/results.json
 torture: $(INSTALLED) .venv/.peers
-	TORTURE=1 $(BIN)/python -m pytest -q tests/test_spread.py tests/test_crash.py tests/torture/studies.py tests/torture/analyses.py
+	TORTURE=1 $(BIN)/python -m pytest -q tests/test_spread.py tests/test_crash.py tests/test_permutation_graph.py tests/torture/studies.py tests/torture/analyses.py
 	$(BIN)/python -m pytest -q tests/torture/other_machines.py
 	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2 $(TORTURE)
 	$(BIN)/python tests/torture/kill_collect.py --kills 200 $(TORTURE)

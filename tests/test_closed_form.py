@@ -162,8 +162,6 @@ def test_scale_is_a_factor_of_every_filter():
     )
     for one, other in zip(depthwise(plain), depthwise(scaled), strict=True):
         torch.testing.assert_close(other.read(), 0.25 * one.read(), rtol=1e-5, atol=1e-7)
-    with pytest.raises(UsageError, match="scale: expected a number > 0"):
-        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=0)
 
 
 # --- identity_product -------------------------------------------------------------------------------------------------

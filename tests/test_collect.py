@@ -53,7 +53,7 @@ def trained(monkeypatch):
 
 
 def shard_files(path):
-    return {p.name: p.read_bytes() for p in sorted((path / "shards").iterdir())}
+    return fake.files(path / "shards")
 
 
 def times(path):
@@ -440,30 +440,24 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_progress_shows_networks_per_hour_and_the_time_left():
-    screen = _Terminal()
-    with _Bar(100, 20, show=True, file=screen) as bar:
-        bar.start_t -= 36  # 36 seconds ago
+@pytest.mark.parametrize(
+    ("show", "terminal", "notebook"),
+    [(True, True, False), (True, False, True), (True, False, False), (False, True, True)],
+)
+def test_progress_shows_networks_per_hour_and_the_time_left(show, terminal, notebook, monkeypatch):
+    """In a terminal, and in a notebook, whose stderr is none. It counts where it is silent, too."""
+    shell = SimpleNamespace(kernel=object() if notebook else None)  # IPython in a terminal is no notebook
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    screen = _Terminal() if terminal else io.StringIO()
+    with _Bar(100, 20, show=show, file=screen) as bar:
+        bar.start_t = getattr(bar, "start_t", 0) - 36  # 36 seconds ago
         bar.move_to(30.5)
         bar.refresh()
         assert bar.n == 30.5
     text = screen.getvalue()
-    assert "30 of 100 networks, 1,0" in text  # 10.5 in 36 s are 1050 in an hour
-    assert "networks/hour" in text
-    assert "left" in text
-    assert "20 of 100 networks, ? networks/hour" in text
-
-
-@pytest.mark.parametrize("kernel", [object(), None])
-def test_progress_is_shown_in_a_notebook(kernel, monkeypatch):
-    """Whose stderr is no terminal; IPython in a terminal is no notebook. It counts where it is silent, too."""
-    shell = SimpleNamespace(kernel=kernel)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    for show, screen in ((True, io.StringIO()), (False, _Terminal())):
-        with _Bar(100, 20, show=show, file=screen) as bar:
-            bar.move_to(30.5)
-            assert bar.n == 30.5
-        assert ("20 of 100 networks" in screen.getvalue()) == (show and kernel is not None)
+    # 10.5 in 36 s are 1050 in an hour
+    for part in ("20 of 100 networks, ? networks/hour", "30 of 100 networks, 1,0", "networks/hour", "left"):
+        assert (part in text) == (show and (terminal or notebook))
 
 
 def test_permission_to_write_is_checked_before_anything_is_trained(tmp_path, trained, monkeypatch):

@@ -21,11 +21,6 @@ def vit(width=96, depth=2, heads=3, **options):
     return ViT(16, 4, width, depth, heads, 10, **options)
 
 
-def encoder(width=48, heads=3, depth=1):
-    layer = nn.TransformerEncoderLayer(width, heads, 96, batch_first=True)
-    return nn.TransformerEncoder(layer, depth, enable_nested_tensor=False)
-
-
 def relative(found, wanted):
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 

@@ -99,14 +99,6 @@ def test_the_identity_convolution_passes_the_current_token():
     torch.testing.assert_close(mixer.conv1d(x)[..., :9], x)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"), [({"c": 0}, "c: "), ({"a": 1}, "a: "), ({"convolution": 2}, "convol")]
-)
-def test_ssm_refusals(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        mimetic_ssm_(FAMILIES["hf-mamba"].build(), **arguments)
-
-
 # --- residual baselines -----------------------------------------------------------------------------------------------
 
 
@@ -151,11 +143,6 @@ def test_delta_orthogonal_convolutions_are_isometries(groups):
     narrow = delta_orthogonal_(nn.Conv2d(24, 12, 3, padding=1, bias=False), gain=2.0, generator=seeded())
     centre = narrow.weight.detach()[:, :, 1, 1]
     torch.testing.assert_close(centre @ centre.T, 4 * torch.eye(12), atol=1e-5, rtol=0)
-
-
-def test_delta_orthogonal_needs_convolutions():
-    with pytest.raises(AnatomyError, match="convolutions"):
-        delta_orthogonal_(nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_scale": 1.0}])

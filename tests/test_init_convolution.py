@@ -12,7 +12,7 @@ from weightscope.init.convolution import PRESETS, Schedule, covariance_root, rel
 SETTING = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
 
 
-def stack(*channels, k=7, stages=False):
+def stack(*channels, k=7):
     layers = [nn.Conv2d(c, c, k, groups=c, padding="same") for c in channels]
     return nn.Sequential(*layers)
 
@@ -58,33 +58,32 @@ def test_sawtooth_starts_again_in_every_stage():
     assert relative_depths(parts[:1], "depth") == [0]
 
 
-@pytest.mark.parametrize(
-    ("net", "arguments", "message"),
-    [
-        (nn.Linear(2, 2), SETTING, "depthwise"),
-        (stack(4, k=4), SETTING, "odd size, found 4 x 4"),
-        (nn.Conv1d(4, 4, 3, groups=4), SETTING, "two-dimensional filters, found 1-D"),
-        (nn.Conv2d(4, 4, (3, 5), groups=4), SETTING, "square"),
-        (stack(4), {"sigma0": 0.1}, "missing v, a"),
-        (stack(4), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
-        (stack(4), {"preset": "cifar"}, "cifar-patch1"),
-        (stack(4), {**SETTING, "psd": "none"}, "'abs', 'clip'"),
-        (stack(4, 4), {"sigma0": 0.1, "v": -0.5, "a": 0.0}, "expected > 0 at every depth"),
-        (stack(4), {**SETTING, "sigma0": float("nan")}, "finite"),
-        (stack(4), {**SETTING, "schedule": "linear"}, "sawtooth"),
-    ],
-)
-def test_refusals(net, arguments, message):
+REFUSED = [
+    (conv_covariance_, nn.Linear(2, 2), SETTING, "depthwise"),
+    (conv_covariance_, stack(4, k=4), SETTING, "odd size, found 4 x 4"),
+    (conv_covariance_, nn.Conv1d(4, 4, 3, groups=4), SETTING, "two-dimensional filters, found 1-D"),
+    (conv_covariance_, nn.Conv2d(4, 4, (3, 5), groups=4), SETTING, "square"),
+    (conv_covariance_, stack(4), {"sigma0": 0.1}, "missing v, a"),
+    (conv_covariance_, stack(4), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
+    (conv_covariance_, stack(4), {"preset": "cifar"}, "cifar-patch1"),
+    (conv_covariance_, stack(4), {**SETTING, "psd": "none"}, "'abs', 'clip'"),
+    (conv_covariance_, stack(4), {**SETTING, "scale": 0}, "scale: expected a number > 0"),
+    (conv_covariance_, stack(4, 4), {"sigma0": 0.1, "v": -0.5, "a": 0.0}, "expected > 0 at every depth"),
+    (conv_covariance_, stack(4), {**SETTING, "sigma0": float("nan")}, "finite"),
+    (conv_covariance_, stack(4), {**SETTING, "schedule": "linear"}, "sawtooth"),
+    (conv_covariance, 4, {"sigma": 1.0}, "odd"),
+    (conv_covariance, 0, {"sigma": 1.0}, "odd"),
+    (conv_covariance, 3, {"sigma": 0.0}, "> 0"),
+    (conv_covariance, 3.0, {"sigma": 1}, "odd"),
+    (impulse_filters_, stack(4), {"filter_size": 9}, "no central 9 x 9"),
+    (impulse_filters_, stack(4), {"filter_size": 2}, "no central 2 x 2"),
+]
+
+
+@pytest.mark.parametrize(("function", "first", "arguments", "message"), REFUSED)
+def test_refusals(function, first, arguments, message):
     with pytest.raises((UsageError, AnatomyError), match=message):
-        conv_covariance_(net, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("k", "sigma", "message"), [(4, 1.0, "odd"), (0, 1.0, "odd"), (3, 0.0, "> 0"), (3.0, 1, "odd")]
-)
-def test_covariance_refusals(k, sigma, message):
-    with pytest.raises(UsageError, match=message):
-        conv_covariance(k, sigma)
+        function(first, **arguments)
 
 
 def test_impulse_filters_are_impulses_dealt_evenly():
@@ -102,10 +101,3 @@ def test_impulse_filters_in_given_order():
     net = stack(10, k=3)
     impulse_filters_(net, order="given")
     assert net[0].weight.detach().reshape(10, 9).argmax(1).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 0]
-
-
-def test_impulse_filters_refuse_a_size_that_does_not_fit():
-    with pytest.raises(UsageError, match="no central 9 x 9"):
-        impulse_filters_(stack(4, k=7), filter_size=9)
-    with pytest.raises(UsageError, match="no central 2 x 2"):
-        impulse_filters_(stack(4, k=7), filter_size=2)

@@ -99,34 +99,6 @@ def test_batch_norm_statistics_come_along():
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
-        ({"elements": "best"}, UsageError, "'uniform'"),
-        ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
-        ({"components": []}, UsageError, "at least one"),
-        ({"components": "head", "exclude": "head*"}, UsageError, "the module has no tensor of head after exclude="),
-        ({"teacher": student(width=16)}, SpecError, "is the student larger"),
-        ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
-        ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
-        ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
-        ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
-    ],
-)
-def test_refusals_change_nothing(arguments, error, message):
-    small = student()
-    before = copy.deepcopy(small)
-    with pytest.raises(error, match=message):
-        select_weights_(small, **{"teacher": vit()} | arguments)
-    assert all(torch.equal(a, b) for a, b in zip(small.parameters(), before.parameters(), strict=True))
-
-
-def test_filters_of_another_size_are_refused():
-    with pytest.raises(SpecError, match=r"filters of \(5, 5\) cannot be selected from \(7, 7\)"):
-        select_weights_(ConvNeXt((8,), (1,), kernel_size=5), ConvNeXt((8,), (1,)))
-
-
 # --- transfer and controls --------------------------------------------------------------------------------------------
 
 
@@ -161,24 +133,6 @@ def test_the_remainder_is_kept_outside_the_directions():
     torch.testing.assert_close(u.T @ new @ vh.T, torch.diag(s), atol=1e-4, rtol=1e-4)
     outside = torch.eye(256) - u @ u.T, torch.eye(64) - vh.T @ vh
     torch.testing.assert_close(outside[0] @ new @ outside[1], outside[0] @ old @ outside[1], atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "one of rank and fraction"),
-        ({"rank": 1, "fraction": 0.1}, "one of rank"),
-        ({"rank": 0}, "rank"),
-        ({"fraction": 1.5}, "fraction"),
-        ({"rank": 1, "remainder": "noise"}, "remainder"),
-        ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear"),
-    ],
-)
-def test_refusals_of_singular_directions_and_permutations(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        transfer_singular_(vit(), vit(), **arguments)
-    with pytest.raises(UsageError, match="'entries', 'rows', 'columns'"):
-        permute_(vit(), mode="heads")
 
 
 @pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
@@ -403,22 +357,59 @@ def test_stacked_blocks_are_whole_copies():
         assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("large", "arguments", "error", "message"),
-    [
-        (lambda: vit(16, 2, 1), {}, SpecError, "expected at least the smaller network's shape"),
-        (lambda: vit(64, 2, 2), {}, SpecError, "expected heads of width 16, .* found 32"),
-        (lambda: vit(64, 2, 4), {"depth": "zero"}, UsageError, "'identity', 'stack'"),
-        (lambda: vit(64, 2, 4), {"noise": -1.0}, UsageError, "noise: expected a number >= 0"),
-        (lambda: convnexts((8, 12), (1, 1)), {}, SpecError, "the student has 2 layers in `stem`, the teacher 0"),
-        (
-            lambda: convnexts((8, 12, 16), (1, 1, 1)),
-            {"source": convnexts((8, 12), (1, 1))},
-            SpecError,
-            "student has 3 layers in `stages`, the teacher 2; only blocks can be added",
-        ),
-    ],
-)
-def test_growing_refuses(large, arguments, error, message):
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+SELECTED = [
+    ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
+    ({"elements": "best"}, UsageError, "'uniform'"),
+    ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
+    ({"components": []}, UsageError, "at least one"),
+    ({"components": "head", "exclude": "head*"}, UsageError, "the module has no tensor of head after exclude="),
+    ({"teacher": student(width=16)}, SpecError, "is the student larger"),
+    ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
+    ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
+    ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
+    ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
+]
+SINGULAR = [
+    ({}, "one of rank and fraction"),
+    ({"rank": 1, "fraction": 0.1}, "one of rank"),
+    ({"rank": 0}, "rank"),
+    ({"fraction": 1.5}, "fraction"),
+    ({"rank": 1, "remainder": "noise"}, "remainder"),
+    ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear"),
+]
+REFUSED = [
+    *((select_weights_, student, {"teacher": vit()} | given, error, message) for given, error, message in SELECTED),
+    (
+        select_weights_,
+        lambda: ConvNeXt((8,), (1,), kernel_size=5),
+        {"teacher": ConvNeXt((8,), (1,))},
+        SpecError,
+        r"filters of \(5, 5\) cannot be selected from \(7, 7\)",
+    ),
+    *((transfer_singular_, vit, {"source": vit()} | given, UsageError, message) for given, message in SINGULAR),
+    (permute_, vit, {"mode": "heads"}, UsageError, "'entries', 'rows', 'columns'"),
+    (net2net_, lambda: vit(16, 2, 1), {}, SpecError, "expected at least the smaller network's shape"),
+    (net2net_, lambda: vit(64, 2, 2), {}, SpecError, "expected heads of width 16, .* found 32"),
+    (net2net_, lambda: vit(64, 2, 4), {"depth": "zero"}, UsageError, "'identity', 'stack'"),
+    (net2net_, lambda: vit(64, 2, 4), {"noise": -1.0}, UsageError, "noise: expected a number >= 0"),
+    (net2net_, lambda: convnexts((8, 12), (1, 1)), {}, SpecError, "has 2 layers in `stem`, the teacher 0"),
+    (
+        net2net_,
+        lambda: convnexts((8, 12, 16), (1, 1, 1)),
+        {"source": convnexts((8, 12), (1, 1))},
+        SpecError,
+        "student has 3 layers in `stages`, the teacher 2; only blocks can be added",
+    ),
+]
+
+
+@pytest.mark.parametrize(("init", "make", "arguments", "error", "message"), REFUSED)
+def test_refusals_change_nothing(init, make, arguments, error, message):
+    module = make()
+    before = copy.deepcopy(module)
+    given = {"source": vit(32, 2, 2)} | arguments if init is net2net_ else arguments
     with pytest.raises(error, match=message):
-        net2net_(large(), **{"source": vit(32, 2, 2)} | arguments)
+        init(module, **given)
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))

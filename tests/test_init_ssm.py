@@ -74,8 +74,11 @@ def test_one_layer_for_all():
         assert torch.equal(student.state_dict()[name], before[name])
 
 
-def test_wrong_sources_are_one_line_errors():
+def test_wrong_arguments_and_sources_are_one_line_errors():
     network = _network(1)
+    for arguments, message in (({"c": 0}, "c: "), ({"a": 1}, "a: "), ({"convolution": 2}, "convol")):
+        with pytest.raises(UsageError, match=message):
+            mimetic_ssm_(network, **arguments)
     with pytest.raises(SpecError, match=r"expected attention of width 16, found 8"):
         ssm_from_attention_(network, CausalTransformer(9, 8, 2, heads=2))
     with pytest.raises(SpecError, match=r"expected self-attention layer 1 in the source, which has 1"):

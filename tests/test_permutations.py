@@ -329,8 +329,8 @@ def test_a_tensor_of_which_some_entries_never_vary_is_a_reason_not_a_crash() -> 
     }
 
 
-def test_transformers_have_no_specification_and_take_one_of_their_own() -> None:
-    """The message names the architectures that have one; one's own is proved by function on tokens."""
+def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_its_own() -> None:
+    """The message names the architectures that are known; one's own is proved by function on tokens."""
     recipe = Recipe.parse(
         {
             "network": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
@@ -340,7 +340,10 @@ def test_transformers_have_no_specification_and_take_one_of_their_own() -> None:
     )
     source = SimpleNamespace(spec=WeightSpec.of(build_for(recipe)), recipe=recipe)
     with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):
-        permutations_of(source)
+        permutations_of(SimpleNamespace(spec=source.spec))
+    derived = permutations_of(source)
+    assert {axis for view in derived.views if "mlp.fc1" in view.tensor for axis in view.axes} > {"blocks.0.mlp.fc1"}
+    assert set(derived.heads.values()) == {("head of blocks.0.attn.q_proj", 2)}
     axes: dict[str, list[str | None]] = {tensor.name: [None] * len(tensor.shape) for tensor in source.spec.tensors}
     right = axes | {
         "blocks.0.mlp.fc1.weight": ["hidden", None],

@@ -105,6 +105,30 @@ def test_a_shard_without_its_hash_is_damaged(folder: Path, text: "str | None") -
     one_line(error, "00001.h5", "expected its sha256", "found none")
 
 
+def test_a_shard_that_somebody_else_has_open_is_read_or_said_to_be_open(folder: Path) -> None:
+    file, expected = folder / "shards/00001.h5", Population(folder).weights().tobytes()
+    with h5py.File(file, "r"):
+        assert Population(folder).weights().tobytes() == expected
+    with h5py.File(file, "r+"), pytest.raises(DataError, match="open for writing: close it"):
+        Population(folder).weights()
+    assert Population(folder).weights().tobytes() == expected
+
+
+def test_what_is_read_is_what_was_verified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard is replaced by a damaged one between its verification and its reading."""
+    expected, check = Population(folder).weights(), shards._check_hash
+
+    def then_replace(stream: Any, file: Path) -> None:
+        check(stream, file)
+        atomic.write(file, b"damaged")
+
+    monkeypatch.setattr(shards, "_check_hash", then_replace)
+    assert Population(folder)[0:8].tobytes() == expected[0:8].tobytes()
+    monkeypatch.undo()
+    with pytest.raises(DataError, match="checksum mismatch"):
+        Population(folder).weights()
+
+
 def test_verify_reads_again_and_names_every_bad_shard(folder: Path) -> None:
     population = Population(folder)
     population.weights()

@@ -25,7 +25,6 @@ from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
 from weightscope.training.collection import collect
 from weightscope.training.optimiser import Plateau
-from weightscope.training.planning import plan
 
 pytestmark = pytest.mark.usefixtures("trusted")
 
@@ -343,10 +342,3 @@ def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_tr
     for root in range(3):
         for k in range(5):
             assert torch_seed(root, k, Purpose.SEQUENCES) != torch_seed(0, 1, Purpose.HELD_OUT)
-
-
-def test_plans_of_populations(tmp_path):
-    found = plan(recipe(), tmp_path / "a.pop", workers=1, device="cpu")
-    assert found.tiles == 2
-    assert found.tile_seconds[0] > 0
-    assert not (tmp_path / "a.pop").exists()

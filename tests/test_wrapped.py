@@ -131,3 +131,36 @@ def test_a_mask_is_never_a_weight():
     wi.kaiming_uniform_(nn.Sequential(layer), generator=seeded())
     assert torch.equal(layer.weight_mask, mask)
     assert torch.equal(layer.weight == 0, mask == 0)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        flat = self.weight.flatten(1)
+        weight = (flat - flat.mean(1, keepdim=True)) / flat.std(1, keepdim=True)
+        return self._conv_forward(x, weight.view_as(self.weight), self.bias)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+
+class Same(nn.Conv2d):
+    """With padding of its own, which changes no weight."""
+
+    def forward(self, x):
+        return super().forward(nn.functional.pad(x, (0, 1, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    "layer", [Standardised(3, 6, 3, padding=1), Standardised(4, 8, 2, stride=2, groups=2), Scaled(5, 7)]
+)
+def test_layers_that_scale_their_weight_in_the_forward_pass_are_refused(layer):
+    model = nn.Sequential(Same(3, 4, (3, 5), stride=2, dilation=2), layer)
+    before = copy.deepcopy(model.state_dict())
+    message = rf"`1` \({type(layer).__name__}\) computes with other numbers than its weight"
+    for use in (wi.xavier_, lambda m: audit(m, "xavier")):
+        with pytest.raises(DataError, match=message):
+            use(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert audit(wi.xavier_(model[:1]), "xavier").checks

@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
     from weightscope.analysis.inspection import inspect, verify
+    from weightscope.anatomy.permutation_groups import permutation_spec
     from weightscope.auditing import audit, track
     from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
@@ -48,6 +49,7 @@ _HOMES = {
     "fit_network": "fits.one_network",
     "inspect": "analysis.inspection",
     "load_init": "init",
+    "permutation_spec": "anatomy.permutation_groups",
     "products": "analysis.attention_products",
     "track": "auditing",
     "verify": "analysis.inspection",

@@ -20,6 +20,11 @@ from weightscope.errors import DataError, UsageError
 
 T = TypeVar("T")
 
+
+class SourceChanged(DataError):
+    """A user's code is not what it was when a population was created."""
+
+
 REQUIRED = inspect.Parameter.empty
 
 # Objects passed in Python that cannot be imported: functions of a notebook or a script, and what has no name.
@@ -241,9 +246,9 @@ def source_hash(reference: str) -> str:
 
 
 def check_source(reference: str, expected: str, where: object) -> None:
-    """Raise DataError if the source is not the one that a population records; nothing of it runs."""
+    """Raise SourceChanged if the source is not the one that a population records; nothing of it runs."""
     if (found := source_hash(reference)) != expected:
-        raise DataError(
+        raise SourceChanged(
             f"{where}: the source of {reference} has changed since the population was created: expected hash "
             f"{expected}, found {found}; `weightscope inspect --source {where}` shows the original: restore it, or "
             "collect into another folder"

@@ -25,6 +25,7 @@ from weightscope.errors import DataError, UsageError
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")  # with the attribute `module`
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")  # of torch.compile, checkpointing, adapters
+_LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MARKS = {*_INSIDE, "parametrizations"}
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
@@ -147,7 +148,33 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
                 return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
             if writing and torch._debug_has_internal_overlap(value) == 1:
                 return f"`{name}` is expanded, its entries share memory; clone it first"
+        if _uses_others(inner):
+            return f"`{path}` ({kind.__name__}) computes with other numbers than its weight; use a plain layer"
     return _overlap(module) if writing else None
+
+
+def _uses_others(layer: nn.Module) -> bool:
+    """Whether the forward pass of a linear or convolutional layer scales or standardises its weight."""
+    stock: Any = next((one for one in _LINEAR if isinstance(layer, one)), None)
+    if stock is None or all(
+        getattr(type(layer), key, 0) is getattr(stock, key, 0) for key in ("forward", "_conv_forward")
+    ):
+        return False
+    weight, groups = layer.weight.detach().cpu().double(), getattr(layer, "groups", 1)  # type: ignore[operator]
+    x = torch.randn(weight.shape[1] * groups, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # Of an image of one colour, padding does not reach the middle, where the kernel's entries are added up.
+    sides = zip(weight.shape[2:], getattr(layer, "stride", ()), getattr(layer, "dilation", ()), strict=True)
+    image = x.reshape(1, -1, *(1 for _ in weight.shape[2:]))
+    image = image.expand(1, -1, *(4 * dilation * (k - 1) + 2 * stride + 1 for k, stride, dilation in sides))
+    bias = None if layer.bias is None else layer.bias.detach().cpu().double()  # type: ignore[operator]
+    sums = weight.reshape(*weight.shape[:2], -1).sum(-1, keepdim=True)
+    wanted = nn.functional.conv1d(x[None, :, None], sums, bias, groups=groups)
+    try:
+        found = copy.deepcopy(layer).cpu().double().eval()(image)[0]
+    except Exception:  # noqa: BLE001 - a layer that takes something else, or whose adapter was looked through
+        return False
+    middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
+    return not torch.allclose(middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
 def _overlap(module: nn.Module) -> str | None:

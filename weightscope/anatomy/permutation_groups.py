@@ -1,5 +1,6 @@
-"""Permutation specifications of known architectures, by the names of their tensors; and the proof by function."""
+"""Permutation specifications: by the names of tensors, or derived from the forward pass; and the check by function."""
 
+import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing, unwrapped
 from weightscope._util.torch_random import seeded
-from weightscope.errors import AnatomyError, SpecError
+from weightscope.anatomy.permutation_graph import Recorder, call, derive_permutations, tensors_in
+from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.networks.building import build_for
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
@@ -196,20 +199,37 @@ ARCHITECTURES: Mapping[str, Sequence[Rule]] = {
 }
 
 
-def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
-    """The permutation specification of a network whose tensors have known names.
+def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None) -> PermutationSpec:
+    """The permutation specification of a network: which units may be renumbered without changing what it computes.
+
+    With example inputs, that of any module, from the operations of its forward pass: see
+    `weightscope.anatomy.permutation_graph`. Without, that of a network whose tensors have known names: a module, which
+    also tells which units are of one head, or a spec, of all tensors or some.
 
     Renumbering keeps the function. Whether it also keeps the distribution of trained weights depends on their initial
     values: sinusoidal positions tell channels apart, GPSA's position vectors tell heads apart, and its W_V = 1 ties
     coordinates to channels.
 
-    A module also tells which units are of one head; a spec, of all tensors or some, only where a tensor has an axis of
-    heads. An AnatomyError names what was not recognised; write `PermutationSpec.from_axes` of your own then.
+    Args:
+        network: a module, or the spec of its tensors.
+        example_inputs: a tensor, a tuple of arguments or a mapping of keyword arguments, as for the module. A batch of
+            two or more, and lengths that differ from the numbers of units, are best.
+
+    Raises:
+        AnatomyError: if names are not recognised; with example inputs, if renumbering changes the outputs. Write
+            `PermutationSpec.from_axes` of your own then.
+        UsageError: if example inputs are given for a spec.
 
     Example:
         >>> permutation_spec(population.spec).sizes
         {'channels.0': 16, 'hidden.0.0': 32, ...}
+        >>> permutation_spec(torchvision.models.resnet18(), torch.randn(2, 3, 64, 64)).sizes
+        {'conv1': 64, 'layer1.0.conv1': 64, ...}
     """
+    if example_inputs is not None:
+        if not isinstance(network, nn.Module):
+            raise UsageError(f"example_inputs: expected a module to run on them, found a {type(network).__name__}")
+        return derived(network, example_inputs)
     spec, heads = (WeightSpec.of(network), _heads(network)) if isinstance(network, nn.Module) else (network, {})
     nearest: tuple[str, list[str]] = ("", list(spec.names))
     for name, rules in ARCHITECTURES.items():
@@ -223,8 +243,22 @@ def permutation_spec(network: WeightSpec | nn.Module) -> PermutationSpec:
     like = f"nearest is {nearest[0]}, without " if nearest[0] else "this network: "
     raise AnatomyError(
         f"no permutation specification for this network, there are those of {', '.join(ARCHITECTURES)}: "
-        f"{like}{listing(nearest[1], 4)}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})"
+        f"{like}{listing(nearest[1], 4)}; derive it from the module, permutation_spec(module, example_inputs), or give "
+        "your own, PermutationSpec.from_axes(spec, {name: (group, ...)})"
     )
+
+
+def derived(module: nn.Module, inputs: Any) -> PermutationSpec:
+    """The specification that the module's forward pass shows, checked by function in float64."""
+    found = derive_permutations(module, inputs)
+    change, tolerance = change_of_function(module, inputs, found)
+    if not change < tolerance:
+        raise AnatomyError(
+            f"expected renumbering to leave the network's outputs unchanged, found them to change by {change:.1g} of "
+            "their size with the permutations that its operations show; give your own, "
+            "PermutationSpec.from_axes(spec, {name: (group, ...)})"
+        )
+    return found
 
 
 _HEADS = ("num_heads", "heads", "num_attention_heads")
@@ -286,7 +320,8 @@ def _views(tensor: TensorSpec, rules: Sequence[Rule], spec: WeightSpec) -> tuple
             axes = _filled(named, values, tensor)
             if axes is None:
                 return None
-            out.append(View(f"{tensor.name}[{label}]", tensor.name, (count, *tensor.shape[1:]), axes, start))
+            offset = (start, *(0 for _ in tensor.shape[1:]))
+            out.append(View(f"{tensor.name}[{label}]", tensor.name, (count, *tensor.shape[1:]), axes, offset))
             start += count
         return tuple(out)
     return None
@@ -323,44 +358,52 @@ def apply_permutation(
 
 @torch.no_grad()
 def check_permutations(
-    module: nn.Module, inputs: torch.Tensor, permutations: PermutationSpec | None = None, *, seed: int = 0
+    module: nn.Module, inputs: Any, permutations: PermutationSpec | None = None, *, seed: int = 0
 ) -> float:
     """How much a network's outputs change, at most, when its units are renumbered at random; its weights are put back.
 
     The largest absolute difference over the largest absolute value: in float64 and evaluation mode about 1e-15 for a
-    right specification, of the order of 1 for a wrong one.
+    right specification, of the order of 1 for a wrong one. `inputs` are as for `permutation_spec`.
     """
-    before = module(inputs)
-    kept = {name: value.clone() for name, value in module.state_dict().items()}
+    before = [output.clone() for output in tensors_in(call(module, inputs))]
+    state = module.state_dict()
+    kept = {name: value.clone() for name, value in state.items()}
     try:
         apply_permutation(module, permutations, rng=np.random.default_rng(seed))
-        after = module(inputs)
+        after = tensors_in(call(module, inputs))
     finally:
-        module.load_state_dict(kept)
-    return float((after - before).abs().max() / before.abs().max())
+        for name, value in kept.items():
+            state[name].copy_(value)
+    return max(float((b - a).abs().max() / a.abs().max()) for a, b in zip(before, after, strict=True))
 
 
 OwnPermutations = PermutationSpec | Mapping[str, Sequence[str | None]]
 
 
 def permutations_of(source: Any, given: OwnPermutations | None = None) -> PermutationSpec:
-    """The permutation specification of the tensors of a source: that of their names, or one's own, checked.
+    """The permutation specification of the tensors of a source: that of their names, derived, or one's own, checked.
 
-    One's own may be tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked
-    by function if the source has a recipe, as a population has: a network of the recipe with random weights in all its
-    tensors must have the same outputs after renumbering; a SpecError if not.
+    Where the names are not known it is derived from a network of the source's recipe, if it has one. One's own may be
+    tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked by function if
+    the source has a recipe, as a population has: a network of the recipe with random weights in all its tensors must
+    have the same outputs after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
+    recipe = getattr(source, "recipe", None)
     if given is None:
-        return permutation_spec(spec)
+        try:
+            return permutation_spec(spec)
+        except AnatomyError:
+            if recipe is None:
+                raise
+        return derived(_built(recipe), _inputs(recipe))
     found = given if isinstance(given, PermutationSpec) else PermutationSpec.from_axes(spec, given)
     described = {view.tensor for view in found.views}
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
-    recipe = getattr(source, "recipe", None)
     if recipe is not None:
-        change = _change_of_function(recipe, found)
-        if not change < 1e-9:
+        change, tolerance = change_of_function(_built(recipe), _inputs(recipe), found)
+        if not change < tolerance:
             raise SpecError(
                 "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
                 f"{change:.1g} of their size; axes of units that belong together need one group, and units of "
@@ -369,16 +412,29 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     return found
 
 
-@torch.no_grad()
-def _change_of_function(recipe: Recipe, permutations: PermutationSpec) -> float:
-    """`check_permutations` of a recipe's network, whose tensors are all made to differ between units."""
-    generator = torch.Generator().manual_seed(0)
+def _built(recipe: Recipe) -> nn.Module:
     with seeded(0):
-        module = build_for(recipe).double().eval()
+        return build_for(recipe)
+
+
+def _inputs(recipe: Recipe) -> torch.Tensor:
+    return recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+
+
+@torch.no_grad()
+def change_of_function(module: nn.Module, inputs: Any, permutations: PermutationSpec) -> tuple[float, float]:
+    """`check_permutations` of a copy in float64 whose tensors all differ between units, and the tolerance for it.
+
+    Networks that compute parts in float32, as transformers' softmax and RMSNorm, are compared to its precision.
+    """
+    generator = torch.Generator().manual_seed(0)
+    module = copy.deepcopy(module).double().eval()
     for name, value in (*module.named_parameters(), *module.named_buffers()):
         if value.is_floating_point():
-            noise = 0.3 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
+            noise = 0.2 * torch.randn(value.shape, generator=generator, dtype=value.dtype)
             value.copy_(value * noise.exp() if name.endswith("running_var") else value + noise)
-    inputs = recipe.data.inputs(generator, 4)
-    inputs = inputs.double() if inputs.is_floating_point() else inputs
-    return check_permutations(module, inputs, permutations)
+    double = tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, inputs)
+    with Recorder() as recorder:
+        call(module, double)
+    tolerance = 1e-9 if recorder.dtypes <= {torch.float64} else 1e-4
+    return check_permutations(module, double, permutations), tolerance

@@ -375,16 +375,12 @@ def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
 def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
     """A stored specification, checked against the tensors that it is about."""
     with _stored("permutations", array, "a permutation specification") as text:
-        stored = json.loads(text)["views"]
-        permutations = PermutationSpec(
-            tuple(View(**v | {"shape": tuple(v["shape"]), "axes": tuple(v["axes"])}) for v in stored)
-        )
-        left = {tensor.name: (*tensor.shape, 1)[0] for tensor in spec.tensors}  # rows
+        permutations = PermutationSpec(tuple(View.from_dict(view) for view in json.loads(text)["views"]))
+        covered = {tensor.name: np.zeros(tensor.shape, dtype=np.int8) for tensor in spec.tensors}
         for view in permutations.views:
-            shape, rows = spec[view.tensor].shape, (*view.shape, 1)[0]
-            if view.shape[1:] != shape[1:] or not 0 <= view.start <= view.start + rows <= (*shape, 1)[0]:
-                raise DataError(f"`{view.name}`: {view.shape} is no part of {shape}")
-            left[view.tensor] -= rows
-        if wrong := [name for name, rows in left.items() if rows]:
+            if not view.fits(spec[view.tensor].shape):
+                raise DataError(f"`{view.name}`: {view.shape} is no part of {spec[view.tensor].shape}")
+            view.write(covered[view.tensor], view.of(covered[view.tensor]) + 1)
+        if wrong := [name for name, times in covered.items() if (times != 1).any()]:
             raise DataError(f"its views do not cover {wrong[:3]}")
     return permutations

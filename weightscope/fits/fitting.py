@@ -16,7 +16,7 @@ from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
 from weightscope._util.trust import trusting
 from weightscope._version import __version__
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
 from weightscope.fits.structure import STRUCTURES, Structure, structure_class
@@ -83,13 +83,14 @@ def fit(
     """
     classes = _classes(structure, options)
     own = {}
-    if permutations is not None:
-        if not any(item.uses_permutations for item in classes):
-            names = ", ".join(item.name for item in classes)
-            raise UsageError(f"permutations: not used by {names}, only by exchangeable")
+    if any(item.uses_permutations for item in classes):
         from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
 
-        own["permutations"] = permutations_of(source, permutations)
+        with contextlib.suppress(AnatomyError):  # the structure says why it cannot be fitted
+            own["permutations"] = permutations_of(source, permutations)
+    elif permutations is not None:
+        names = ", ".join(item.name for item in classes)
+        raise UsageError(f"permutations: not used by {names}, only by exchangeable")
     choice("joint", joint, get_args(Joint))
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:

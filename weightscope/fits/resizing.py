@@ -181,9 +181,12 @@ def _permutations(structure: Exchangeable, network: WeightSpec, tensors: Mapping
             old, new = structure.spec[view.tensor].shape, network[view.tensor].shape
             if len(new) != len(old):
                 raise SpecError(f"`{view.tensor}`: expected {len(old)} axes, found {new}")
+            if view.strides and new != old:
+                raise SpecError(f"`{view.tensor}`: expected {old}, as its permutations were derived for, found {new}")
             share = new[0] / old[0] if new else 1.0  # a view may be some rows of its tensor
-            shape = (round(view.shape[0] * share), *new[1:]) if new else new
-            views.append(replace(view, shape=shape, start=round(view.start * share)))
+            shape = view.shape if view.strides or not new else (round(view.shape[0] * share), *new[1:])
+            offset = (round(view.offset[0] * share), *view.offset[1:]) if view.offset else ()
+            views.append(replace(view, shape=shape, offset=offset))
     return PermutationSpec(tuple(views), structure.permutations.heads)
 
 

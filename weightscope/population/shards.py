@@ -11,9 +11,11 @@ on recipe, tile, torch version, HDF5 version, device and kernels only.
 import contextlib
 import hashlib
 import io
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -32,6 +34,7 @@ AGAIN = "run `weightscope collect` again to retrain it"
 _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _FORMAT = "weightscope-shard"
 _SCHEMA = 1
+_FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
 _KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?"}  # data types; other metrics are any numbers
@@ -140,53 +143,59 @@ def tidy_hash(file: Path) -> str:
 
 @contextlib.contextmanager
 def open_shard(
-    file: Path, manifest: Manifest, tile: int, *, known: tuple[int, ...] | None = None, least: int = 1
+    file: Path, manifest: Manifest, tile: int, *, verified: dict[int, tuple[int, ...]] | None = None, least: int = 1
 ) -> Iterator[h5py.File]:
-    """A shard with at least `least` networks, after its hash, which keeps HDF5 from parsing a damaged file, and then
-    its structure were verified, unless its `signature` is `known`; DataError if it is damaged or foreign.
+    """A shard with at least `least` networks; DataError if it is damaged or foreign.
+
+    First its hash, which keeps HDF5 from parsing a damaged file, and then its structure are verified, unless `verified`
+    has inode, size and modification time of the tile's file; they are put there. What is verified is what is read: one
+    open file, which HDF5 reads through Python, so that it does not mind who else has opened it.
     """
-    fresh = known is None or signature(file) != known
-    try:
-        if fresh:
-            _check_hash(file)
-        # No lock: the file never changes, and a read-only or network file system may not have any.
-        h5 = h5py.File(file, "r", locking=False)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno is not None:  # no permission, or a pipe or a device under this name
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}; change its permissions") from error
-        raise DataError(
-            f"{file}: its checksum is right, but it cannot be read as an HDF5 shard: {error}; upgrade weightscope if a "
-            f"newer version wrote it, or move it out of the population and {AGAIN}"
-        ) from error
-    with h5:
+    with contextlib.ExitStack() as stack:
+        try:
+            stream = stack.enter_context(open_regular(file))
+            if fresh := verified is None or verified.get(tile) != _signature(stream):
+                try:
+                    _check_hash(stream, file)
+                except DamagedShard:  # or replaced before its hash was read
+                    stream = stack.enter_context(open_regular(file))
+                    _check_hash(stream, file)
+            h5 = stack.enter_context(h5py.File(stream, "r"))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno is not None:  # no permission, or a pipe or a device under this name
+                raise DataError(f"{file}: cannot be read: {error.strerror or error}; change its permissions") from error
+            raise DataError(
+                f"{file}: its checksum is right, but it cannot be read as an HDF5 shard: {error}; upgrade weightscope "
+                f"if a newer version wrote it, or move it out of the population and {AGAIN}"
+            ) from error
         if fresh:
             try:
                 _check_structure(h5, file, manifest, tile, least)
             except (KeyError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 raise _foreign(file, "a shard of this version", f"an unreadable one ({error})") from error
+        if verified is not None:
+            verified[tile] = _signature(stream)
         yield h5
 
 
-def signature(file: Path) -> tuple[int, ...]:
+def _signature(stream: BufferedReader) -> tuple[int, ...]:
     """Inode, size and modification time, which change when a file is replaced or rewritten."""
-    found = file.stat()
+    found = os.fstat(stream.fileno())
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _check_hash(file: Path) -> None:
-    digest = _digest(file)
-    listed = _listed(file)
-    if digest not in listed:
-        # It may have been replaced between the two reads.
-        digest, listed = _digest(file), _listed(file)
+def _check_hash(stream: BufferedReader, file: Path) -> None:
+    digest, listed = hashlib.file_digest(stream, "sha256").hexdigest(), _listed(file)
     if not listed:
         raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
     if digest not in listed:
+        stream.seek(_FLAGS)
+        why = " (HDF5 marks it as open for writing: close it where it is open)" if stream.read(1) not in b"\0" else ""
         raise DamagedShard(
-            f"{file}: checksum mismatch, expected sha256 {listed[0][:16]}, found {digest[:16]} in "
-            f"{file.stat().st_size} bytes; {AGAIN}"
+            f"{file}: checksum mismatch{why}, expected sha256 {listed[0][:16]}, found {digest[:16]} in "
+            f"{os.fstat(stream.fileno()).st_size} bytes; {AGAIN}"
         )
 
 

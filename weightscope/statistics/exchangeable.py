@@ -92,7 +92,8 @@ def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permut
     for kind in permutations.types:
         for view in kind.views:
             part = parts[kind.groups][..., kind.slices[view.name]]
-            view.of(tensors[view.tensor])[...] += _spread(part, view, kind.groups)
+            tensor = tensors[view.tensor]
+            view.write(tensor, view.of(tensor) + _spread(part, view, kind.groups))
     return out
 
 

@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, combinations
 from math import prod
+from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from weightscope._util.names import listing
 from weightscope.errors import SpecError, UsageError
@@ -23,7 +25,10 @@ class View:
     # for each axis None (fixed: filter positions, classes, tokens), the name of the group that permutes it, or that
     # name after a "~" where the group also flips the sign of each of its coordinates
     axes: tuple[str | None, ...]
-    start: int = 0  # first row of the view within the tensor's first axis
+    offset: tuple[int, ...] = ()  # where it begins on each axis of the tensor; () at zero, if there are no strides
+    # for each axis of the view the tensor's axis and the lengths and strides along it, in entries; () if the view has
+    # the axes of the tensor. A group of heads may have two, of the heads and of the units in each
+    strides: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
 
     @property
     def labels(self) -> frozenset[str]:
@@ -35,12 +40,51 @@ class View:
         """The number of fixed entries, which is how often each irreducible part occurs."""
         return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
 
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> "View":
+        """The view that `dataclasses.asdict` gave, from JSON."""
+        strides = tuple((axis, tuple((n, step) for n, step in pairs)) for axis, pairs in stored.get("strides", ()))
+        shapes = {key: tuple(stored.get(key, ())) for key in ("shape", "axes", "offset")}
+        return cls(stored["name"], stored["tensor"], **shapes, strides=strides)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has all entries of the view."""
+        strides = self.strides or tuple((i, ((n, 1),)) for i, n in enumerate(self.shape))
+        last = list(self.offset or (0,) * len(shape))
+        numbers = [*last, *self.shape, *(x for axis, pairs in strides for pair in ((axis, 1), *pairs) for x in pair)]
+        if not all(type(x) is int and x >= 0 for x in numbers) or not len(last) == len(shape) >= len(
+            {a for a, _ in strides}
+        ):
+            return False
+        if [prod(n for n, _ in pairs) for _, pairs in strides] != list(self.shape):
+            return False
+        for axis, pairs in strides:
+            if axis >= len(shape):
+                return False
+            last[axis] += sum((n - 1) * step for n, step in pairs)
+        return all(end < n for end, n in zip(last, shape, strict=True)) and len(self.axes) == len(self.shape)
+
+    def _window(self, tensor: np.ndarray) -> np.ndarray:
+        """The view's entries in the tensor's memory, (..., *lengths)."""
+        strides = self.strides or tuple((i, ((n, 1),)) for i, n in enumerate(self.shape))
+        ndim = len(self.offset) or len(self.shape)
+        lead = tensor.ndim - ndim
+        if self.offset:
+            window: tuple[Any, ...] = (..., *(slice(start, None) for start in self.offset))
+            tensor = tensor[window]
+        lengths = [n for _, pairs in strides for n, _ in pairs]
+        steps = [step * tensor.strides[lead + axis] for axis, pairs in strides for _, step in pairs]
+        return as_strided(tensor, (*tensor.shape[:lead], *lengths), (*tensor.strides[:lead], *steps))
+
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """The view's entries (..., *shape) of its tensor (..., *tensor shape)."""
-        lead = tensor.ndim - len(self.shape)
-        return (
-            tensor[(slice(None),) * lead + (slice(self.start, self.start + self.shape[0]),)] if self.shape else tensor
-        )
+        window = self._window(tensor)
+        return window.reshape(*window.shape[: tensor.ndim - (len(self.offset) or len(self.shape))], *self.shape)
+
+    def write(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Set the view's entries of its tensor to values (..., *shape)."""
+        window = self._window(tensor)
+        window[...] = values.reshape(window.shape)
 
 
 @dataclass(frozen=True)
@@ -87,6 +131,7 @@ class PermutationSpec:
         heads: group -> (name, H) for the units of attention heads: unit i belongs to head i // (n / H). Units stay
             within their head, and heads of one name are permuted together; those without a name (None) stay where
             they are. Statistics do not depend on it: they are averages over heads.
+        notes: what a specification that was derived leaves out, and why.
 
     Raises:
         SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
@@ -95,6 +140,7 @@ class PermutationSpec:
 
     views: tuple[View, ...]
     heads: Mapping[str, tuple[str | None, int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         self.sizes  # noqa: B018 - checks the lengths
@@ -204,7 +250,7 @@ class PermutationSpec:
                 part = np.take(part, order, axis=i)
                 if is_signed(axis):
                     part = part * signs.astype(part.dtype).reshape([-1 if j == i else 1 for j in range(part.ndim)])
-            view.of(out[view.tensor])[...] = part
+            view.write(out[view.tensor], part)
         return out
 
 

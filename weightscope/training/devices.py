@@ -135,9 +135,7 @@ _MAPPED, _LARGE = 65_536, 32 << 20
 def keep_freed_memory() -> bool:
     """Keep freed blocks for reuse; returns whether it took effect, which needs glibc."""
     library = _glibc()
-    if library is None or not library.mallopt(_M_MMAP_MAX, _NONE):
-        return False
-    return bool(library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return bool(library and library.mallopt(_M_MMAP_MAX, _NONE) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
 def return_freed_memory() -> None:

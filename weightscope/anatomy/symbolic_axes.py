@@ -1,0 +1,501 @@
+"""Axes as products of units that may be renumbered: what permutations of units do to the axes of tensors.
+
+The rows of a linear layer are n units that may be renumbered. Reshaping them into heads makes them a product, slicing
+makes them a concatenation, adding a residual makes two sets of units one, and meeting tokens or pixels makes them
+fixed. `Axes` keeps this as terms and merges them by unification; `Unit.within` says on which other units a permutation
+may depend, since the coordinates of each head may be renumbered by themselves.
+
+Signs are linear equations over GF(2). Each axis of a parameter has an unknown bit: whether its entries change sign when
+that of the unit does. An axis of an intermediate result has a sum of such bits, as the bit mask of an int; products
+add, sums and contractions need equal ones, and an operation that is neither odd nor even needs zero.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TypeAlias
+
+
+@dataclass(eq=False)
+class Unit:
+    """n units that are renumbered together, until they turn out to be the same as others, fixed or composed of some."""
+
+    size: int
+    same: "Unit | None" = None  # as which it was found to be
+    fixed: bool = False
+    parts: "Axis | None" = None  # what it is composed of
+    within: "set[Unit]" = field(default_factory=set)  # permutations may differ between these
+    outer: "tuple[Unit, int] | None" = None  # (the units that it is a factor of, its place among their parts)
+    cuts: set[int] = field(default_factory=set)  # where it was sliced, as an outer factor of others
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Some units along an axis, and the mask of bits whose sum says whether entries change sign with them."""
+
+    unit: Unit
+    sign: int = 0
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        return self.unit.size
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """n positions that keep their place: tokens, pixels, classes; `free` if entries do not differ between them."""
+
+    size: int
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Concatenation:
+    """Axes one after another."""
+
+    parts: "tuple[Axis, ...]"
+    key: int | None = None  # of an axis whose parts have a `Choice` elsewhere in the tensor
+
+    @property
+    def size(self) -> int:
+        """The sum of the parts'."""
+        return sum(map(length, self.parts))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An axis that differs between the parts of the `Concatenation` with this key: q, k and v in (3, n)."""
+
+    key: int
+    axes: "tuple[Axis, ...]"
+
+    @property
+    def size(self) -> int:
+        """The same for all."""
+        return length(self.axes[0])
+
+
+Factor: TypeAlias = Leaf | Fixed | Concatenation | Choice
+Axis: TypeAlias = tuple[Factor, ...]  # a product, outer factors first; () has length one
+
+
+def length(axis: Axis) -> int:
+    """The number of entries along an axis."""
+    return prod(factor.size for factor in axis)
+
+
+def fixed(n: int, free: bool = False) -> Axis:
+    """An axis of n fixed positions."""
+    return (Fixed(n, free),) if n != 1 else ()
+
+
+def factors(axis: Axis) -> Iterator[Factor]:
+    """All factors of an axis, those inside concatenations and choices as well."""
+    for factor in axis:
+        yield factor
+        if isinstance(factor, Concatenation | Choice):
+            for part in factor.parts if isinstance(factor, Concatenation) else factor.axes:
+                yield from factors(part)
+
+
+class Axes:
+    """The terms of one pass through a network's operations, and the equations of signs that they led to."""
+
+    def __init__(self) -> None:
+        self.equations: list[int] = []  # sums of bits that must be zero
+        self._bits = 0
+        self._keys = 0
+
+    def bit(self) -> int:
+        """A new unknown bit, as a mask."""
+        self._bits += 1
+        return 1 << (self._bits - 1)
+
+    def new(self, n: int, within: Iterable[Unit] = ()) -> Axis:
+        """An axis of n new units."""
+        return (Leaf(Unit(n, within=set(within)), self.bit()),) if n != 1 else ()
+
+    # -- resolving
+
+    def root(self, unit: Unit) -> Unit:
+        """The unit that stands for all that were found to be the same."""
+        while unit.same is not None:
+            unit = unit.same
+        return unit
+
+    def resolved(self, axis: Axis) -> Axis:
+        """The axis with everything put in that is known of its units."""
+        out: list[Factor] = []
+        for factor in axis:
+            if isinstance(factor, Leaf):
+                unit = self.root(factor.unit)
+                if unit.parts is not None:
+                    out += self.resolved(_signed(unit.parts, factor.sign))
+                else:
+                    out.append(Leaf(unit, factor.sign))
+            elif isinstance(factor, Concatenation):
+                parts = tuple(map(self.resolved, factor.parts))
+                if len(parts) == 1:
+                    out += parts[0]
+                else:
+                    out.append(Concatenation(parts, factor.key))
+            elif isinstance(factor, Choice):
+                out.append(Choice(factor.key, tuple(map(self.resolved, factor.axes))))
+            else:
+                out.append(factor)
+        return tuple(_joined(out))
+
+    def units(self, axis: Axis) -> list[Unit]:
+        """The units on an axis, fixed ones as well."""
+        return [factor.unit for factor in factors(self.resolved(axis)) if isinstance(factor, Leaf)]
+
+    def within(self, unit: Unit) -> set[Unit]:
+        """The units on which permutations of these may depend."""
+        return {other for outer in self.root(unit).within for other in self.units((Leaf(outer),))}
+
+    # -- facts
+
+    def fix(self, axis: Axis) -> None:
+        """Hold all units of an axis in their places."""
+        for unit in self.units(axis):
+            unit.fixed = True
+
+    def unsigned(self, axis: Axis) -> None:
+        """Entries must not change sign with units of this axis."""
+        for factor in factors(self.resolved(axis)):
+            if isinstance(factor, Leaf):
+                self._equal(factor.sign, 0)
+
+    def even(self, axis: Axis) -> Axis:
+        """The axis of a result that does not change sign, whatever its argument does."""
+        return _signed(self.resolved(axis), 0)
+
+    def _equal(self, a: int, b: int) -> None:
+        if a != b:
+            self.equations.append(a ^ b)
+
+    def _same(self, a: Unit, b: Unit) -> None:
+        if a is b:
+            return
+        a.within = self.within(a) & self.within(b)
+        b.same = a
+        a.fixed |= b.fixed
+        a.cuts |= b.cuts
+        a.outer = a.outer or b.outer
+
+    def _compose(self, unit: Unit, parts: Axis) -> None:
+        """Record that units are a product, whose inner factors may depend on the outer ones, or a concatenation."""
+        unit.parts = parts
+        before: set[Unit] = set(unit.within)
+        for place, factor in enumerate(parts):
+            for inner in factors((factor,)):
+                if isinstance(inner, Leaf):
+                    inner.unit.within |= before
+                    inner.unit.fixed |= unit.fixed
+            if isinstance(factor, Leaf):
+                factor.unit.outer = (unit, place)
+                before = before | {factor.unit}
+
+    # -- merging
+
+    def merge(self, a: Axis, b: Axis, *, product: bool = False) -> Axis:
+        """The axis of entries a + b, or of a b: both are permuted alike.
+
+        Signs must be equal in a sum, and add in a product.
+        """
+        a, b = self.resolved(a), self.resolved(b)
+        if not a or not b:  # broadcast
+            a, b = a or fixed(length(b), free=True), b or fixed(length(a), free=True)
+        out: list[Factor] = []
+        left, right = list(a), list(b)
+        while left and right:
+            x, y = left[0], right[0]
+            if x.size == y.size:
+                del left[0], right[0]
+                out += self._merge(x, y, product)
+                continue
+            smaller = min(x.size, y.size)
+            divided = [self._divided(factor, smaller) if factor.size > smaller else (factor,) for factor in (x, y)]
+            if divided[0] is None or divided[1] is None:
+                self.fix(tuple(left))
+                self.fix(tuple(right))
+                out += fixed(prod(factor.size for factor in left))
+                break
+            left[:1], right[:1] = divided[0], divided[1]
+        return self.resolved(tuple(out))
+
+    def _merge(self, x: Factor, y: Factor, product: bool) -> Axis:
+        for one, other in ((x, y), (y, x)):
+            if isinstance(one, Fixed):
+                if not one.free:
+                    self.fix((other,))
+                elif not product:
+                    self.unsigned((other,))
+                return (one,) if isinstance(other, Fixed) and other.free else (other,)
+        for one, other in ((x, y), (y, x)):
+            if isinstance(one, Choice) and not (isinstance(other, Choice) and one.key == other.key):
+                return self.merge(self.collapsed((one,)), (other,), product=product)
+        if isinstance(x, Choice) and isinstance(y, Choice):
+            return (
+                Choice(x.key, tuple(self.merge(p, q, product=product) for p, q in zip(x.axes, y.axes, strict=True))),
+            )
+        if isinstance(x, Leaf) and isinstance(y, Leaf):
+            if not product:
+                self._equal(x.sign, y.sign)
+            self._same(x.unit, y.unit)
+            return (Leaf(x.unit, x.sign ^ y.sign if product else x.sign),)
+        if isinstance(x, Leaf) or isinstance(y, Leaf):
+            leaf, cat = (x, y) if isinstance(x, Leaf) else (y, x)
+            assert isinstance(leaf, Leaf)
+            assert isinstance(cat, Concatenation)
+            self._compose(leaf.unit, (Concatenation(tuple(self._shape_of(part) for part in cat.parts)),))
+            return self.merge((leaf,), (cat,), product=product)
+        assert isinstance(x, Concatenation)
+        assert isinstance(y, Concatenation)
+        ends = sorted({*_ends(x), *_ends(y)})
+        parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
+        if any(p is None or q is None for p, q in parts):
+            self.fix((x,))
+            self.fix((y,))
+            return fixed(x.size)
+        merged = tuple(self.merge(p, q, product=product) for p, q in parts if p is not None and q is not None)
+        return (Concatenation(merged, x.key if x.key == y.key else None),)
+
+    def _shape_of(self, axis: Axis) -> Axis:
+        """New units in the same arrangement."""
+        out: list[Factor] = []
+        for factor in self.resolved(axis):
+            if isinstance(factor, Concatenation):
+                out.append(Concatenation(tuple(map(self._shape_of, factor.parts))))
+            elif isinstance(factor, Leaf):
+                out.append(Leaf(Unit(factor.size), self.bit()))
+            elif isinstance(factor, Choice):
+                out += self._shape_of(factor.axes[0])
+            else:
+                out.append(factor)
+        return tuple(out)
+
+    def collapsed(self, axis: Axis) -> Axis:
+        """An axis without choices: where there are some, their axes are made one."""
+        out: list[Factor] = []
+        for factor in self.resolved(axis):
+            if isinstance(factor, Choice):
+                first = factor.axes[0]
+                for other in factor.axes[1:]:
+                    first = self.merge(first, other)
+                out += first
+            elif isinstance(factor, Concatenation) and factor.key is not None:
+                out += self.resolved((Concatenation(factor.parts),))
+            else:
+                out.append(factor)
+        return tuple(out)
+
+    # -- reshaping
+
+    def reshaped(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
+        """The axes of the same entries, in order, in another shape."""
+        rest = [factor for axis in axes for factor in self.resolved(axis)]
+        out: list[Axis] = []
+        for n in shape:
+            here: list[Factor] = []
+            while (missing := n // prod(f.size for f in here)) > 1:
+                factor = rest[0]
+                if factor.size > missing:
+                    divided = self._divided(factor, missing, rest) if factor.size % missing == 0 else None
+                    if divided is None:
+                        return self._given_up(axes, shape)
+                    rest[:1] = divided
+                elif missing % factor.size:
+                    return self._given_up(axes, shape)
+                here.append(rest.pop(0))
+            if prod(f.size for f in here) != n:
+                return self._given_up(axes, shape)
+            out.append(self.resolved(tuple(here)))
+        return out
+
+    def _given_up(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
+        for axis in axes:
+            self.fix(axis)
+        return [fixed(n) for n in shape]
+
+    def _divided(self, factor: Factor, outer: int, rest: Sequence[Factor] = ()) -> Axis | None:
+        """A factor as a product whose outer factor has this length; None if it has no such form."""
+        inner, remainder = divmod(factor.size, outer)
+        if remainder:
+            return None
+        if isinstance(factor, Fixed):
+            return (Fixed(outer, factor.free), Fixed(inner, factor.free))
+        if isinstance(factor, Leaf):
+            self._compose(factor.unit, (Leaf(Unit(outer)), Leaf(Unit(inner))))
+            return self.resolved((factor,))
+        if isinstance(factor, Choice):
+            halves = [self._halved(axis, outer) for axis in factor.axes]
+            found = [half for half in halves if half is not None]
+            if len(found) < len(halves):
+                return None
+            return (Choice(factor.key, tuple(h[0] for h in found)), Choice(factor.key, tuple(h[1] for h in found)))
+        sizes = [length(part) for part in factor.parts]
+        if any(size % inner for size in sizes):
+            return None
+        halves = [self._halved(part, size // inner) for part, size in zip(factor.parts, sizes, strict=True)]
+        found = [half for half in halves if half is not None]
+        if len(found) < len(halves):
+            return None
+        self._keys += 1
+        return (
+            Concatenation(tuple(h[0] for h in found), self._keys),
+            Choice(self._keys, tuple(h[1] for h in found)),
+        )
+
+    def _halved(self, axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
+        """An axis as a product of two, the outer one of this length."""
+        left: list[Factor] = []
+        rest = list(self.resolved(axis))
+        while (missing := outer // prod(f.size for f in left)) > 1:
+            factor = rest[0]
+            if factor.size > missing:
+                divided = self._divided(factor, missing)
+                if divided is None:
+                    return None
+                rest[:1] = divided
+            elif missing % factor.size:
+                return None
+            left.append(rest.pop(0))
+        return tuple(left), tuple(rest)
+
+    # -- slicing
+
+    def sliced(self, axes: Sequence[Axis], dim: int, start: int, stop: int) -> list[Axis]:
+        """The axes of entries start to stop along one axis."""
+        axes = [self.resolved(axis) for axis in axes]
+        axis = axes[dim]
+        if (start, stop) == (0, length(axis)):
+            return list(axes)
+        found = self._span(axis, start, stop)
+        if found is None:
+            self.fix(axis)
+            found = fixed(stop - start)
+        out = list(axes)
+        out[dim] = found
+        outer = axis[0] if axis else None
+        if isinstance(outer, Concatenation) and outer.key is not None and len(axis) == 1:
+            kept = _parts_between(outer, start, stop)
+            if kept is None:
+                return [self.collapsed(a) for a in out]
+            out[dim] = found if len(kept) > 1 else self.resolved(outer.parts[kept[0]])
+            out = [tuple(f for g in a for f in _chosen(g, outer.key, kept)) for a in out]
+            return [self.resolved(a) for a in out]
+        return out
+
+    def _span(self, axis: Axis, start: int, stop: int) -> Axis | None:
+        """Entries start to stop of an axis; None if they have no such form."""
+        axis = self.resolved(axis)
+        if (start, stop) == (0, length(axis)):
+            return axis
+        outer, inner = axis[0], axis[1:]
+        width = length(inner)
+        if start % width or stop % width:
+            return None
+        first, last = start // width, stop // width
+        if isinstance(outer, Fixed):
+            return (*fixed(last - first, outer.free), *inner)
+        if isinstance(outer, Choice):
+            return None
+        if isinstance(outer, Leaf):
+            unit = outer.unit
+            if unit.outer is not None:
+                unit.cuts |= {first, last}
+                unit.fixed = True
+                return (*fixed(last - first), *inner)
+            ends = sorted({first, last, unit.size} - {0})
+            sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
+            self._compose(unit, (Concatenation(tuple(self.new(n) for n in sizes)),))
+            return self._span(axis, start, stop)
+        return None if (part := self._part(outer, first, last)) is None else (*part, *inner)
+
+    def _part(self, cat: Concatenation, start: int, stop: int) -> Axis | None:
+        """Entries start to stop of a concatenation."""
+        out: list[Axis] = []
+        position = 0
+        for part in cat.parts:
+            low, high = max(start - position, 0), min(stop - position, length(part))
+            if low < high:
+                span = self._span(part, low, high)
+                if span is None:
+                    return None
+                out.append(span)
+            position += length(part)
+        return self.resolved((Concatenation(tuple(out), cat.key if len(out) > 1 else None),))
+
+
+def concatenated(axes: Sequence[Axis]) -> Axis:
+    """Axes one after another; those of concatenations without a key become parts of this one."""
+    parts: list[Axis] = []
+    for axis in axes:
+        only = axis[0] if len(axis) == 1 else None
+        parts += only.parts if isinstance(only, Concatenation) and only.key is None else (axis,)
+    if all(isinstance(factor, Fixed) for part in parts for factor in part):
+        return fixed(sum(map(length, parts)))
+    return (Concatenation(tuple(parts)),)
+
+
+def _signed(axis: Axis, sign: int) -> Axis:
+    """The axis with this mask everywhere."""
+    out: list[Factor] = []
+    for factor in axis:
+        if isinstance(factor, Leaf):
+            out.append(Leaf(factor.unit, sign))
+        elif isinstance(factor, Concatenation):
+            out.append(Concatenation(tuple(_signed(part, sign) for part in factor.parts), factor.key))
+        elif isinstance(factor, Choice):
+            out.append(Choice(factor.key, tuple(_signed(part, sign) for part in factor.axes)))
+        else:
+            out.append(factor)
+    return tuple(out)
+
+
+def _joined(axis: Sequence[Factor]) -> Iterator[Factor]:
+    """Fixed factors side by side as one."""
+    last: Fixed | None = None
+    for factor in axis:
+        if isinstance(factor, Fixed) and last is not None and last.free == factor.free:
+            last = Fixed(last.size * factor.size, last.free)
+            continue
+        if last is not None:
+            yield last
+        last = factor if isinstance(factor, Fixed) else None
+        if last is None:
+            yield factor
+    if last is not None:
+        yield last
+
+
+def _ends(cat: Concatenation) -> list[int]:
+    out, position = [], 0
+    for part in cat.parts:
+        position += length(part)
+        out.append(position)
+    return out
+
+
+def _parts_between(cat: Concatenation, start: int, stop: int) -> list[int] | None:
+    """The parts that lie wholly within a span; None if one lies there in part."""
+    out, position = [], 0
+    for i, part in enumerate(cat.parts):
+        end = position + length(part)
+        if position < stop and start < end:
+            if position < start or end > stop:
+                return None
+            out.append(i)
+        position = end
+    return out
+
+
+def _chosen(factor: Factor, key: int, kept: Sequence[int]) -> Axis:
+    """A factor of which only some parts are left."""
+    if not isinstance(factor, Choice) or factor.key != key:
+        return (factor,)
+    if len(kept) == 1:
+        return factor.axes[kept[0]]
+    return (Choice(key, tuple(factor.axes[i] for i in kept)),)
