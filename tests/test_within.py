@@ -15,7 +15,7 @@ import torch
 from programs import run, script
 from safetensors.torch import save_file
 
-from weightscope import Checkpoint, plots
+from weightscope import Checkpoint, covariance, plots
 from weightscope.analysis.within_network import covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
@@ -263,6 +263,12 @@ def test_a_layer_has_the_number_of_its_name_where_a_block_is_absent():
     assert "`stages.0.blocks.1.conv_dw` is absent" in found.text()
     depths = relative_depths(depthwise(state)[:1] + depthwise(state)[2:], "sawtooth")
     assert depths == pytest.approx([0, 2 / 3, 1, 0, 1 / 2, 1])
+
+
+@pytest.mark.parametrize(("widths", "over"), [((8,), "channels:"), ((8, 16), "channels 0 of 2:")])
+def test_the_picture_of_a_whole_network_says_which_channels(widths, over):
+    figure = covariance(ConvNeXt(widths, (1,) * len(widths)), exchangeable=True).plot().figure
+    assert figure.get_suptitle().startswith(f"Correlation over {over}")
 
 
 def test_dead_filters_are_counted():
