@@ -202,16 +202,6 @@ def test_one_seed_is_a_point_without_an_interval(ends: Any) -> None:
     assert "1 seed, so no interval" in ax.get_legend().get_title().get_text()
 
 
-def test_one_seed_of_a_benchmark_has_no_bar_either() -> None:
-    """`summarise` gives a single accuracy the possible range."""
-    rows = summarise([run for run in bench_runs(["default", "artifact"], [3]) if run["seed"] == 0])
-    assert rows[1]["difference_ci95"] == [-1, 1]
-    ax = plots.convergence(rows)
-    for bar, row in zip(bars_of(ax), rows, strict=True):
-        assert ends_of(bar) == [pytest.approx((row["mean"], row["mean"]))]
-    assert "1 seed, so no interval" in ax.get_xlabel()
-
-
 def test_equal_differences_have_no_bar_and_equal_seeds_are_counted() -> None:
     arms = {"default": (0, 0, 0), "a": (0.03, 0.03, 0.03), "b": (0.01, 0, -0.02)}
     runs = [run for init, shift in arms.items() for run in runs_of(init, np.array([0.05, 0.24, 0.9]) + shift)]

@@ -15,9 +15,8 @@ import torch
 from programs import run, script
 from safetensors.torch import save_file
 
-import weightscope
 from weightscope import Checkpoint, plots
-from weightscope.analysis.within_network import NetworkCovariances, covariance_within, skeleton
+from weightscope.analysis.within_network import covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
 from weightscope.fits.filters import FilterDistribution, filter_distributions
@@ -347,15 +346,6 @@ def test_every_part_has_its_pictures(part, picture, tmp_path):
     found.plot(tmp_path / "a.png", picture)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert found.text()
-
-
-def test_results_are_for_further_work():
-    found = weightscope.covariance([convmixer(), convmixer(1)], labels=["a", "b"])
-    assert isinstance(found, NetworkCovariances)
-    frame = found.to_pandas()
-    assert list(frame["source"]) == ["a"] * 3 + ["b"] * 3
-    assert list(frame["variance"]) == [layer.statistics["variance"] for layer in found.layers]
-    assert repr(found) == "<NetworkCovariances: filters of a, b, 6 layers>"
 
 
 def test_the_share_of_a_kronecker_product():

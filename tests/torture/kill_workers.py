@@ -38,11 +38,6 @@ def under_fire(backend, workers, path, wanted, kills, seed):
                 resumed += 1
 
 
-def shards_of(path):
-    """Name -> bytes of every file in a population's folder of shards."""
-    return {file.name: file.read_bytes() for file in sorted((path / "shards").iterdir())}
-
-
 def main():
     given = options(__doc__, backend="loky", kills=12, networks=64, epochs=60, seed=0)
     begun, total, rounds = time.monotonic(), {"kills": 0, "resumed": 0}, 0
@@ -56,7 +51,7 @@ def main():
             total = {key: total[key] + found[key] for key in total}
             rounds += 1
             Population(path).verify()
-            if shards_of(path) != shards_of(Path(folder) / "whole.pop"):
+            if fake.files(path / "shards") != fake.files(Path(folder) / "whole.pop/shards"):
                 raise SystemExit(f"{given.backend}: round {rounds} differs from an undisturbed run")
     name = f"kill_workers {given.backend}"
     report(given.json, name, total | {"rounds": rounds, "differences": 0}, time.monotonic() - begun)

@@ -125,10 +125,7 @@ class PopulationCovariance(Result):
         title = f"{self.kind.capitalize()} over {self.n} networks" + (", mean over hidden units" if means else "")
         groups = self.groups() if means else None
         axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
-        figure = plots.root_figure(axes)
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(axes, path)
 
     def groups(self) -> dict[str, np.ndarray]:
         """For `plots.covariance_map`: the entries of each matrix that differ in the hidden unit alone.

@@ -208,23 +208,20 @@ class AttentionMaps(Result):
             if self.inputs == "sequences":
                 raise UsageError("kind: 'ranks' is for images; the stable ranks of sequences are in the table")
             ranks, width = [layer.stable_ranks for layer in self.layers], max(layer.width for layer in self.layers)
-            figure = plots.root_figure(plots.rank_condition(ranks, width, title=title))
-        else:
-            expected = [layer.expected for layer in self.layers if layer.expected is not None]
-            if kind == "expected" and len(expected) < len(self.layers):
-                raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
-            maps = [layer.maps for layer in self.layers]
-            panels = self.offsets() if kind == "offsets" else _stack(expected if kind == "expected" else maps)
-            figure = plots.attention_grid(
-                panels.transpose(1, 0, 2, 3),
-                column_labels=[f"layer {layer.layer}" for layer in self.layers],
-                row_labels=[f"head {h}" for h in range(panels.shape[1])],
-                uniform=1 / self.tokens.total,
-                title=title,
-            )
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+            return plots.finished(plots.rank_condition(ranks, width, title=title), path)
+        expected = [layer.expected for layer in self.layers if layer.expected is not None]
+        if kind == "expected" and len(expected) < len(self.layers):
+            raise UsageError("kind: 'expected' needs the model's position table (Eq. 3.19), found none")
+        maps = [layer.maps for layer in self.layers]
+        panels = self.offsets() if kind == "offsets" else _stack(expected if kind == "expected" else maps)
+        figure = plots.attention_grid(
+            panels.transpose(1, 0, 2, 3),
+            column_labels=[f"layer {layer.layer}" for layer in self.layers],
+            row_labels=[f"head {h}" for h in range(panels.shape[1])],
+            uniform=1 / self.tokens.total,
+            title=title,
+        )
+        return plots.finished(figure, path)
 
 
 def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:

@@ -230,9 +230,7 @@ class ProductsResult(Result):
             corners = {key: value for key, value in self.corners.items() if key.source in labels}
             widths = {row["width"] for row in rows}
             figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, values=values, title=title)
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(figure, path)
 
     def _table(self, info: SourceInfo) -> str:
         heads = "/".join(map(str, dict.fromkeys(info.heads)))

@@ -96,9 +96,7 @@ class StateSpaceMaps(Result):
             quantity="what a token (across) adds to a later one (down), mean over channels",
             title=title,
         )
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(figure, path)
 
 
 _EMBEDDING = "backbone.embeddings.weight"

@@ -253,9 +253,7 @@ class NetworkCovariances(Result):
             figure = _samples_page(self.layers, self.part, title or f"Filters of {', '.join(self.labels)}")
         else:
             figure = (_maps_page if kind == "maps" else _depth_page)(self.layers, title or self.finding())
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(figure, path)
 
     def save_matrix(self, path: str | Path) -> None:
         """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept."""

@@ -85,7 +85,7 @@ def run_demo(
     benchmarks = _benchmarks(recipe, out, seeds, **options)
 
     say(f"5/5  the report -> {out / 'report.html'}")
-    title = "Covariance of [vec fc1, vec fc2], second block, entry by entry"
+    title = "Covariance over networks of [vec fc1, vec fc2], second block"
     chance = chance_of(population.recipe, ACCURACY, options.get("data"))
     assert chance is not None  # the digits have several classes
     drawn: dict[str, Any] = {

@@ -27,7 +27,7 @@ from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_
 from weightscope.plots.filters import Panel, covariance_page, filter_grid, filter_page
 from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure, stripe_ratios
 from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
-from weightscope.plots.theme import render, root_figure, save, subplots
+from weightscope.plots.theme import finished, render, root_figure, save, subplots
 
 __all__ = [
     "Curve",
@@ -43,6 +43,7 @@ __all__ = [
     "difference_map",
     "filter_grid",
     "filter_page",
+    "finished",
     "gain_curve",
     "heldout_scores",
     "label_without",

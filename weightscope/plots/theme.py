@@ -267,6 +267,13 @@ def root_figure(drawn: Drawn) -> Figure:
     return drawn.figure.figure
 
 
+def finished(drawn: Drawn, path: str | Path | None) -> Figure:
+    """The whole figure that something is drawn in, written to a file if there is a path."""
+    if path is not None:
+        save(drawn, path)
+    return root_figure(drawn)
+
+
 @themed()
 def render(drawn: Drawn, kind: str = "png") -> bytes:
     """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file."""

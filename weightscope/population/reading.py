@@ -51,19 +51,19 @@ class Population(Result):
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
         self.path, self._trust = Path(path), trust
-        self._manifest = manifests.read(self.path)
+        self.manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
         self._rows: dict[int, int] = {}
-        for tile in shards.tiles_on_disk(self.path, self._manifest):
-            rows = self._manifest.rows(tile)
-            if self._manifest.shorter_rows(tile):
+        for tile in shards.tiles_on_disk(self.path, self.manifest):
+            rows = self.manifest.rows(tile)
+            if self.manifest.shorter_rows(tile):
                 with self._open(tile) as h5:
                     rows = min(rows, h5["weights"].shape[0])
             self._rows[tile] = rows
         if self.missing and not partial:
             raise DataError(
-                f"{self.path}: expected {self._manifest.networks} networks, found {len(self)}; missing "
-                f"{self._manifest.described(self.missing)}; run `weightscope collect` again to train them, "
+                f"{self.path}: expected {self.manifest.networks} networks, found {len(self)}; missing "
+                f"{self.manifest.described(self.missing)}; run `weightscope collect` again to train them, "
                 "or use the others with --partial (in Python, partial=True)"
             )
 
@@ -76,7 +76,7 @@ class Population(Result):
     def __getitem__(self, k: slice) -> np.ndarray: ...
     def __getitem__(self, k: SupportsIndex | slice) -> "torch.nn.Module | np.ndarray":
         if isinstance(k, slice):
-            return self._rows_at(np.arange(len(self))[k])
+            return self._rows_at(np.arange(len(self))[k], self.spec)
         if not hasattr(k, "__index__"):
             raise TypeError(f"{self.path}: expected an integer or a slice, found {k!r}")
         row = k.__index__()
@@ -117,7 +117,7 @@ class Population(Result):
 
     def summary(self) -> str:
         """One line: the folder and its size."""
-        networks = f"{len(self)} of {self._manifest.networks} networks" if self.missing else f"{len(self)} networks"
+        networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         recipe = self.recipe
         return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
 
@@ -132,35 +132,30 @@ class Population(Result):
     @property
     def spec(self) -> WeightSpec:
         """Names and shapes of one network's tensors."""
-        return self._manifest.spec
+        return self.manifest.spec
 
     @property
     def recipe(self) -> Recipe:
         """What the networks were trained with; `recipe.population.networks` is N of the complete population."""
-        return self._manifest.recipe
-
-    @property
-    def manifest(self) -> manifests.Manifest:
-        """What `population.json` holds."""
-        return self._manifest
+        return self.manifest.recipe
 
     @property
     def environment(self) -> dict[str, Any]:
         """Versions and machine with which the population was created."""
-        return self._manifest.environment
+        return self.manifest.environment
 
     @cached_property
     def missing(self) -> tuple[int, ...]:
         """The tiles that are absent or lack networks."""
         # A population may be planned to have millions of tiles, of which few exist.
-        expected = self._manifest
+        expected = self.manifest
         whole = {tile for tile, rows in self._rows.items() if rows >= expected.rows(tile)}
         return tuple(tile for tile in range(expected.tiles) if tile not in whole)
 
     @cached_property
     def indices(self) -> np.ndarray:
         """The index k of the network in each row, shape (n,); 0 to N - 1 in a complete population."""
-        first = self._manifest.tile
+        first = self.manifest.tile
         parts = [np.arange(tile * first, tile * first + rows) for tile, rows in self._rows.items()]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
@@ -184,13 +179,7 @@ class Population(Result):
 
         UsageError if a pattern matches nothing, DataError if a shard is damaged; likewise in the other methods.
         """
-        sub = self.spec.select(select)
-        out = np.empty((len(self), sub.size), dtype=np.float32)
-        start = 0
-        for tile, rows in self._rows.items():
-            self._read(tile, slice(0, rows), sub, out[start : start + rows])
-            start += rows
-        return out
+        return self._rows_at(np.arange(len(self)), self.spec.select(select))
 
     def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
         """Blocks of rows (size, D') float32 in network order; the last one may be shorter.
@@ -228,10 +217,10 @@ class Population(Result):
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
         if not hasattr(k, "__index__"):
             raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
-        tile, slot = divmod(k.__index__(), self._manifest.tile)
+        tile, slot = divmod(k.__index__(), self.manifest.tile)
         if k < 0 or slot >= self._rows.get(tile, 0):
             raise UsageError(
-                f"{self.path}: no network {k}; found {len(self)} of {self._manifest.networks}, counted from 0"
+                f"{self.path}: no network {k}; found {len(self)} of {self.manifest.networks}, counted from 0"
             )
         out = np.empty((1, self.spec.size), dtype=np.float32)
         self._read(tile, slice(slot, slot + 1), self.spec, out)
@@ -247,7 +236,7 @@ class Population(Result):
         from weightscope.networks import build_for
 
         kind = self.recipe.network.type
-        if (recorded := self._manifest.inputs.get(f"network {kind}")) is not None:
+        if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
             plugins.check_source(kind, recorded, self.path)
         with trusting(self._trust), seeded(0):  # its first weights are replaced
             module = build_for(self.recipe)
@@ -314,17 +303,20 @@ class Population(Result):
             array.flags.writeable = False
         return np.concatenate(seeds), joined
 
-    def _rows_at(self, rows: np.ndarray) -> np.ndarray:
-        """The weights of these rows, shape (len(rows), D) float32."""
-        out, first = np.empty((len(rows), self.spec.size), dtype=np.float32), 0
+    def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
+        """The tensors of `sub` of these rows, shape (len(rows), D') float32."""
+        out, first = np.empty((len(rows), sub.size), dtype=np.float32), 0
         for tile, count in self._rows.items():
-            inside = (rows >= first) & (rows < first + count)
-            if inside.any():
+            inside = np.flatnonzero((rows >= first) & (rows < first + count))
+            if len(inside):
                 local = rows[inside] - first
                 start, stop = int(local.min()), int(local.max()) + 1
-                block = np.empty((stop - start, self.spec.size), dtype=np.float32)
-                self._read(tile, slice(start, stop), self.spec, block)
-                out[inside] = block[local - start]
+                if np.array_equal(local, np.arange(start, stop)):  # without a copy
+                    self._read(tile, slice(start, stop), sub, out[inside[0] : inside[-1] + 1])
+                else:
+                    block = np.empty((stop - start, sub.size), dtype=np.float32)
+                    self._read(tile, slice(start, stop), sub, block)
+                    out[inside] = block[local - start]
             first += count
         return out
 
@@ -333,7 +325,7 @@ class Population(Result):
         file = shards.shard_file(self.path, tile)
         try:
             least = self._rows.get(tile, 1)
-            with shards.open_shard(file, self._manifest, tile, verified=self._verified, least=least) as h5:
+            with shards.open_shard(file, self.manifest, tile, verified=self._verified, least=least) as h5:
                 yield h5
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None

@@ -145,10 +145,9 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
         _same(logits[first:], expected[first:], f"{name}: logits")
         _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
         loop.backward((expected * direction).sum())
-        for row, found in list(zip(loop.gradient, batched.gradient, strict=True))[first:]:
-            gradients = batched.spec.unpack(found)
-            for tensor, gradient in loop.spec.unpack(row).items():
-                _same(gradients[tensor][None], gradient[None], f"{name}: the gradient of `{tensor}`")
+        found = batched.spec.unpack(batched.gradient[first:])
+        for tensor, gradient in loop.spec.unpack(loop.gradient[first:]).items():
+            _same(found[tensor], gradient, f"{name}: the gradient of `{tensor}`")
 
 
 def _same(found: Tensor, expected: Tensor, what: str) -> None:
