@@ -43,8 +43,6 @@ class Attention(nn.Module):
             q, k, v = rows.reshape(b, n, 3, h, -1).permute(2, 0, 3, 1, 4)
         if kind in ("k q v", "v k q", "q v k"):
             q, k, v = {"k q v": (k, q, v), "v k q": (v, k, q), "q v k": (q, v, k)}[kind]
-        if kind == "normalised by code":
-            q = nn.functional.normalize(q, dim=-1)
         if kind == "keys of the next head":
             k = k.roll(1, 1)
         if kind == "values of neighbours":
@@ -63,7 +61,7 @@ class Attention(nn.Module):
 
 
 OTHERS = (
-    *("packed by head", "heads by stride", "k q v", "v k q", "q v k", "normalised by code", "keys of the next head"),
+    *("packed by head", "heads by stride", "k q v", "v k q", "q v k", "keys of the next head"),
     *("values of neighbours", "mixed logits", "no softmax", "mixed maps", "gated", "output by stride"),
 )
 
@@ -129,13 +127,15 @@ def test_parameters_that_share_memory_are_refused():
 
 NEO = {"hidden_size": 48, "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]]}
 BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 3} | TOKENS
+XGLM = {"vocab_size": 50, "d_model": 48, "num_layers": 2, "attention_heads": 3, "ffn_dim": 96} | TOKENS
 MEASURED = {  # config -> scale sqrt(k), causal, rotary, positional
     "GPTNeo": (NEO | TEXT | TOKENS, 4.0, True, False, False),
     "Esm": (HF | TEXT | TOKENS | {"position_embedding_type": "rotary", "mask_token_id": 3}, 1.0, False, True, False),
     "RoFormer": (HF | TEXT, 1.0, False, True, False),
     "OPT": (HF | TEXT | TOKENS | {"ffn_dim": 96, "word_embed_proj_dim": 48}, 1.0, True, False, False),
-    "Bloom": (BLOOM, 1.0, None, False, True),
-    "MPNet": (HF | TEXT, 1.0, None, False, True),
+    "XGLM": (XGLM, 1.0, True, False, False),
+    "Bloom": (BLOOM, 1.0, True, False, True),
+    "MPNet": (HF | TEXT, 1.0, False, False, True),
 }
 
 
@@ -187,6 +187,46 @@ def test_what_cannot_be_run_is_not_confirmed():
         wi.mimetic_attention_(Wrapped(Unusual(2, 16, 8)))
     state = Wrapped(Unusual(2, 16, 8)).state_dict()  # without code, names are all there is
     assert len(anatomy.attention(state, {"num_heads": 2})) == 1
+
+
+class Positions(Attention):
+    """Attention with a scale, mask or positions of its own, which no name or attribute tells."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, n, _ = x.shape
+        q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        at, factor = torch.arange(n, dtype=x.dtype), 1.0 if self.kind == "scale" else q.shape[-1] ** -0.5
+        if self.kind == "rotary":
+            real, imaginary = (torch.stack([t[..., 0::2], t[..., 1::2]]) for t in (q, k))
+            turn = torch.stack([at.cos(), at.sin()])[:, :, None]
+            q, k = (
+                torch.cat([t[0] * turn[0] - t[1] * turn[1], t[0] * turn[1] + t[1] * turn[0]], -1)
+                for t in (real, imaginary)
+            )
+        if self.kind == "normalised":
+            q = nn.functional.normalize(q, dim=-1)
+        logits = q @ k.mT * factor
+        if self.kind == "alibi":
+            logits = logits + 0.3 * at
+        if self.kind == "relative":
+            logits = logits - 0.1 * (at[:, None] - at).abs()
+        if self.kind == "causal":
+            logits = logits.masked_fill(at[:, None] < at, -torch.inf)
+        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(b, n, -1))
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("kind", ["plain", "scale", "causal", "rotary", "normalised", "alibi", "relative"])
+def test_what_a_module_does_on_its_own_is_measured(kind, heads):
+    model = Wrapped(Positions(heads, 24, 8, kind))
+    (part,) = anatomy.attention(model)
+    assert part.scale == (1.0 if kind == "scale" else 8**-0.5)
+    assert (part.causal, part.rotary, part.normalised) == (kind == "causal", kind == "rotary", kind == "normalised")
+    assert part.positional == (kind in ("alibi", "relative"))
+    if kind in ("rotary", "normalised", "alibi", "relative"):
+        for use in (wi.impulse_attention_, lambda m, grid: audit(m, wi.get("impulse_attention", grid=grid))):
+            with pytest.raises(UsageError, match=r"rotated by position|normalised|biases of positions"):
+                use(model, grid=5)
 
 
 @pytest.mark.slow

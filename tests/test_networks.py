@@ -391,12 +391,12 @@ def test_build_makes_what_the_recipe_says(section, direct) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda: ConvMixer(8, 2, 4, 2, 10, residual="second"), "no residual 'second'"),
-        (lambda: ConvMixer(8, 2, 4, 2, 10, norm="bach"), "no norm 'bach'; did you mean 'batch'"),
-        (lambda: ConvMixer(8, 2, 4, 2, 10, activation="tanh"), "no activation 'tanh'; there are gelu, relu"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, residual="second"), "residual: expected one of .*found 'second'"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, norm="bach"), "norm: expected one of 'batch', 'layer', found 'bach'"),
+        (lambda: ConvMixer(8, 2, 4, 2, 10, activation="tanh"), "one of 'gelu', 'relu', found 'tanh'"),
         (lambda: ConvNeXt(8, 2, drop_path=1.0), r"drop_path: expected a rate in \[0, 1\), found 1.0"),
         (lambda: ViT(8, 4, 8, 2, 2, 10, drop_path=-0.1), r"drop_path: expected a rate in \[0, 1\), found -0.1"),
-        (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "no dilation schedule 'Z'; there are A, B"),
+        (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "dilations: expected one of 'A', 'B', .*found 'Z'"),
         (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
         (lambda: ConvNeXt((8, 8), (2,)), "one entry per stage"),
         (lambda: ConvNeXt((), ()), "one entry per stage"),

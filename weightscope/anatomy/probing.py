@@ -1,95 +1,84 @@
-"""Compare what was read of an attention module with the module's own forward pass.
+"""Measure what a module's own forward pass does with the projections that were read of it.
 
-Names and shapes do not tell how the rows of a packed projection are ordered, whether heads are mixed, or what stands
-between the projections. So a copy in float64 gets random weights through the parsed views, and runs:
+Names and shapes do not tell how the rows of a packed projection are ordered, whether heads are mixed, how logits are
+scaled and masked, or whether positions enter them. So a copy in float64 gets weights through the parsed views, and runs
+on tokens that are all alike (a), or all but one (b, token j):
 
-- tokens that are all alike are averaged to themselves: the output is `x sum_h V_h O_h`, whatever queries and keys are;
-- of other tokens, the queries and the keys of head h only change what is in the span of O_h;
-- `Q_h G` and `K_h G^-T` give the same output as `Q_h` and `K_h`, unless they are rotated or normalised;
-- queries that only one token has change the output of this token alone.
-
-Then the map is measured: with queries of zero it is flat below its mask, or positions enter it; random queries and keys
-give the factor on the logits; and where all queries and all keys are alike, only a rotation makes logits differ.
+- alike, they are averaged to themselves: every row of the output is `sum_h a V_h O_h`;
+- with a V = 0, row i is `sum_h A_h,ij b V_h O_h`, from which follow the weights A_h,ij of all heads;
+- Q = 0 shows mask and positions: without them A_ij = 1/n, under a causal mask 1/(i + 1) from i = j on;
+- with a K = 0, the log odds of A_h,ij grow by `scale x_i Q_h (b K_h)^T`. Row j is at relative position 0, where
+  all heads have one scale; so have the other rows, unless queries and keys are rotated;
+- of normalised queries or keys, the length does not matter, and those of one token and head change its weights alone.
 """
 
 import copy
-import hashlib
+import functools
 import inspect
-import re
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import Context
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
 from itertools import chain, repeat
 from math import isqrt, prod
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
-from scipy.optimize import minimize_scalar
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread, template
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread
 
 _SAME = 1e-3  # relative; modules compute their softmax in float32, and what is misread differs by more than 1e-1
 _TOKENS = (4, 16, 49, 64, 196)  # numbers of tokens that are tried, all square
+_FEW = 300  # tokens up to which a module is first called as its model calls it
 # What keys and values read.
 _STREAMS: dict[str, PartName] = {"value": "v", "v": "v"}
 _STREAMS |= dict.fromkeys(("key", "k", "context", "memory", "key_value_states", "encoder_hidden_states"), "k")
-_MANY = 1000  # tokens or channels beyond which only one head of a module is changed
 _UNKNOWN = "could not be run on random tokens, so that its names are not confirmed"
-_QK: tuple[PartName, PartName] = ("q", "k")
 
-# Parameters of a forward pass that say which tokens are seen and where they are; a module alone does not know them.
-_CONTEXT = re.compile(r"mask|causal|pos|rope|rotar|freqs|bias|alibi")
-
-Measured = dict[str, Any]  # `scale`, `causal`, `rotary` and `positional` of a part, as far as its module tells
-_KNOWN: dict[Any, str | Measured] = {}  # class, settings and other tensors of a module -> what was found
-
-_INTERNAL = vars(nn.Module()).keys() - {"training"}
-
-Make = Callable[[tuple[int, ...], int], Tensor]  # shape and axis of the channels -> an input
+Verdict = dict[str, Any] | str  # what was measured, or why the part is not read
+Make = Callable[[tuple[int, ...], int], Any]  # shape and axis of the channels -> an input
 Call = Callable[[nn.Module, Make], Any]
+
+_KNOWN: dict[Any, Verdict] = {}  # class, settings, other tensors and inputs of a module -> verdict; many are alike
+_INTERNAL = vars(nn.Module()).keys() - {"training"}
 
 
 def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
     """All attention modules, in order, that compute what their names say, as measured; the others are unread.
 
-    Modules without code (a state dict, a file, a container) are read by their names and config.
+    Modules without code (a state dict, a file, a container) are read by their names.
     """
     parts, out = find(tensors), Parts[AttentionPart]()
+    verdicts = probed(tensors, parts)
     out.unread, out.layers = parts.unread, parts.layers
-    found = _probed(tensors, parts)
     for part in parts:
-        if isinstance(what := found.get(part.name, {}), str):
-            out.unread += (Unread(part.name, what, part.layer),)
+        verdict = verdicts.get(part.name, {})
+        if isinstance(verdict, str):
+            out.unread += (Unread(part.name, verdict, part.layer),)
         else:
-            out.append(replace(part, **what))
+            out.append(replace(part, **verdict))
     return out
 
 
-def _probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, str | Measured]:
-    """Name of each part with code -> what its module computes, or how it contradicts the part or could not be run."""
-    out: dict[str, str | Measured] = {}
+def probed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> dict[str, Verdict]:
+    """Name of each part with code -> what was measured of it, or why it cannot be read."""
+    out: dict[str, Verdict] = {}
     if not isinstance(tensors, ModuleTensors):
         return out
     found = {part.name: (part, path) for part in parts if (path := _holder(tensors, part)) is not None}
-    runs = _Inputs(tensors.module, [path for _, path in found.values()])
+    inputs = _Inputs(tensors.module, [path for _, path in found.values()])
     with torch.no_grad(), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         for name, (part, path) in found.items():
-            holder = tensors.module.get_submodule(path)
-            slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
-            key: tuple[Any, ...] = type(holder), repr(holder), _state(holder, path, part), slots
-            key += (repr(replace(part, layer=0, name="")),)
-            if _context(holder):
-                key += type(tensors.module), template(path), repr(getattr(tensors.module, "config", None))
+            key = _key(tensors.module.get_submodule(path), path, part, inputs)
             if key not in _KNOWN:
                 if len(_KNOWN) > 1000:
                     _KNOWN.clear()
                 # in a context of its own: an initialiser need not keep the weights of the copy
-                _KNOWN[key] = Context().run(_verdict, holder, path, part, runs)
+                _KNOWN[key] = Context().run(_verdict, tensors.module.get_submodule(path), path, part, inputs)
             out[name] = _KNOWN[key]
     return out
 
@@ -104,64 +93,60 @@ def _holder(tensors: ModuleTensors, part: AttentionPart) -> str | None:
     return None if any(tensors.get(name).is_meta for name in names) else next(coded, None)
 
 
-def _state(holder: nn.Module, path: str, part: AttentionPart) -> str:
-    """A digest of all that is in a module, except for the weights and biases of the part."""
+def _key(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> Any:
+    """Equal for parts of which the same is measured: all that is in a module and given to it, but for its weights."""
     own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
-    digest = hashlib.sha256()
+    held = [inputs.others(path, part)] if _takes_more(holder) else []
     for where, inner in holder.named_modules(remove_duplicate=False):
-        held = {key: value for key, value in vars(inner).items() if key not in _INTERNAL}
-        for key, value in (*inner._parameters.items(), *inner._buffers.items(), *held.items()):
-            name = ".".join(filter(None, (where, key)))
-            for leaf in () if f"{path}.{name}".lstrip(".") in own else pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor):
-                    try:
-                        numbers = bytes(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-                    except Exception:  # noqa: BLE001 - sparse or sharded: not known to be that of another module
-                        numbers = repr(object()).encode()
-                    digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)} ".encode())
-                    digest.update(numbers)
-                elif isinstance(leaf, (bool, int, float, str)):
-                    digest.update(f"{name} {leaf!r} ".encode())
-    return digest.hexdigest()
-
-
-def _context(holder: nn.Module) -> list[str]:
-    """The parameters by which a module is told about the positions of tokens."""
-    return [name for name in inspect.signature(holder.forward).parameters if _CONTEXT.search(name)]
-
-
-def _untold(told: Sequence[str], found: Measured) -> Measured:
-    """What is not known of a module that takes masks or positions and was run without them."""
-    masks = [name for name in told if "mask" in name or "causal" in name]
-    unknown: Measured = {"causal": None} if masks and not found.get("causal") else {}
-    return unknown | ({"positional": True} if len(masks) < len(told) else {})
-
-
-def _verdict(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> str | Measured:
+        kept = {key: value for key, value in vars(inner).items() if key not in _INTERNAL}
+        tensors = {f"{path}.{where}".strip(".") + f".{key}": value for key, value in _own_tensors(inner)}
+        held.append((where, kept, {name: value for name, value in tensors.items() if name.lstrip(".") not in own}))
     try:
-        copied = copy.deepcopy(holder).to("cpu", torch.float64)
-        copied.eval()  # which returns nothing in some libraries
-        for inner in copied.modules():
-            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # torch's own set pruned or normed weights
-                for key in [key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.")]:
-                    del hooks[key]
-        trial = _Trial(copied, path, part)
-    except Exception:  # noqa: BLE001 - sharded or quantised modules, of whatever library
-        return _UNKNOWN
-    told, reason = _context(holder), ""
-    model = zip(inputs.calls(path, part), repeat(True))
-    few, more = (zip(_direct(copied, part, counts), repeat(False)) for counts in (_TOKENS[:1], _TOKENS[1:]))
-    for call, decides in chain(model, few, more) if told else chain(few, model, more):
-        with suppress(Exception):  # a foreign module was called in a way that it does not know
-            trial.call = call
-            trial.run(trial.random())
-            found = trial.contradiction() or trial.measured()
-            if not isinstance(found, str):
-                return found if decides else found | _untold(told, found)
-            reason = found  # a few tokens may be padded or pooled, so that others are tried
-            if decides:
-                break
-    return f"computes something else: {reason}" if reason else _UNKNOWN
+        state: Any = pickle.dumps(pytree.tree_map(_as_bytes, held))
+    except Exception:  # noqa: BLE001 - sparse, sharded, not to be pickled: not known to be that of another module
+        state = object()
+    slots = tuple((slot.name[len(path) :], str(slot.rows)) for slot in part._weights.values())
+    return type(holder), repr(holder), state, slots, repr(replace(part, layer=0, name=""))
+
+
+def _takes_more(holder: nn.Module) -> bool:
+    """Whether the module above may give more to a module than its tokens: a mask, positions."""
+    return len(inspect.signature(holder.forward).parameters) > 1
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return [*module._parameters.items(), *module._buffers.items()]
+
+
+def _as_bytes(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    numbers = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return str(value.dtype), tuple(value.shape), bytes(numbers)
+
+
+def _verdict(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> Verdict:
+    trial = functools.cache(lambda dtype: _Trial(holder, path, part, dtype))
+    like_model = zip(inputs.calls(path, part), repeat(True))
+    few, more = (zip(_direct(holder, part, counts), repeat(False)) for counts in (_TOKENS[:1], _TOKENS[1:]))
+    short = _takes_more(holder) and inputs.few(path, part)
+    reason = ""
+    for call, decides in chain(like_model, few, more) if short else chain(few, like_model, more):
+        for dtype in (torch.float64, torch.float32) if decides else (torch.float64,):  # not all code runs in float64
+            try:
+                found = trial(dtype).measured(call)
+            except _OtherwiseError as error:  # a few tokens may be padded or pooled, so that others are tried
+                reason = f"computes something else: {error}"
+                if decides or (error.sure and not short):
+                    return reason
+            except Exception:  # noqa: BLE001 - sharded, quantised, or called in a way that it does not know
+                continue
+            else:
+                if not decides:  # the module above it may give it a mask or positions
+                    found["causal"] = found["causal"] or (None if _takes_more(holder) else False)
+                    found["rotary"] = found["rotary"] or part.rotary
+                return found
+    return reason or _UNKNOWN
 
 
 # --- how a module is called -------------------------------------------------------------------------------------------
@@ -188,13 +173,36 @@ def _direct(holder: nn.Module, part: AttentionPart, counts: Sequence[int]) -> It
                     if p is named[0] or (p.name in _STREAMS and (needed or part.kind == "cross")):
                         width = part._weights[_STREAMS.get(p.name, "q")].size(part._tensors)[1]
                         given[p.name] = make(tuple(width if n == -1 else n for n in layout), layout.index(-1))
-                    elif p.name == "position_embeddings":  # a rotation by nothing
-                        given[p.name] = torch.ones(1, count, part.head_width), torch.zeros(1, count, part.head_width)
+                    elif p.name == "position_embeddings":
+                        angles = torch.arange(count)[None, :, None] / torch.arange(1, part.head_width // 2 + 1)
+                        given[p.name] = tuple(torch.cat([f(angles)] * 2, -1).double() for f in (torch.cos, torch.sin))
                     elif needed:
                         given[p.name] = None
                 return module(**given)
 
             yield call
+
+
+class _Stream(NamedTuple):
+    """An input of vectors of channels."""
+
+    shape: tuple[int, ...]
+    axis: int  # of the channels
+
+    @property
+    def around(self) -> list[int]:
+        """The shape without the channels."""
+        return [n for i, n in enumerate(self.shape) if i != self.axis % len(self.shape)]
+
+    @property
+    def batch(self) -> int:
+        """The number of sequences."""
+        return self.around[0] if prod(self.around[1:]) > 1 else 1
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of one sequence."""
+        return prod(self.around) // self.batch
 
 
 class _Inputs:
@@ -203,25 +211,39 @@ class _Inputs:
     def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
         self._module, self._paths = module, paths
 
+    def _mapped(self, path: str, part: AttentionPart, make: Make, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Arguments like the model's own, in which what has as many channels as the part's stream is made."""
+
+        def value(old: Any) -> Any:
+            if not isinstance(old, Tensor) or not old.is_floating_point():
+                return old.cpu() if isinstance(old, Tensor) else old
+            axis = next((a for a in (old.ndim - 1, 1) if old.ndim > 2 and old.shape[a] == part.width), None)
+            return old.cpu().to(dtype) if axis is None else make(tuple(old.shape), axis)
+
+        args, kwargs = pytree.tree_map(value, self._seen[path])
+        return args, {name: None if "past" in name or "cache" in name else v for name, v in kwargs.items()}
+
     def calls(self, path: str, part: AttentionPart) -> Iterator[Call]:
-        """A call like the model's own, in which what has as many channels as the part's stream is replaced."""
+        """A call like the model's own, if the model could be run."""
         if path in self._seen:
-            given = self._seen[path]
 
             def call(module: nn.Module, make: Make) -> Any:
-                def value(old: Any) -> Any:
-                    if not isinstance(old, Tensor) or not old.is_floating_point():
-                        return old.cpu() if isinstance(old, Tensor) else old
-                    axis = next((a for a in (old.ndim - 1, 1) if old.ndim > 2 and old.shape[a] == part.width), None)
-                    return old.cpu().double() if axis is None else make(tuple(old.shape), axis)
-
-                args, kwargs = pytree.tree_map(value, given)
-                kwargs = {name: None if "past" in name or "cache" in name else v for name, v in kwargs.items()}
+                dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
+                args, kwargs = self._mapped(path, part, make, dtype)
                 return module(*args, **kwargs)
 
             yield call
 
-    @cached_property
+    def others(self, path: str, part: AttentionPart) -> Any:
+        """The shapes of a module's streams, and what else the model gives to it."""
+        return self._mapped(path, part, _Stream, torch.float64) if path in self._seen else None
+
+    def few(self, path: str, part: AttentionPart) -> bool:
+        """Whether the model gives few tokens to a module."""
+        streams = pytree.tree_leaves(self.others(path, part), is_leaf=lambda leaf: isinstance(leaf, _Stream))
+        return all(stream.tokens <= _FEW for stream in streams if isinstance(stream, _Stream))
+
+    @functools.cached_property
     def _seen(self) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         training = [inner for inner in self._module.modules() if inner.training]
@@ -235,7 +257,7 @@ class _Inputs:
 
                     handle = self._module.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
                     hooks.callback(handle.remove)
-                for given in _model_inputs(self._module):
+                for given in _model_inputs(self._module) if self._paths else ():
                     with suppress(Exception):  # a foreign model refuses this kind of input
                         self._module(**given) if isinstance(given, dict) else self._module(given)
                         break
@@ -250,8 +272,11 @@ def _model_inputs(module: nn.Module) -> Iterator[Any]:
     like = next(p for p in module.parameters() if p.is_floating_point())
     config, ids = getattr(module, "config", None), torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
     stated = [(getattr(module, "pretrained_cfg", None) or {}).get("input_size"), 224, 32]
-    holders = (config, getattr(config, "vision_config", None), module)
-    stated = [getattr(holder, name, None) for holder in holders for name in ("image_size", "img_size")] + stated
+    stated = [
+        getattr(holder, name, None)
+        for holder in (config, getattr(config, "vision_config", None), module, getattr(module, "patch_embed", None))
+        for name in ("image_size", "img_size")
+    ] + stated
     sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in stated if n]
     if hasattr(module, "main_input_name"):  # transformers
         decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
@@ -269,244 +294,201 @@ def _model_inputs(module: nn.Module) -> Iterator[Any]:
     yield ids
 
 
-# --- what is compared -------------------------------------------------------------------------------------------------
+# --- what is measured -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Mask:
-    """Which of m tokens some of n see: those in the same one of some batches of tokens, only earlier ones if causal."""
+class _OtherwiseError(Exception):
+    """A module computes something else than the attention that was read; `sure` if its tokens are not the reason."""
 
-    n: int
-    m: int
-    batches: int
-    causal: bool
-    rows: Tensor
-
-    @property
-    def allowed(self) -> Tensor:
-        """(rows, m)."""
-        row, column = self.rows[:, None], torch.arange(self.m)
-        together = row // (self.n // self.batches) == column // (self.m // self.batches)
-        return together & (column <= row) if self.causal else together
+    def __init__(self, why: str, *, sure: bool = True) -> None:
+        super().__init__(why)
+        self.sure = sure
 
 
 class _Trial:
-    """A copy of a module with random weights, and what it computes."""
+    """A copy of a module, without biases, whose weights are set so that its output shows what it does."""
 
-    call: Call
-    mixes: bool  # whether coordinates of queries and keys may be mixed, Q G and K G^-T: they are not rotated
-
-    def __init__(self, module: nn.Module, path: str, part: AttentionPart) -> None:
+    def __init__(self, holder: nn.Module, path: str, part: AttentionPart, dtype: torch.dtype) -> None:
+        module = copy.deepcopy(holder).to("cpu", dtype)
+        module.eval()  # which returns nothing in some libraries
+        for inner in module.modules():
+            for hooks in (inner._forward_pre_hooks, inner._forward_hooks):  # torch's own set pruned or normed weights
+                for key in [key for key, hook in hooks.items() if not type(hook).__module__.startswith("torch.")]:
+                    del hooks[key]
         tensors = ModuleTensors(module)
         tensors._tensors = {f"{path}.{name}".lstrip("."): tensor for name, tensor in tensors._tensors.items()}
-        self.module, self.part = module, replace(part, _tensors=tensors)
+        self.module, self.part, self.dtype = module, replace(part, _tensors=tensors), dtype
         self.g = torch.Generator().manual_seed(0)
-        self.weights: dict[PartName, Tensor] = {}
-        self.now: dict[str, Tensor] = {}  # what was written last
         self.seen: dict[str, Tensor] = {}
         for letter in get_args(PartName):
-            old = self.part.read(letter)
-            self.weights[letter] = self._draw(*old.shape) / old.shape[1] ** 0.5
+            if (bias := self.part.read_bias(letter)) is not None:
+                self.part.write_bias(letter, torch.zeros_like(bias))
             owner = part._weights[letter].name[len(path) :].lstrip(".").rpartition(".")[0]
             if owner:  # else the module's own parameter
-                hook = partial(self._record, letter)
-                module.get_submodule(owner).register_forward_hook(hook)
+                module.get_submodule(owner).register_forward_hook(functools.partial(self._record, letter))
+        self.group = part.heads // part.kv_heads
+        self.outputs = self._draw(part.heads, part.value_width, part.width)
+        self.widths = [part._weights[letter].size(tensors)[1] for letter in "qkv"] + [part.width]
+        self.part.write("o", self.outputs)
 
     def _draw(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self.g, dtype=torch.float64)
+        return torch.randn(*shape, generator=self.g).double()
 
     def _record(self, letter: str, _: nn.Module, given: Any, out: Any) -> None:
         self.seen[letter] = out if letter == "o" else given[0]
 
-    def run(self, make: Make, **weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that queries and values read, and rows of the output, with other weights for some letters."""
-        made: dict[tuple[tuple[int, ...], int], Tensor] = {}
-
-        def once(shape: tuple[int, ...], axis: int) -> Tensor:
-            return made.setdefault((shape, axis), make(shape, axis))
-
-        self.seen = {}
-        for letter, value in (self.weights | weights).items():
-            if self.now.get(letter) is not value:
-                self.part.write(letter, value)  # type: ignore[arg-type]
-        self.now = self.weights | weights
-        outputs = pytree.tree_leaves(self.call(self.module, once))
-        out = next(value for value in outputs if isinstance(value, Tensor))
-        q, *streams = made.values()
-        k, v = streams * 2 if len(streams) == 1 else streams or (q, q)
-        self.seen.setdefault("k", k)
-        q, v, y = self.seen.get("q", q), self.seen.get("v", v), self.seen.get("o", out)
-        return _rows(q, self.part.width), _rows(v, self.weights["v"].shape[1]), _rows(y, self.weights["o"].shape[2])
-
-    def random(self) -> Make:
-        """Random tokens, the same ones in every run."""
-        seed = int(torch.randint(2**31, (), generator=self.g))
-        return lambda shape, _: torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-    def alike(self, but: int | None = None) -> Make:
-        """Tokens that are all alike, except for one of them."""
-        seed = int(torch.randint(2**31, (), generator=self.g))
+    def _run(self, call: Call, *, odd: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Rows (n, d) that queries, keys and values read, and rows of the output; one token is odd or none is."""
+        made: dict[_Stream, Tensor] = {}
+        batch = 1
 
         def make(shape: tuple[int, ...], axis: int) -> Tensor:
-            g = torch.Generator().manual_seed(seed)
-            one, other = torch.randn(2, shape[axis], generator=g, dtype=torch.float64)
-            tokens = one.expand(prod(shape) // shape[axis], -1).clone()
-            if but is not None:
-                tokens[but % len(tokens)] = other
-            around = [n for i, n in enumerate(shape) if i != axis % len(shape)]
-            return tokens.reshape(*around, -1).movedim(-1, axis)
+            nonlocal batch
+            stream = _Stream(shape, axis)
+            if stream not in made:
+                a, b = torch.randn(2, shape[axis], generator=torch.Generator().manual_seed(1)).double()
+                batch = batch if made else stream.batch
+                tokens = a.repeat(stream.tokens, 1)
+                tokens[2 % len(tokens)] = b if odd else a
+                tokens = tokens.to(self.dtype).repeat(stream.batch, 1)
+                made[stream] = tokens.reshape(*stream.around, -1).movedim(-1, axis)
+            return made[stream]
 
-        return make
+        self.seen = {}
+        outputs = pytree.tree_leaves(call(self.module, make))
+        x = [*made.values()]
+        read = {letter: x[min(i, len(x) - 1)] for i, letter in enumerate("qkv")}
+        read["o"] = next(value for value in outputs if isinstance(value, Tensor))
+        q, k, v, y = (_rows(self.seen.get(n, read[n]), w, batch) for n, w in zip("qkvo", self.widths, strict=True))
+        return q, k, v, y
 
-    def contradiction(self) -> str:
-        """The first contradiction, or ""."""
-        part, w = self.part, self.weights
-        equal, mixed = self.alike(), self.random()
-        (_, v1, y1), (_, v2, y2) = self.run(equal), self.run(self.alike())
-        values = ((v1 - v2)[0] @ w["v"]).repeat_interleave(part.heads // part.kv_heads, 0)  # (H, k)
-        wanted = torch.einsum("hk,hkd->d", values, w["o"])
-        if not part.positional and not (_same(v1, v1[0]) and _same(y1 - y2, wanted)):
-            return "for equal tokens the output is not the sum of x V O over the heads"
-        y = self.run(mixed)[2]
-        large = len(y) > _MANY or part.width > _MANY
-        for head in dict.fromkeys((part.heads - 1,) if large else (0, part.heads // 2, part.heads - 1)):
-            key = part.kv_head(head)
-            group = [h for h in range(part.heads) if part.kv_head(h) == key]
-            for letter, at, heads in (("q", head, [head]), ("k", key, group)):
-                what = f"the {'queries' if letter == 'q' else 'keys'} of head {head}"
-                other = w[letter].clone()  # type: ignore[index]
-                other[at] += self._draw(*other[at].shape) / other.shape[1] ** 0.5
-                change = self.run(mixed, **{letter: other})[2] - y
-                if float(change.norm()) < 1e-2 * _SAME * float(y.norm()):
-                    return f"{what} do not change the output"
-                if not part.positional and not _same(self.run(equal, **{letter: other})[2], y1):
-                    return f"{what} change the output for equal tokens"
-                span = torch.linalg.qr(w["o"][heads].flatten(0, 1).T)[0]  # (d, rows)
-                if not _same(change @ span @ span.T, change):
-                    return f"{what} change what other heads put out"
-            if not part.normalised:
-                k = part.head_width
-                number = 2.0 * torch.eye(k, dtype=torch.float64)
-                self.mixes = self._same_products(number + self._draw(k, k) / k**0.5 / 2, group, key, mixed, y)
-                if not self.mixes and not self._same_products(number, group, key, mixed, y):  # if rotated, by a number
-                    return f"the output is not a function of the product of queries and keys of head {head}"
-        return "" if self._own_queries() else "queries of one token change the outputs of others"
+    def _shared(self, values: Tensor) -> Tensor:
+        """Values of key heads for all heads."""
+        return values.repeat_interleave(self.group, 0)
 
-    def _same_products(self, turn: Tensor, group: list[int], key: int, make: Make, y: Tensor) -> bool:
-        """Whether Q G and K G^-T, with biases, give the same output."""
-        before = {letter: bias for letter in _QK if (bias := self.part.read_bias(letter)) is not None}
-        weights: dict[str, Tensor] = {}
-        for letter, at, matrix in zip(_QK, (group, [key]), (turn, torch.linalg.inv(turn).mT), strict=True):
-            weights[letter] = self.weights[letter].clone()
-            weights[letter][at] = weights[letter][at] @ matrix
-            if letter in before:
-                bias = before[letter].clone()
-                bias[at] = bias[at] @ matrix
-                self.part.write_bias(letter, bias)
-        found = self.run(make, **weights)[2]
-        for letter, bias in before.items():
-            self.part.write_bias(letter, bias)
-        return _same(found, y)
-
-    def measured(self) -> str | Measured:
-        """The factor on the logits, whether later tokens are masked, and whether positions enter; changes the copy."""
-        part, w, make = self.part, self.weights, self.random()
-        if part.positional:
-            return {}
-        for letter in _QK:
-            if (bias := part.read_bias(letter)) is not None:
-                part.write_bias(letter, torch.zeros_like(bias))
-        v, y = self.run(make, q=torch.zeros_like(w["q"]))[1:]
-        n, m = len(y), len(v)
-        if m < 2:
-            return {}
-        rows = torch.linspace(0, n - 1, min(n, 8 if m > _MANY else 32)).long()
-        batches = [1, *(b for b in (self.seen.get("v", v).shape[0],) if b > 1 and n % b == m % b == 0)]
-        masks = [_Mask(n, m, b, causal, rows) for b in batches for causal in (False, True)[: 1 + (n == m)]]
-        if (mask := next((one for one in masks if _same(self._computed(one, v)(0), y[rows])), None)) is None:
-            return {"positional": True, "causal": None}
-        found: Measured = {"causal": mask.causal, "rotary": False}
-        if not part.normalised:
-            x, v, y = self.run(make)
-            if scale := _fitted(self._computed(mask, v, x, w["q"], w["k"]), y[rows]):
-                return found | {"scale": scale}
-        if part.kind == "self" and not self._flat_if_alike(mask, make):
-            return found | {"rotary": True} | ({} if part.normalised else {"scale": self._own_scale(mask)})
-        if part.normalised:
-            return found
-        return found | {"positional": True} if self.mixes else "the map is not softmax(s Q K^T)"
-
-    def _flat_if_alike(self, mask: _Mask, make: Make) -> bool:
-        """Whether the map is flat where all queries are one vector and all keys another, of tokens that differ."""
-        part, u = self.part, nn.functional.normalize(self._draw(self.part.width), dim=0)
-        g = self._draw(2, part.heads, 1, part.head_width)
-
-        def with_u(shape: tuple[int, ...], axis: int) -> Tensor:
-            tokens = make(shape, axis).movedim(axis, -1)
-            return (tokens + (1 - tokens @ u)[..., None] * u).movedim(-1, axis)
-
-        _, v, y = self.run(with_u, q=u[:, None] * g[0], k=u[:, None] * g[1][: part.kv_heads])
-        return _same(self._computed(mask, v)(0), y[mask.rows])
-
-    def _own_scale(self, mask: _Mask) -> float:
-        """The factor on rotated logits: one token alone has keys, so that its own logit is at relative position 0."""
-        odd, w = self.alike(2), self.weights
-        x, v, y = self.run(odd)
-        at = (x - x[0]).norm(dim=1).argmax()
-        own = nn.functional.normalize(x[at] - x[0] * (x[at] @ x[0]) / (x[0] @ x[0]), dim=0)
-        k = own[:, None] * w["k"][:, :1]
-        x, v, y = self.run(odd, k=k)
-        return _fitted(self._computed(replace(mask, rows=at[None]), v, x, w["q"], k), y[at[None]]) or self.part.scale
-
-    def _computed(
-        self, mask: _Mask, v: Tensor, x: Tensor | None = None, q: Tensor | None = None, k: Tensor | None = None
-    ) -> Callable[[float], Tensor]:
-        """The output at some rows as a function of the factor on the logits."""
-        part, each = self.part, self.part.heads // self.part.kv_heads
-        values, bias, end = v @ self.weights["v"], part.read_bias("v"), part.read_bias("o")
-        values = (values if bias is None else values + bias[:, None]).repeat_interleave(each, 0)  # (H, m, k)
-        logits = torch.zeros(1, 1, 1, dtype=torch.float64)
-        if x is not None and q is not None and k is not None:
-            keys = _rows(self.seen["k"], part.kv_width) @ k
-            logits = (x[mask.rows] @ q) @ keys.repeat_interleave(each, 0).mT  # (H, rows, m)
-
-        def output(scale: float) -> Tensor:
-            maps = (scale * logits).masked_fill(~mask.allowed, -torch.inf).softmax(-1)
-            out = torch.einsum("hnk,hkd->nd", maps.expand(part.heads, -1, -1) @ values, self.weights["o"])
-            return out if end is None else out + end
-
-        return output
-
-    def _own_queries(self) -> bool:
-        """Whether a change of the queries of one token changes one row of the output."""
-        make = self.alike(2)
-        x, _, y = self.run(make)
-        odd = (x - x[0]).norm(dim=1) > _SAME * float(x.norm())
-        if int(odd.sum()) != 1:
-            return True  # the module adds tokens or positions of its own
-        direction = x[odd][0] - x[0] * (x[odd][0] @ x[0]) / (x[0] @ x[0])
-        other = self.weights["q"] + direction[:, None] * self._draw(*self.weights["q"][:, :1].shape)
-        change = (self.run(make, q=other)[2] - y).norm(dim=1)
-        return int((change > _SAME * float(change.max())).sum()) <= 1
+    def measured(self, call: Call) -> dict[str, Any]:
+        """Facts about the part, or `_OtherwiseError`."""
+        part = self.part
+        values = self._draw(part.kv_heads, self.widths[2], part.value_width)
+        part.write("q", torch.zeros(part.heads, part.width, part.head_width))
+        part.write("v", values)
+        _, _, v, y = self._run(call, odd=False)
+        wanted = torch.einsum("hk,hkd->d", self._shared(v[0] @ values), self.outputs)
+        if not part.positional and not (_same(v, v[0]) and _same(y, wanted)):
+            raise _OtherwiseError("for equal tokens the output is not the sum of x V O over the heads", sure=False)
+        q, k, v, _ = self._run(call, odd=True)
+        maps = _Maps(self, call, q, k, v)
+        start = maps.weights(torch.zeros(part.heads, len(maps.kinds), part.head_width))
+        there = start > 1e-6 * start.max()
+        j = _odd(q)
+        rows = torch.arange(len(q))[:, None]
+        causal = part.kind == "self" and j > 0 and len(q) == len(v) and bool((there == (rows >= j)).all())
+        flat = (1.0 / (rows + 1) if causal else torch.tensor(1.0 / len(v))).expand_as(start)
+        if not bool((there & (start < 1 - _SAME)).any()):
+            raise _OtherwiseError("tokens attend to themselves alone", sure=False)
+        facts = {"causal": causal, "rotary": False, "normalised": False}
+        facts["positional"] = (
+            part.positional or not _same(start[there], flat[there]) or not (causal or bool(there.all()))
+        )
+        here = there & (start < 1 - _SAME) & (rows == j if j >= 0 else rows >= 0)
+        pairs = []
+        for _ in range(2):
+            queries, products = maps.planted()
+            now = maps.weights(queries)
+            pairs.append((_odds(now) - _odds(start), products))
+        grown, products = (torch.stack(values) for values in zip(*pairs, strict=True))
+        x, z = products[:, here], grown[:, here]
+        scale = float((x * z).sum() / x.square().sum())
+        if not part.positional and _same(scale * x, z) and scale > 0:
+            valid = there & (start < 1 - _SAME)
+            facts["rotary"] = not _same(scale * products[:, valid], grown[:, valid])
+            if facts["rotary"] and (j < 0 or part.kind == "cross"):
+                raise _OtherwiseError("the weights are not the softmax of the products of queries and keys")
+            known = (n for n in (part.head_width**-0.5, 1.0) if abs(scale - n) < _SAME * n)
+            return facts | {"scale": next(known, scale)}
+        facts["normalised"], facts["positional"] = maps.told_apart(j), part.positional
+        if not (facts["normalised"] or part.positional):
+            raise _OtherwiseError("the weights are not the softmax of the products of queries and keys")
+        return facts
 
 
-def _fitted(output: Callable[[float], Tensor], wanted: Tensor) -> float | None:
-    """The factor on the logits that gives an output; None if none does."""
+class _Maps:
+    """The weights of token b in the maps of all heads, for given queries."""
 
-    def distance(power: float) -> float:
-        return float((output(10**power) - wanted).norm())
+    def __init__(self, trial: _Trial, call: Call, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.trial, self.call, part = trial, call, trial.part
+        at = _odd(v)
+        if at < 0 or len(k) != len(v):
+            raise _OtherwiseError("one other token is not one other value", sure=False)
+        self.kind = torch.unique((q / q.abs().max()).round(decimals=6), dim=0, return_inverse=True)[1]  # (n,)
+        self.kinds = torch.stack([q[self.kind == i][0] for i in range(int(self.kind.max()) + 1)])
+        self.inverse = torch.linalg.pinv(self.kinds)  # (d, kinds)
+        self.keys = trial._draw(part.kv_heads, part.head_width)
+        self.key = torch.linalg.pinv(torch.stack([k[at - 1], k[at]]))[:, 1]  # 0 for a, 1 for b
+        values = trial._draw(part.kv_heads, part.value_width)
+        part.write("v", torch.linalg.pinv(torch.stack([v[at - 1], v[at]]))[:, 1, None] * values[:, None])
+        self.outputs = torch.einsum("hk,hkd->hd", trial._shared(values), trial.outputs)
+        self.solve = torch.linalg.pinv(self.outputs)
 
-    nearest = min((i / 4 for i in range(-12, 9)), key=distance)
-    best = minimize_scalar(distance, bounds=(nearest - 0.25, nearest + 0.25), method="bounded", options={"xatol": 1e-9})
-    scale = 10 ** float(best.x)
-    return scale if _same(output(scale), wanted) else None
+    def weights(self, queries: Tensor, keys: Tensor | None = None) -> Tensor:
+        """A_ij (n, H) for the queries (H, kinds, k) of each kind of token."""
+        keys = self.keys if keys is None else keys
+        self.trial.part.write("q", self.inverse @ queries.double())
+        self.trial.part.write("k", self.key[:, None] * keys[:, None])
+        y = self.trial._run(self.call, odd=True)[3]
+        out = y @ self.solve
+        if not _same(out @ self.outputs, y) or bool((out < -_SAME).any() and not self.trial.part.positional):
+            raise _OtherwiseError("the output is not the sum of weighted values over the heads")
+        return out
+
+    def planted(self) -> tuple[Tensor, Tensor]:
+        """Random queries (H, kinds, k) and their products with the keys of b, (n, H), of moderate size."""
+        keys = self.trial._shared(self.keys)[:, None]  # (H, 1, k)
+        wanted = (torch.rand(len(keys), len(self.kinds), 1, generator=self.trial.g) + 1) * 0.3 * keys.shape[-1] ** 0.5
+        wanted = wanted * torch.randn(wanted.shape, generator=self.trial.g).sign()
+        other = self.trial._draw(len(keys), len(self.kinds), keys.shape[-1])
+        unit = keys / keys.square().sum(-1, keepdim=True)
+        queries = other + (wanted - (other * keys).sum(-1, keepdim=True)) * unit
+        return queries, wanted[:, self.kind, 0].T.double()
+
+    def told_apart(self, j: int) -> bool:
+        """Whether lengths do not matter; `_OtherwiseError` if queries and keys act on other heads or tokens."""
+        queries = self.trial._draw(len(self.outputs), len(self.kinds), self.keys.shape[-1])
+        start = self.weights(queries)
+        other, keys = queries.clone(), self.keys.clone()
+        kind = slice(None) if j < 0 else int(self.kind[j])
+        other[::2, kind] = self.trial._draw(*other[::2, kind].shape)
+        keys[::2] = self.trial._draw(*keys[::2].shape)
+        heads = torch.arange(len(other)) % 2 == 0
+        groups = torch.arange(len(other)) // self.trial.group % 2 == 0
+        tokens = torch.ones(len(start), dtype=torch.bool) if j < 0 else self.kind == self.kind[j]
+        for changed, where, what in (
+            (self.weights(other), tokens[:, None] & heads, "queries of one head and token"),
+            (self.weights(queries, keys), groups.expand_as(start), "keys of one head"),
+        ):
+            moved = (changed - start).abs()
+            if bool((moved[~where] > _SAME * moved.max()).any()):
+                raise _OtherwiseError(f"{what} change the weights of others")
+            if not bool((torch.where(where, moved, 0).amax(0)[where.any(0)] > 1e-9).all()):
+                raise _OtherwiseError(f"{what} do not change its weights")
+        return _same(self.weights(2 * queries), start) or _same(self.weights(queries, 2 * self.keys), start)
 
 
-def _rows(tensor: Tensor, width: int) -> Tensor:
-    """Tokens (n, d) of a sequence (.., d) or of a map (1, d, h, w)."""
+def _rows(tensor: Tensor, width: int, batch: int) -> Tensor:
+    """Tokens (n, d) of a sequence (.., d) or of a map (1, d, h, w); of several such, the first."""
     if tensor.shape[-1] != width or (tensor.ndim == 4 and tensor.shape[1] == width):
         tensor = tensor.movedim(1, -1)
-    return tensor.reshape(-1, width).double()
+    return tensor.reshape(batch, -1, width)[0].double()
+
+
+def _odd(rows: Tensor) -> int:
+    """The number of the one row that differs from all others; -1 if there is none."""
+    apart = ((rows - rows.median(0).values).norm(dim=1) > _SAME * rows.norm(dim=1).max()).nonzero()
+    return int(apart) if len(apart) == 1 else -1
+
+
+def _odds(weights: Tensor) -> Tensor:
+    return torch.logit(weights.clamp(1e-30, 1 - 1e-15))
 
 
 def _same(found: Tensor, wanted: Tensor) -> bool:

@@ -337,10 +337,7 @@ def impulse_attention_checks(
         kind = pseudo_input if i == 0 or following is None else following
         if part not in wanted or kind != "positions":
             continue
-        if part.positional:
-            raise AnatomyError(
-                f"`{part.name}`: gates, convolutions or biases of positions enter the map, so Q K^T does not give it"
-            )
+        impulse.of_positions_alone(part)
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()

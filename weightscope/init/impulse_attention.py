@@ -292,7 +292,7 @@ def impulse_attention_(
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes
     for part in chosen_heads(chosen_layers(everything, layers), heads):
-        table = nearest_table(_of_positions_alone(part), tables)
+        table = nearest_table(of_positions_alone(part), tables)
         towers.setdefault((table.name if table else part.width, bool(part.causal)), []).append(part)
     for parts in towers.values():
         table, width = nearest_table(parts[0], tables), parts[0].width
@@ -312,7 +312,7 @@ def impulse_attention_(
     return module
 
 
-def _of_positions_alone(part: AttentionPart) -> AttentionPart:
+def of_positions_alone(part: AttentionPart) -> AttentionPart:
     """The part, if the map of its positions is that of Q K^T."""
     reasons = {
         "queries and keys are rotated by position (RoPE)": part.rotary,

@@ -5,8 +5,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from weightscope._util.names import unknown
-from weightscope.errors import UsageError
+from weightscope._util.checks import choice
 from weightscope.networks.layers import LayerNorm2d, SpatialMean, depthwise, patchify
 
 # Dilation in each quarter of the network's layers (thesis Table 3.2, printed there for 8 layers).
@@ -29,9 +28,7 @@ def dilation_schedule(name: str, depth: int) -> tuple[int, ...]:
         >>> dilation_schedule("E", 8)
         (1, 1, 1, 1, 2, 2, 3, 3)
     """
-    if name not in DILATIONS:
-        raise UsageError(unknown("dilation schedule", name, DILATIONS))
-    return tuple(DILATIONS[name][4 * i // depth] for i in range(depth))
+    return tuple(DILATIONS[choice("dilations", name, DILATIONS)][4 * i // depth] for i in range(depth))
 
 
 class Residual(nn.Module):
@@ -92,11 +89,9 @@ class ConvMixer(nn.Module):
         activation: Literal["gelu", "relu"] = "gelu",
     ) -> None:
         super().__init__()
-        if residual not in ("none", "first", "both"):
-            raise UsageError(unknown("residual", residual, ("none", "first", "both")))
-        for what, name, known in (("norm", norm, _NORMS), ("activation", activation, _ACTIVATIONS)):
-            if name not in known:
-                raise UsageError(unknown(what, name, known))
+        choice("residual", residual, ("none", "first", "both"))
+        choice("norm", norm, _NORMS)
+        choice("activation", activation, _ACTIVATIONS)
 
         def normalised(convolution: nn.Conv2d) -> nn.Sequential:
             return nn.Sequential(convolution, _ACTIVATIONS[activation](), _NORMS[norm](width))

@@ -146,8 +146,7 @@ def attention_layer(
     kind: str, width: int, heads: int, grid: int, *, prefix: int, qkv_bias: bool, filter_size: int | None
 ) -> Attention:
     """The attention layer of a kind for N = prefix + grid^2 tokens."""
-    if kind not in KINDS:
-        raise UsageError(f"attention must be one of {', '.join(map(repr, KINDS))}, found {kind!r}")
+    choice("attention", kind, KINDS)
     if kind in CONVOLUTIONAL:
         size = min(3, grid - (grid % 2 == 0)) if filter_size is None else filter_size
         return ConvolutionalAttention(kind, size, width, heads, grid, prefix=prefix, qkv_bias=qkv_bias)
