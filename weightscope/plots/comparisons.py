@@ -87,16 +87,10 @@ def epochs_text(epochs: float) -> str:
     return f"{epochs:g} epoch{'s' * (epochs != 1)}"
 
 
-def value_axis(axis: Any, metric: Metric) -> None:
-    """Tick labels of an axis of stored values, in the unit of the axis label."""
+def value_axis(axis: Any, factor: float = 1.0) -> None:
+    """Tick labels of an axis of stored values or of differences, times a factor to the unit of the axis label."""
     axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{metric.factor * value:.6g}".replace("-", "−")))
-
-
-def difference_axis(axis: Any) -> None:
-    """Tick labels of an axis of differences as they are shown."""
-    axis.set_major_locator(MaxNLocator(6))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.6g}".replace("-", "−")))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{factor * value:.6g}".replace("-", "−")))
 
 
 def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
@@ -184,7 +178,7 @@ def _finished(
     """Axes with the metric along y, a grid, a legend of the styles by label, and a title."""
     note += chance_line(canvas.ax, rows)
     canvas.ax.grid(axis="both")
-    value_axis(canvas.ax.yaxis, metric)
+    value_axis(canvas.ax.yaxis, metric.factor)
     canvas.ax.set_ylabel(f"{metric.title}{after}{metric.direction}")
     canvas.legend([Line2D([], [], label=label, **style) for label, style in styles.items()], note)
     return canvas.finish(title)
@@ -233,7 +227,7 @@ def _single_length(
     heads = [("mean", [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows])]
     heads += [("difference", [_difference(row, metric) for row in rows])] if len(rows) > 1 else []
     theme.columns(ax, range(len(rows)), -0.8, heads)
-    value_axis(ax.xaxis, metric)
+    value_axis(ax.xaxis, metric.factor)
     label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {seeds_note(rows)}"
     label += chance_line(ax, rows, upright=True)
     ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
@@ -272,7 +266,7 @@ def gain_curve(
     theme.reference(ax, 0, upright=False)
     ax.set_xticks(range(len(rows)), [f"{row['gain']:g}" for row in rows])
     ax.grid(axis="y")
-    difference_axis(ax.yaxis)
+    value_axis(ax.yaxis)
     ax.set_xlabel("gain of the correlations")
     unit = f"({metric.difference_unit})" if metric.difference_unit else ""
     ax.set_ylabel(f"{metric.label} minus that at gain {rows[0]['gain']:g}\n{unit}{metric.direction}".strip("\n; "))
@@ -561,7 +555,7 @@ def training_curves(
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch" + chance_line(ax, [{"chance": chance}]))
     ax.set_ylabel(metric.title.removeprefix("test "))
-    value_axis(ax.yaxis, metric)
+    value_axis(ax.yaxis, metric.factor)
     longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == "curve")
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)

@@ -12,7 +12,7 @@ from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.comparisons import CI, difference_axis, epochs_text, row_height, seeds_text, styles_of
+from weightscope.plots.comparisons import CI, epochs_text, row_height, seeds_text, styles_of, value_axis
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
@@ -165,7 +165,7 @@ def paired_differences(
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
     theme.list_axis(ax, at, names, at[-1] + 1)
-    difference_axis(ax.xaxis)
+    value_axis(ax.xaxis)
     for epochs in lengths if heading else ():
         first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
         theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
@@ -233,7 +233,7 @@ def scale_and_structure(
     theme.list_axis(ax, [(at[2 * i] + at[2 * i + 1]) / 2 for i in range(len(pairs))], names, at[-1] + 1)
     heads = zip((f"mean, {CI}", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
     theme.columns(ax, at, -0.8, list(heads))
-    difference_axis(ax.xaxis)
+    value_axis(ax.xaxis)
     label = f"difference of test {metric.label} on the same seed"
     label += f" ({metric.difference_unit})" if metric.difference_unit else ""
     counts = [n for row, control in pairs for n in (row.get("beyond_scale_pairs"), control.get("pairs"))]
