@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.errors import SpecError
+from weightscope.errors import DataError, SpecError
 from weightscope.fits import PopulationFit, load_artifact, resized_fit, resizing, write_standalone
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit
@@ -232,7 +232,9 @@ def test_ones_own_permutations_can_be_wider_but_not_deeper() -> None:
         resized_fit(result, spec(4, 3))
 
 
-def draws_alike_alone(fitted: PopulationFit, make: Callable[[], nn.Module], init: PopulationInit, file: Path) -> None:
+def assert_standalone_draws_alike(
+    fitted: PopulationFit, make: Callable[[], nn.Module], init: PopulationInit, file: Path
+) -> None:
     """The standalone file of a fit draws what an initialiser draws."""
     scope: dict[str, object] = {"__file__": str(write_standalone(fitted, file))}
     exec(compile(file.read_text(), file, "exec"), scope)
@@ -246,7 +248,7 @@ def draws_alike_alone(fitted: PopulationFit, make: Callable[[], nn.Module], init
 
 def test_a_resized_fit_is_saved_and_exported(artifact: Path, tmp_path: Path) -> None:
     wide = resized_fit(load_artifact(artifact), WeightSpec.of(convnext(24, 3)))
-    draws_alike_alone(wide, lambda: convnext(24, 3), load_init(artifact), tmp_path / "wide_init.py")
+    assert_standalone_draws_alike(wide, lambda: convnext(24, 3), load_init(artifact), tmp_path / "wide_init.py")
 
 
 def test_the_standalone_export_draws_fused_projections(tmp_path: Path) -> None:
@@ -256,7 +258,45 @@ def test_the_standalone_export_draws_fused_projections(tmp_path: Path) -> None:
     spec = WeightSpec.of(make())
     rows = np.random.default_rng(0).standard_normal((30, spec.size)) + 1
     result = fit(WeightArray(rows, spec), "*", structure="exchangeable", joint="all")
-    draws_alike_alone(result, make, PopulationInit(result), tmp_path / "vit_init.py")
+    assert_standalone_draws_alike(result, make, PopulationInit(result), tmp_path / "vit_init.py")
+
+
+class Concatenated(nn.Module):
+    """Channels twice in the columns of a linear layer, each over nine pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc, self.head = nn.Conv2d(2, 4, 1), nn.Linear(72, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x).relu()
+        return self.head(self.fc(torch.cat([y, 2 * y], 1).flatten(1)).relu())
+
+
+def test_parts_of_columns_that_were_derived_are_stored_and_exported(tmp_path: Path) -> None:
+    spec = WeightSpec.of(Concatenated())
+    permutations = permutation_spec(Concatenated(), torch.randn(2, 2, 3, 3))
+    assert {view.name: view.shape for view in permutations.views}["fc.weight[1]"] == (5, 4, 9)
+    rows = np.random.default_rng(0).standard_normal((30, spec.size)) + 1
+    source = WeightArray(rows, spec)
+    result = fit(source, "*", structure="exchangeable", joint="all", permutations=permutations)
+    result.save(tmp_path / "net.safetensors")
+    init = load_init(tmp_path / "net.safetensors")
+    assert_standalone_draws_alike(result, Concatenated, init, tmp_path / "net_init.py")
+
+
+def test_a_stored_view_outside_its_tensor_is_refused() -> None:
+    spec = WeightSpec.of(Concatenated())
+    permutations = permutation_spec(Concatenated(), torch.randn(2, 2, 3, 3))
+    rows = np.random.default_rng(0).standard_normal((30, spec.size))
+    tensors = Exchangeable.fit(rows, spec, permutations=permutations, network=spec).to_tensors()
+    text = bytes(tensors["permutations"]).decode()
+    assert '"offset": [0, 36]' in text
+    for wrong in ("[0, 37]", "[0, -36]", "[0, 36, 0]", "[0, 1e3]"):
+        changed = text.replace('"offset": [0, 36]', f'"offset": {wrong}')
+        stored = {**tensors, "permutations": np.frombuffer(changed.encode(), dtype=np.uint8)}
+        with pytest.raises(DataError, match=r"`fc.weight\[1\]`: \(5, 4, 9\) is no part of \(5, 72\)"):
+            Exchangeable.from_tensors(stored, spec)
 
 
 def test_the_spec_of_the_whole_network_is_stored_where_only_some_tensors_were_fitted(law: Exchangeable) -> None:

@@ -123,6 +123,9 @@ def test_parameters_that_share_memory_are_refused():
     model.blocks[0].attn.proj.weight = nn.Parameter(memory[:, 48:])
     model.head.weight = nn.Parameter(torch.randn(3, 12))
     wi.xavier_(model)
+    model.register_buffer("kept", model.head.weight.data[:1])
+    with pytest.raises(DataError, match=r"`head.weight` and `kept` share memory"):
+        wi.trunc_normal_(model, select="head*")
 
 
 NEO = {"hidden_size": 48, "num_layers": 2, "num_heads": 3, "attention_types": [[["global", "local"], 1]]}

@@ -178,16 +178,16 @@ def _uses_others(layer: nn.Module) -> bool:
 
 
 def _overlap(module: nn.Module) -> str | None:
-    """Two parameters, other than one under two names, that have entries in the same memory."""
+    """A parameter and another parameter or buffer that have entries in the same memory."""
     before: dict[Any, list[tuple[Any, Any, str, Tensor]]] = {}  # storage -> first byte, end, name
-    for name, value in module.named_parameters():
+    for name, value in _tensors(module).items():  # parameters first
         if value.numel():
             start = value.storage_offset() * value.itemsize
             last = sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
             end = start + (last + 1) * value.itemsize
             others = before.setdefault((value.device, value.untyped_storage().data_ptr()), [])
             for low, high, other, tied in others:
-                if start < high and low < end and _share(value, tied):
+                if isinstance(tied, nn.Parameter) and start < high and low < end and _share(value, tied):
                     return f"`{other}` and `{name}` share memory; clone one of them, or make them one parameter"
             others.append((start, end, name, value))
     return None

@@ -164,9 +164,14 @@ def _parts(group, a, randn):
             away = [j for j, x in enumerate(axes) if x and x not in key]
             for j in away:
                 part = part.unsqueeze(j)
-            rows = out[view["tensor"]]
-            rows = rows[view["start"] : view["start"] + shape[0]] if shape else rows
-            rows += part / prod(shape[j] for j in away) ** 0.5
+            whole = out[view["tensor"]]
+            steps = whole.stride()
+            strides = view["strides"] or [(i, [(n, 1)]) for i, n in enumerate(shape)]
+            pairs = [(n, by * steps[i]) for i, along in strides for n, by in along]
+            lengths = [n for n, _ in pairs]
+            first = sum(at * by for at, by in zip(view["offset"], steps))
+            window = torch.as_strided(whole, lengths, [by for _, by in pairs], first)
+            window += (part / prod(shape[j] for j in away) ** 0.5).expand(shape).reshape(lengths)
             start += prod(fixed)
     return a["mean"] + torch.cat([value.flatten() for value in out.values()])
 '''
