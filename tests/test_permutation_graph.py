@@ -13,7 +13,7 @@ from test_permutations import NETWORKS, GatedBlock, images, shaken
 from torch import Tensor, nn
 
 import weightscope
-from weightscope.anatomy import permutation_graph
+from weightscope.anatomy import operations, permutation_graph
 from weightscope.anatomy.permutation_groups import check_permutations, permutation_spec
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks.sequences import Mamba2
@@ -310,7 +310,7 @@ def test_an_operation_without_a_rule_fixes_what_it_meets_and_is_named() -> None:
 
 
 def test_a_wrong_rule_is_caught_by_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(permutation_graph._RULES, "sort", lambda p, a, step: [a["self"]] * 2)
+    monkeypatch.setitem(operations.RULES, "sort", lambda p, a, step: [a["self"]] * 2)
     network = nn.Sequential(nn.Linear(4, 6), Last(lambda x: x.sort(-1).values), nn.Linear(6, 2))
     with pytest.raises(AnatomyError, match="found them to change by"):
         permutation_spec(network, torch.randn(2, 4))

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing, unwrapped
 from weightscope._util.torch_random import seeded
-from weightscope.anatomy.permutation_graph import Recorder, call, derive_permutations, tensors_in
+from weightscope.anatomy.operations import Recorder, call, tensors_in
+from weightscope.anatomy.permutation_graph import derive_permutations
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.networks.building import build_for
 from weightscope.recipe import Recipe

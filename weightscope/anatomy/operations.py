@@ -1,0 +1,732 @@
+"""What the operations of a forward pass do to the axes of tensors: recorded once, then propagated symbolically.
+
+What is added is permuted alike, what is contracted cancels, and what meets tokens, pixels or an operation without a
+rule stays in its place.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from weightscope.anatomy.symbolic_axes import (
+    Axes,
+    Axis,
+    Fixed,
+    concatenated,
+    factors,
+    fixed,
+    length,
+)
+
+Value: TypeAlias = list[Axis]  # the axes of a tensor
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of the recorded forward pass, by number."""
+
+    number: int
+
+
+@dataclass
+class Step:
+    """One operation: its name and overload, arguments by name, and the tensors that it returned."""
+
+    name: str
+    overload: str
+    pointwise: bool
+    arguments: dict[str, Any]
+    written: str | None  # the argument that it changes in place
+    strides: tuple[int, ...]  # of its first tensor, before
+    out: list[Ref]
+
+
+class Recorder(TorchDispatchMode):
+    """Records the operations that are run, with tensors replaced by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.storages: list[int] = []
+        self.dtypes: set[torch.dtype] = set()  # of floating-point numbers that were computed
+        self.written: set[int] = set()  # tensors of which a view was changed in place
+        self._numbers = WeakTensorKeyDictionary()
+        self._bases: dict[int, int] = {}
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """The number of a tensor, a new one if it has not been seen."""
+        if tensor not in self._numbers:
+            self._numbers[tensor] = len(self.shapes)
+            self.shapes.append(tuple(tensor.shape))
+            self.storages.append(tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0)
+        return Ref(self._numbers[tensor])
+
+    def _refs(self, value: Any) -> Any:
+        return tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, value)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = func._schema
+        arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        arguments |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
+        first = next((x for x in args if isinstance(x, Tensor)), None)
+        strides = tuple(first.stride()) if first is not None and first.layout == torch.strided else ()
+        arguments = self._refs(arguments)
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.dtypes |= {x.dtype for x in tensors if x.is_floating_point()}
+        returned = [self.ref(x) for x in tensors]
+        aliases = [a for a in schema.arguments if a.alias_info is not None]
+        written = next((a.name for a in aliases if a.alias_info.is_write), None)
+        if aliases and isinstance(base := arguments.get(aliases[0].name), Ref):
+            root = self._bases.get(base.number, base.number)
+            self._bases |= {ref.number: root for ref in returned}
+            if written:
+                self.written.add(root)
+        name = schema.name.partition("::")[2]
+        pointwise = torch.Tag.pointwise in func.tags
+        self.steps.append(Step(name, func._overloadname, pointwise, arguments, written, strides, returned))
+        return out
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """What a module returns for one tensor, a tuple of arguments or a mapping of keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    return module(*inputs) if isinstance(inputs, tuple | list) else module(inputs)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All floating-point tensors in what a module returns; the outputs of transformers are mappings."""
+    leaves = tree_leaves(dict(value) if isinstance(value, Mapping) else value)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+# -- what each operation does to axes
+
+Rule: TypeAlias = Callable[["Propagation", dict[str, Any], Step], list[Value]]
+RULES: dict[str, Rule] = {}
+
+
+def _rule(*names: str) -> Callable[[Rule], Rule]:
+    def add(rule: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return add
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ODD = _words("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
+_EVEN = {"abs", "cos", "cosh", "square"}
+_SUMS = {"add", "sub", "rsub"}
+_PRODUCTS = {"mul", "div", "multiply", "divide"}
+_MOVED = {"alias", "detach", "lift_fresh", "contiguous", "clone", "_to_copy"}
+_FILLED = _words(
+    "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
+    "scalar_tensor"
+)
+_POOLED = _words(
+    "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
+    "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
+)
+_MAXIMA = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max_pool1d_with_indices"}
+_SPATIAL = {name: 1 if "1d" in name else 3 if "3d" in name else 2 for name in [*_POOLED, *_MAXIMA]}
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_cudnn_attention",
+    "scaled_dot_product_attention",
+}
+
+
+class Propagation:
+    """One walk through the recorded operations, from the parameters' axes to the outputs'."""
+
+    def __init__(self, recorder: Recorder, axes: Axes, parameters: Mapping[int, Value]) -> None:
+        self.axes = axes
+        self.shapes = recorder.shapes
+        self.values: dict[int, Value] = dict(parameters)
+        self.plain = set(parameters)  # parameters, moved at most
+        self.unknown: set[str] = set()
+        self.written = recorder.written
+        storages = {recorder.storages[n]: value for n, value in parameters.items() if recorder.storages[n]}
+        self._aliased = {
+            n: storages[s] for n, s in enumerate(recorder.storages) if s in storages and n not in parameters
+        }
+
+    def run(self, steps: Sequence[Step], outputs: Sequence[Ref]) -> None:
+        """Propagate; the axes of the outputs are fixed."""
+        for step in steps:
+            self._step(step)
+        for ref in outputs:
+            self.fix(self.value(ref))
+
+    def value(self, ref: Ref) -> Value:
+        """The axes of a tensor; one that no operation returned is constant, and fixes what it shares memory with."""
+        if ref.number not in self.values:
+            if ref.number in self._aliased:
+                self.fix(self._aliased[ref.number])
+            self.values[ref.number] = [fixed(n) for n in self.shapes[ref.number]]
+        return self.values[ref.number]
+
+    def fix(self, value: Value) -> None:
+        """Hold the units of all axes in their places."""
+        for axis in value:
+            self.axes.fix(axis)
+
+    def unsigned(self, value: Value) -> None:
+        """Entries must not change sign with units of any axis."""
+        for axis in value:
+            self.axes.unsigned(axis)
+
+    def _step(self, step: Step) -> None:
+        refs = [x for x in tree_leaves(step.arguments) if isinstance(x, Ref)]
+        inputs = [self.value(ref) for ref in refs]
+        base = step.name.removesuffix("_") if step.written and step.name.endswith("_") else step.name
+        moving = base in _MOVEMENTS
+        arguments = dict(step.arguments)
+        if not moving:
+            for ref in refs:
+                self.values[ref.number] = [self.axes.collapsed(axis) for axis in self.value(ref)]
+        for ref in refs:
+            self._restrict(self.value(ref))
+        arguments = tree_map(lambda x: self.value(x) if isinstance(x, Ref) else x, arguments)
+        if not refs and base not in _FILLED:
+            found = [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
+        elif base in RULES:
+            found = RULES[base](self, arguments, step)
+        elif step.pointwise:
+            found = [self.pointwise(base, arguments, step)]
+        else:
+            found = self.without_rule(step, inputs)
+        if step.written:
+            found = self._in_place(self.value(step.arguments[step.written]), found)
+        for ref, value in zip(step.out, found, strict=False):
+            value = [self.axes.resolved(axis) for axis in value]
+            if tuple(map(length, value)) != self.shapes[ref.number]:
+                self.without_rule(step, inputs)
+                value = [fixed(n) for n in self.shapes[ref.number]]
+            self.values[ref.number] = value
+            self._restrict(value)
+            if moving and refs and refs[0].number in self.plain:
+                self.plain.add(ref.number)
+        for ref in step.out[len(found) :]:
+            self.values[ref.number] = [fixed(n) for n in self.shapes[ref.number]]
+
+    def without_rule(self, step: Step, inputs: Sequence[Value]) -> list[Value]:
+        """Fix everything that meets an operation without a rule."""
+        if any(not unit.fixed for value in inputs for axis in value for unit in self.axes.units(axis)):
+            self.unknown.add(step.name)
+        for value in inputs:
+            self.fix(value)
+        return [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
+
+    def _in_place(self, target: Value, found: list[Value]) -> list[Value]:
+        """Views of a tensor that is written to share its axes, so these must not change."""
+        if not found:
+            return []
+        for axis, new in zip(target, found[0], strict=True):
+            if any(isinstance(factor, Fixed) for factor in factors(axis)):
+                self.axes.fix(new)
+        return [[self.axes.merge(a, b) for a, b in zip(target, found[0], strict=True)]]
+
+    def _restrict(self, value: Value) -> None:
+        """Permutations can differ only between units that are on another axis, or factor, of the same tensor once."""
+        units = [unit for axis in value for unit in self.axes.units(axis)]
+        once = {unit for unit in units if units.count(unit) == 1} if len(units) > len(set(units)) else set(units)
+        for unit in units:
+            if unit.within:
+                unit.within = self.axes.within(unit) & once
+
+    # -- families of operations
+
+    def broadcast(self, values: Sequence[Value], *, product: bool = False) -> Value:
+        """The axes of a sum or product of tensors."""
+        out = list(values[0])
+        for value in values[1:]:
+            value = [fixed(1)] * (len(out) - len(value)) + value
+            out = [fixed(1)] * (len(value) - len(out)) + out
+            out = [self._broadcast(a, b, product) for a, b in zip(out, value, strict=True)]
+        return out
+
+    def _broadcast(self, a: Axis, b: Axis, product: bool) -> Axis:
+        if not a or not b:
+            if not product:
+                self.axes.unsigned(a or b)
+            return self.axes.resolved(a or b)
+        return self.axes.merge(a, b, product=product)
+
+    def pointwise(self, name: str, a: dict[str, Any], step: Step) -> Value:
+        """Entry by entry."""
+        refs = {key: ref for key, ref in step.arguments.items() if isinstance(ref, Ref)}
+        values = [a[key] for key in refs]
+        scalars = [
+            x for key, x in a.items() if key in ("self", "other", "value", "exponent") and isinstance(x, int | float)
+        ]
+        if name in _ODD:
+            return values[0]
+        power = a.get("exponent")
+        if name in _EVEN or (name == "pow" and isinstance(power, int | float) and power % 2 == 0):
+            return [self.axes.even(axis) for axis in values[0]]
+        if name == "pow" and isinstance(power, int | float) and power % 2 == 1:
+            return values[0]
+        if name in _SUMS:
+            out = self.broadcast(values)
+            if any(scalars):
+                self.unsigned(out)
+            return out
+        if name in _PRODUCTS and not isinstance(a.get("rounding_mode"), str):
+            for key, ref in refs.items():  # gains start at one: their sign is not free
+                if ref.number in self.plain and sum(n > 1 for n in self.shapes[ref.number]) <= 1:
+                    self.unsigned(a[key])
+            return self.broadcast(values, product=True)
+        if name in ("addcmul", "addcdiv"):
+            return self.broadcast([a["self"], self.broadcast([a["tensor1"], a["tensor2"]], product=True)])
+        out = self.broadcast(values)
+        self.unsigned(out)
+        for value in values:
+            self.unsigned(value)
+        return out
+
+    def contracted(self, a: Axis, b: Axis, batch: Sequence[Axis] = ()) -> None:
+        """Sum over two axes: they are permuted alike, in the same way for all but batch axes."""
+        merged = self.axes.merge(a, b)
+        there = {unit for axis in (merged, *batch) for unit in self.axes.units(axis)}
+        for unit in self.axes.units(merged):
+            unit.within = self.axes.within(unit) & there
+
+    def normalised(self, a: dict[str, Any], axes: Sequence[int], *, mean: str = "", variance: str = "") -> Value:
+        """(x - mean) / deviation * weight + bias, with weight and bias along `axes`."""
+        out = list(a["input"])
+        for j, i in enumerate(axes):
+            axis = out[i]
+            if mean and a.get(mean) is not None:
+                axis = self.axes.merge(axis, a[mean][j])
+                self.axes.unsigned(a[variance][j])
+                self.axes.merge(self.axes.even(axis), a[variance][j])
+            if a.get("weight") is not None:
+                self.axes.unsigned(a["weight"][j])
+                axis = self.axes.merge(axis, a["weight"][j], product=True)
+            if a.get("bias") is not None:
+                axis = self.axes.merge(axis, a["bias"][j])
+            out[i] = axis
+        if a.get("bias") is not None:
+            for i in set(range(len(out))) - {i % len(out) for i in axes}:
+                self.axes.unsigned(out[i])
+        return [self.axes.resolved(axis) for axis in out]
+
+
+def _dims(given: Any, n: int) -> list[int]:
+    """Dimensions as non-negative numbers; all if none are given."""
+    if given is None or given == []:
+        return list(range(n))
+    return [d % n for d in (given if isinstance(given, list | tuple) else [given])] if n else []
+
+
+@_rule(*_MOVED, "dropout", "native_dropout")
+def _kept(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    return [a["self"] if "self" in a else a["input"]]
+
+
+@_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+def _view(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    if step.overload == "dtype":
+        return p.without_rule(step, [a["self"]])
+    return [p.axes.reshaped(a["self"], p.shapes[step.out[0].number])]
+
+
+@_rule("permute")
+def _permute(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    return [[a["self"][d] for d in _dims(list(a["dims"]), len(a["self"]))]]
+
+
+@_rule("t", "transpose", "numpy_T", "mT")
+def _transpose(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    out = list(a["self"])
+    if len(out) > 1:
+        i, j = (d % len(out) for d in (a.get("dim0", -1), a.get("dim1", -2)))
+        out[i], out[j] = out[j], out[i]
+    return [out]
+
+
+@_rule("unsqueeze")
+def _unsqueeze(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    at = a["dim"] % (len(a["self"]) + 1)
+    return [[*a["self"][:at], (), *a["self"][at:]]]
+
+
+@_rule("squeeze")
+def _squeeze(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dims = _dims(a.get("dim"), len(a["self"]))
+    return [[axis for i, axis in enumerate(a["self"]) if i not in dims or length(axis) != 1]]
+
+
+@_rule("expand")
+def _expand(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    shape = p.shapes[step.out[0].number]
+    value = [fixed(1)] * (len(shape) - len(a["self"])) + a["self"]
+    return [[axis or fixed(n, free=True) for axis, n in zip(value, shape, strict=True)]]
+
+
+@_rule("repeat")
+def _repeat(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    value = [fixed(1)] * (len(a["repeats"]) - len(a["self"])) + a["self"]
+    return [[(*fixed(n, free=True), *axis) for axis, n in zip(value, a["repeats"], strict=True)]]
+
+
+@_rule("slice")
+def _slice(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    value, dim = a["self"], a.get("dim", 0) % len(a["self"])
+    n = length(value[dim])
+    start, stop, by = slice(a.get("start"), a.get("end"), a.get("step") or 1).indices(n)
+    if by != 1:
+        p.axes.fix(value[dim])
+        return [[*value[:dim], fixed(p.shapes[step.out[0].number][dim]), *value[dim + 1 :]]]
+    return [_between(p, value, dim, start, stop)]
+
+
+def _between(p: Propagation, value: Value, dim: int, start: int, stop: int) -> Value:
+    """Entries start to stop along a dimension; none is a fixed axis of length zero."""
+    if stop <= start:
+        return [*value[:dim], (Fixed(0),), *value[dim + 1 :]]
+    return p.axes.sliced(value, dim, start, stop)
+
+
+@_rule("select")
+def _select(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dim = a["dim"] % len(a["self"])
+    i = a["index"] % length(a["self"][dim])
+    out = _between(p, a["self"], dim, i, i + 1)
+    return [out[:dim] + out[dim + 1 :]]
+
+
+@_rule("unbind")
+def _unbind(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    return [_select(p, {**a, "dim": a.get("dim", 0), "index": i}, step)[0] for i in range(len(step.out))]
+
+
+@_rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split")
+def _split(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dim, start, out = a.get("dim", 0) % len(a["self"]), 0, []
+    for ref in step.out:
+        stop = start + p.shapes[ref.number][dim]
+        out.append(_between(p, a["self"], dim, start, stop))
+        start = stop
+    return out
+
+
+@_rule("cat", "concat")
+def _cat(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    values = [value for value in a["tensors"] if len(value) == len(p.shapes[step.out[0].number])]
+    dim = a.get("dim", 0) % len(values[0])
+    out = list(values[0])
+    for value in values[1:]:
+        out = [
+            axis if i == dim else p.axes.merge(axis, other)
+            for i, (axis, other) in enumerate(zip(out, value, strict=True))
+        ]
+    out[dim] = concatenated([p.axes.resolved(value[dim]) for value in values if length(value[dim])])
+    return [out]
+
+
+@_rule("stack")
+def _stack(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dim = a.get("dim", 0) % (len(a["tensors"][0]) + 1)
+    return _cat(p, {"tensors": [[*v[:dim], (), *v[dim:]] for v in a["tensors"]], "dim": dim}, step)
+
+
+@_rule("constant_pad_nd")
+def _pad(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    out = list(a["self"])
+    pads = list(a["pad"])
+    for i in range(len(pads) // 2):
+        before, after = pads[2 * i : 2 * i + 2]
+        d = len(out) - 1 - i
+        if min(before, after) < 0:
+            p.axes.fix(out[d])
+            out[d] = fixed(p.shapes[step.out[0].number][d])
+        elif before or after:
+            out[d] = concatenated(
+                [
+                    axis
+                    for axis in (fixed(before) if before else None, out[d], fixed(after) if after else None)
+                    if axis is not None
+                ]
+            )
+    if any(pads) and a.get("value"):
+        p.unsigned(out)
+    return [out]
+
+
+@_rule("flip", "roll")
+def _rolled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    for d in _dims(list(a["dims"]), len(a["self"])):
+        p.axes.fix(a["self"][d])
+    return [a["self"]]
+
+
+@_rule("tril", "triu")
+def _triangle(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    for d in (-1, -2):
+        p.axes.fix(a["self"][d])
+    return [[*a["self"][:-2], *([fixed(length(axis)) for axis in a["self"][-2:]])]]
+
+
+@_rule("cumsum")
+def _cumulative(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.axes.fix(a["self"][a["dim"]])
+    return [a["self"]]
+
+
+@_rule("index", "_unsafe_index")
+def _index(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    value, indices = a["self"], list(a["indices"])
+    used = [i for i, index in enumerate(indices) if index is not None]
+    shape = p.shapes[step.out[0].number]
+    if used != list(range(used[0], used[-1] + 1)) or (
+        any(len(indices[i]) > 1 and len(used) == 1 for i in used) and False
+    ):
+        return p.without_rule(step, [value])
+    for i in used:
+        p.axes.fix(value[i])
+        p.fix(indices[i])
+    rest = value[used[-1] + 1 :]
+    new = len(shape) - used[0] - len(rest)
+    if new < 0 or tuple(map(length, rest)) != shape[len(shape) - len(rest) :]:
+        return p.without_rule(step, [value])
+    return [[*value[: used[0]], *(fixed(n) for n in shape[used[0] : used[0] + new]), *rest]]
+
+
+@_rule("copy")
+def _copy(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    src = [*([fixed(1)] * (len(a["self"]) - len(a["src"]))), *a["src"]]
+    return [[x or fixed(length(y), free=True) for x, y in zip(src, a["self"], strict=True)]]
+
+
+@_rule("as_strided")
+def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    shape = tuple(a["size"])
+    kept = [(n, s) for n, s in zip(shape, a["stride"], strict=True) if n > 1]
+    same = step.written and shape == tuple(map(length, a["self"])) and not a.get("storage_offset")
+    if same and kept == [(n, s) for n, s in zip(shape, step.strides, strict=True) if n > 1]:
+        return [a["self"]]  # only the strides of axes of length one are set
+    return p.without_rule(step, [a["self"]])
+
+
+@_rule("hardswish", "hardsigmoid", "hardtanh", "relu6", "mish", "celu", "selu", "softplus", "leaky_relu", "prelu")
+def _elementwise(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    return [p.pointwise(step.name, a, step)]
+
+
+@_rule("index_select", "gather")
+def _indexed(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    d = a["dim"] % len(a["self"])
+    p.axes.fix(a["self"][d])
+    p.fix(a["index"])
+    if "sparse_grad" in a:  # gather: each entry has an index
+        p.fix(a["self"])
+        return [[fixed(n) for n in p.shapes[step.out[0].number]]]
+    return [[*a["self"][:d], fixed(p.shapes[step.out[0].number][d]), *a["self"][d + 1 :]]]
+
+
+@_rule("embedding")
+def _embedding(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.axes.fix(a["weight"][0])
+    p.fix(a["indices"])
+    return [[*(fixed(length(axis)) for axis in a["indices"]), a["weight"][1]]]
+
+
+@_rule(*_FILLED)
+def _filled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    ref = step.out[0]
+    return [[fixed(n, free=ref.number not in p.written) for n in p.shapes[ref.number]]]
+
+
+@_rule("sum", "mean")
+def _sum(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dims = _dims(a.get("dim"), len(a["self"]))
+    for d in dims:
+        p.axes.unsigned(a["self"][d])
+    return [_reduced(a["self"], dims, a.get("keepdim", False))]
+
+
+def _reduced(value: Value, dims: Sequence[int], keepdim: bool) -> Value:
+    return [() if i in dims else axis for i, axis in enumerate(value) if keepdim or i not in dims]
+
+
+@_rule("var", "std", "var_mean", "linalg_vector_norm", "norm")
+def _spread(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    dims = _dims(a.get("dim"), len(a["self"]))
+    if "norm" not in step.name:
+        for d in dims:
+            p.axes.unsigned(a["self"][d])
+    out = _reduced(a["self"], dims, a.get("keepdim", False))
+    return [[p.axes.even(axis) for axis in out], out][: len(step.out)]
+
+
+@_rule("amax", "amin", "max", "min", "logsumexp", "any", "all")
+def _extreme(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    if "other" in a:
+        return [p.pointwise(step.name, a, step)]
+    dims = _dims(a.get("dim"), len(a["self"]))
+    p.unsigned(a["self"])
+    if len(step.out) > 1:  # the place of the maximum
+        for d in dims:
+            p.axes.fix(a["self"][d])
+    return [_reduced(a["self"], dims, a.get("keepdim", False))] * len(step.out)
+
+
+@_rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+def _softmax(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.unsigned(a["self"])
+    return [a["self"]]
+
+
+@_rule("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
+def _matmul(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    names = next(
+        pair
+        for pair in (
+            ("mat1", "mat2"),
+            ("batch1", "batch2"),
+            ("mat", "vec"),
+            ("self", "mat2"),
+            ("self", "vec"),
+            ("self", "tensor"),
+        )
+        if all(k in a for k in pair)
+    )
+    x, y = (a[key] for key in names)
+    batch = [p.axes.merge(x[0], y[0], product=True)] if "bmm" in step.name else []
+    left, right = x[len(batch) :], y[len(batch) :]
+    p.contracted(left[-1], right[0], batch)
+    out = [*batch, *left[:-1], *right[1:]]
+    return [p.broadcast([out, a["self"]]) if step.name.startswith(("add", "badd")) else out]
+
+
+@_rule(*_ATTENTION)
+def _attention(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    q, k, v = list(a["query"]), list(a["key"]), list(a["value"])
+    heads, groups = length(q[1]) if len(q) > 3 else 1, length(k[1]) if len(k) > 3 else 1
+    if heads != groups:  # each head of keys serves several of queries
+        q[1] = p.axes.resolved(tuple(f for axis in p.axes.reshaped([q[1]], (groups, heads // groups)) for f in axis))
+        k[1], v[1] = (p.axes.resolved((*axis, *fixed(heads // groups, free=True))) for axis in (k[1], v[1]))
+    merge = p.axes.merge
+    batch = [merge(x, y) for x, y in zip(q[:-2], k[:-2], strict=True)]  # their logits go through a softmax
+    p.contracted(q[-1], k[-1], batch)
+    logits = [*batch, q[-2], k[-2]]
+    if a.get("attn_mask") is not None:
+        logits = p.broadcast([logits, a["attn_mask"]])
+    if a.get("is_causal"):
+        p.axes.fix(q[-2])
+        p.axes.fix(k[-2])
+    for axis in (q[-2], k[-2]):
+        p.axes.unsigned(axis)
+    batch = [merge(p.axes.even(x), y, product=True) for x, y in zip(batch, v[:-2], strict=True)]
+    p.contracted(k[-2], v[-2], batch)
+    return [[*batch, q[-2], v[-1]]]
+
+
+@_rule("convolution", "_convolution", "mkldnn_convolution")
+def _convolution(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    x, weight, groups = a["input"], a["weight"], a["groups"]
+    shape = p.shapes[step.out[0].number]
+    for axis in (*x[2:], *weight[2:]):
+        p.axes.fix(axis)
+    into, out = (1, 0) if not a.get("transposed") else (0, 1)
+    n_in = length(x[1])
+    if groups == 1:
+        p.contracted(x[1], weight[into])
+        axis = weight[out]
+    else:
+        g, i = p.axes.reshaped([x[1]], (groups, n_in // groups))
+        split = [(groups, length(weight[0]) // groups), (length(weight[1]),)]
+        (h, w0), (w1,) = (p.axes.reshaped([weight[d]], split[d]) for d in (0, 1))
+        group = p.axes.merge(g, h, product=True)
+        p.contracted(i, w0 if into == 0 else w1, [group])
+        axis = p.axes.resolved((*group, *(w1 if into == 0 else w0)))
+    if a.get("bias") is not None:
+        axis = p.axes.merge(axis, a["bias"][0])
+    return [[x[0], axis, *(fixed(n) for n in shape[2:])]]
+
+
+@_rule(*_POOLED)
+def _pooled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    value = a["self"] if "self" in a else a["input"]
+    last = len(value) - _SPATIAL[step.name]
+    for axis in value[last:]:
+        p.axes.fix(axis)
+    return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]]
+
+
+@_rule(*_MAXIMA)
+def _largest(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.unsigned(a["self"])
+    return _pooled(p, a, step) * len(step.out)
+
+
+@_rule("im2col")
+def _patches(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    value, shape = a["self"], p.shapes[step.out[0].number]
+    for axis in value[-2:]:
+        p.axes.fix(axis)
+    return [[*value[:-3], (*value[-3], *fixed(shape[-2] // length(value[-3]))), fixed(shape[-1])]]
+
+
+@_rule("native_batch_norm", "_native_batch_norm_legit_no_training", "batch_norm", "cudnn_batch_norm")
+def _batch_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    if a.get("running_mean") is None:  # as in standardised weights
+        for i, axis in enumerate(a["input"]):
+            if i != 1:
+                p.axes.unsigned(axis)
+    elif a.get("training"):
+        return p.without_rule(step, [v for v in a.values() if isinstance(v, list)])
+    return [p.normalised(a, [1], mean="running_mean", variance="running_var")]
+
+
+@_rule("native_layer_norm", "layer_norm")
+def _layer_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    axes = range(len(a["input"]) - len(a["normalized_shape"]), len(a["input"]))
+    for i in axes:
+        p.axes.unsigned(a["input"][i])
+    return [p.normalised(a, axes)]
+
+
+@_rule("_fused_rms_norm", "rms_norm")
+def _rms_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    return [p.normalised(a, range(len(a["input"]) - len(a["normalized_shape"]), len(a["input"])))]
+
+
+@_rule("native_group_norm", "group_norm")
+def _group_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    groups = a["group"] if "group" in a else a["num_groups"]
+    value = list(a["input"])
+    parts = p.axes.reshaped([value[1]], (groups, length(value[1]) // groups))
+    value[1] = p.axes.resolved((*parts[0], *parts[1]))
+    p.unsigned(value)
+    return [p.normalised({**a, "input": value}, [1])]
+
+
+@_rule("_weight_norm_interface", "_weight_norm")
+def _weight_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.unsigned(a["g"])
+    return [p.broadcast([a["v"], a["g"]], product=True)]
+
+
+_MOVEMENTS = _MOVED | {
+    "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand",
+    "slice", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
+}  # fmt: skip
