@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import DataError, UsageError
+from weightscope.networks.layers import SumLinear
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")  # with the attribute `module`
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")  # of torch.compile, checkpointing, adapters
@@ -156,6 +157,8 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
 def _uses_others(layer: nn.Module) -> bool:
     """Whether the forward pass of a linear or convolutional layer scales or standardises its weight."""
     stock: Any = next((one for one in _LINEAR if isinstance(layer, one)), None)
+    if isinstance(layer, SumLinear):  # its sum has a weight of its own, which populations and Net2Net know by name
+        return False
     if stock is None or all(
         getattr(type(layer), key, 0) is getattr(stock, key, 0) for key in ("forward", "_conv_forward")
     ):
