@@ -208,3 +208,12 @@ def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):
     assert re.search(message, error), error
     assert error.count("\n") == 1
     assert not (tmp_path / "x.png").exists()
+
+
+def test_an_adapter_that_changes_a_weight_is_refused():
+    network = _network(1)
+    mixer = network.backbone.layers[0].mixer
+    mixer.out_proj.lora_A = nn.Parameter(torch.ones(2, mixer.out_proj.in_features))
+    mixer.out_proj.lora_B = nn.Parameter(torch.ones(mixer.out_proj.out_features, 2))
+    with pytest.raises(DataError, match=r"the adapter `backbone.layers.0.mixer.out_proj.lora_A` changes a weight"):
+        state_space_maps(dict(network.state_dict()), _tokens())

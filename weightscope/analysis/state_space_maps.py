@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from weightscope._util.names import listing
 from weightscope._util.results import Result
 from weightscope.anatomy import named_tensors, ssms
+from weightscope.anatomy.effective import refuse_adapters
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import Mamba, Mamba2, Mamba2Mixer, MambaMixer, Selected
 
@@ -105,6 +106,7 @@ _EMBEDDING = "backbone.embeddings.weight"
 def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
     """A `Mamba` or `Mamba2` with a model's weights; sizes are those of its tensors."""
     tensors = named_tensors(model, config)
+    refuse_adapters("state_space_maps", model, tensors)
     parts = ssms(tensors)
     ours = {_our_name(name): name for name in tensors.names}
     if _EMBEDDING not in ours:
