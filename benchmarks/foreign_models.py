@@ -6,14 +6,12 @@ Every model has random weights. "right": the initialiser ran, and an audit finds
 "refused": it stopped with one line and changed nothing; "-": the model has no such part. Anything else is "WRONG".
 """
 
-import argparse
 import copy
-import importlib
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import model_table
 import torch
 from torch import nn
 
@@ -123,26 +121,11 @@ def outcome(model: nn.Module, name: str) -> str:
     return "WRONG: the audit fails" if report.failures else "right"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--markdown", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    rows = [["model", *INITS], ["---"] * (1 + len(INITS))]
-    for name, make in models().items():
-        if arguments.only in name:
-            model = make()
-            rows.append([name, *(outcome(model, init) for init in INITS)])
-            print(*rows[-1], flush=True)
-    versions = ", ".join(f"{n} {importlib.import_module(n).__version__}" for n in ("timm", "transformers", "torch"))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    head = __doc__.split("\n\n")[0] + "\n\n" + __doc__.split("\n\n")[2].strip()
-    arguments.markdown.write_text(
-        f"# Foreign models\n\n{head}\n\nMade by `benchmarks/foreign_models.py` with {versions}.\n\n{table}\n"
-    )
+def row(make: Callable[[], nn.Module]) -> list[str]:
+    """What each initialiser does to one model."""
+    model = make()
+    return [outcome(model, init) for init in INITS]
 
 
 if __name__ == "__main__":
-    main()
+    model_table.write(__doc__, "Foreign models", "foreign_models", INITS, models, row)

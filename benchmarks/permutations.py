@@ -7,20 +7,18 @@ change sign, and "moved" the tensors that renumbering changes. "change" is how m
 their size, in float64; models that compute parts in float32 reach its precision.
 """
 
-import argparse
 import importlib
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import model_table
 import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy.permutation_graph import derive_permutations
 from weightscope.anatomy.permutation_groups import change_of_function
-from weightscope.statistics.permutations import PermutationSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import shims
@@ -130,36 +128,19 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Any]]:
     return out
 
 
-def row(name: str, found: PermutationSpec, change: float) -> list[str]:
+def row(model: tuple[Callable[[], nn.Module], Any]) -> list[str]:
     """What is found of one model."""
+    make, inputs = model
+    module = make().float().eval()
+    found = derive_permutations(module, inputs)
     signed = {axis for view in found.views for axis in view.axes if axis is not None and axis.startswith("~")}
     tensors = {view.tensor for view in found.views}
     moved = {view.tensor for view in found.views if view.labels}
-    notes = "; ".join(found.notes) or ""
-    return [name, str(len(found.sizes)), str(len(signed)), f"{len(moved)} of {len(tensors)}", f"{change:.0e}", notes]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--markdown", type=Path, required=True)
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    rows = [["model", "groups", "signed", "moved", "change", "notes"], ["---"] * 6]
-    for name, (make, inputs) in models().items():
-        if arguments.only in name:
-            module = make().float().eval()
-            found = derive_permutations(module, inputs)
-            rows.append(row(name, found, change_of_function(module, inputs, found)[0]))
-            print(*rows[-1], flush=True)
-    versions = ", ".join(f"{n} {importlib.import_module(n).__version__}" for n in ("timm", "transformers", "torch"))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    head = __doc__.split("\n\n")[0] + "\n\n" + __doc__.split("\n\n")[2].strip()
-    arguments.markdown.write_text(
-        f"# Derived permutations\n\n{head}\n\nMade by `benchmarks/permutations.py` with {versions}.\n\n{table}\n"
-    )
+    change = change_of_function(module, inputs, found)[0]
+    numbers = [str(len(found.sizes)), str(len(signed)), f"{len(moved)} of {len(tensors)}", f"{change:.0e}"]
+    return [*numbers, "; ".join(found.notes)]
 
 
 if __name__ == "__main__":
-    main()
+    columns = ("groups", "signed", "moved", "change", "notes")
+    model_table.write(__doc__, "Derived permutations", "permutations", columns, models, row)

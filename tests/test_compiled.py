@@ -40,7 +40,7 @@ def draw(*shape, dtype, seed=0):
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def agree(found, expected, inputs, tolerance):
+def assert_agree(found, expected, inputs, tolerance):
     """Values and all gradients, relative to the largest entry of each."""
     direction = draw(*found.shape, dtype=found.dtype)
     ours, theirs = (torch.autograd.grad(y, inputs, direction) for y in (found, expected))
@@ -58,7 +58,7 @@ def test_depthwise_equals_the_library(case, dtype, kernel_set):
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     expected = F.conv2d(x.permute(3, 0, 1, 2), weight[:, None], bias, **options).permute(1, 2, 3, 0)
     found = functions.depthwise_conv2d(x, weight, bias, dilation=dilation, kernels=kernel_set)
-    agree(found, expected, inputs, 5 * TYPES[dtype])
+    assert_agree(found, expected, inputs, 5 * TYPES[dtype])
     other = x.detach().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)  # in another memory layout
     assert functions.depthwise_conv2d(other, weight, bias, dilation=dilation, kernels=kernel_set).equal(found)
 
@@ -82,7 +82,7 @@ def test_norm_and_mlp_equal_torch(sizes, dtype):
     inputs = mlp_inputs(sizes, dtype)
     x, *weights = inputs
     found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
-    agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
+    assert_agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
 
 
 @needs_compiler
@@ -104,7 +104,7 @@ def test_blocks_equal_torch(batch, count, c, dtype):
         expected = expected + plain_mlp(inner.reshape(2, c, -1), gain, shift, w1, b1, w2, b2).view_as(x)
         blocks.append(((weight, bias), (gain, shift), (w1, b1), (w2, b2)))
     found = functions.convnext_blocks(x, tuple(blocks), 1e-6, kernels="c")
-    agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
+    assert_agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
 
 
 @needs_compiler
@@ -119,7 +119,7 @@ def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):
     inner = F.gelu(F.conv2d(x.permute(3, 0, 1, 2), weight[:, None] / k, bias, **options))
     expected = x + F.batch_norm(inner, None, None, gain, shift, True, 0.0, 1e-2).permute(1, 2, 3, 0)
     found = functions.convmixer_mixing(x, (weight / k, bias), (gain, shift), 1e-2, dilation=dilation, kernels="c")
-    agree(found, expected, inputs, 10 * TYPES[dtype])
+    assert_agree(found, expected, inputs, 10 * TYPES[dtype])
 
 
 @needs_compiler
