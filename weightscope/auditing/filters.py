@@ -191,8 +191,8 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sig
         x = part.read().cpu().flatten(1)
         signs: list[Row] = []
         if sign == "random":
-            ends = stats.binom.ppf([LEVEL / 2, 1 - LEVEL / 2], part.channels, 0.5)
-            signs, x = [("positive impulses", float((x.sum(1) > 0).sum()), (float(ends[0]), float(ends[1])))], x.abs()
+            low, high = (float(stats.binom.ppf(q, part.channels, 0.5)) for q in (LEVEL / 2, 1 - LEVEL / 2))
+            signs, x = [("positive impulses", float((x.sum(1) > 0).sum()), (low, high))], x.abs()
         central = x[:, convolution.central_pixels(part, filter_size)]
         taps = central.shape[1]
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
