@@ -17,7 +17,16 @@ from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import selected
-from weightscope.init.baselines import FACTOR, ZERO, as_matrix, branches, centre_tap, convolutions, fixup_scale, zero_matrix
+from weightscope.init.baselines import (
+    FACTOR,
+    ZERO,
+    as_matrix,
+    branches,
+    centre_tap,
+    convolutions,
+    fixup_scale,
+    zero_matrix,
+)
 
 DEFAULT = "the default start of torch's layers"
 
