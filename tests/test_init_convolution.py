@@ -38,7 +38,10 @@ def test_roots_give_the_absolute_or_the_clipped_eigenvalues():
 def test_schedule_and_presets_are_the_published_ones():
     assert Schedule(0.5, 0.5, 3.0)(1.0) == 2.5
     assert PRESETS["cifar-patch2"] == Schedule(0.08, 0.37, 2.9)
-    assert PRESETS["cifar-patch1"] == Schedule(0.16, 0.32, 2.88)
+    assert PRESETS["figure-a4"] == Schedule(0.16, 0.32, 2.88)
+    doubled = [2 * PRESETS["cifar-patch2"](d) for d in (0, 0.5, 1)]
+    assert [PRESETS["cifar-patch1"](d) for d in (0, 0.5, 1)] == pytest.approx(doubled)
+    assert PRESETS["imagenet-middle"] == Schedule(0.15, 0.3, 0.5)
     assert PRESETS["imagenet-frozen"] == Schedule(0.15, 0.5, 0.25)
     assert PRESETS["imagenet-thawed"] == Schedule(0.15, 0.25, 1.0)
     one, other = stack(4, 4), stack(4, 4)

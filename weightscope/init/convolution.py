@@ -27,11 +27,13 @@ from weightscope.statistics.filters import (
 if TYPE_CHECKING:
     from weightscope.fits.filters import FilterDistribution, FilterFit  # SciPy: a second to import
 
-# Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
+# Thesis B.1 (CIFAR: 2x2 patches, and "approximately doubled" for 1x1), Fig. A.4, and Tables B.1 to B.8 (ImageNet).
 PRESETS: dict[str, Schedule] = {
-    "cifar-patch1": Schedule(0.16, 0.32, 2.88),
+    "cifar-patch1": Schedule(0.16, 0.74, 5.8),
     "cifar-patch2": Schedule(0.08, 0.37, 2.9),
+    "figure-a4": Schedule(0.16, 0.32, 2.88),
     "imagenet-frozen": Schedule(0.15, 0.5, 0.25),
+    "imagenet-middle": Schedule(0.15, 0.3, 0.5),
     "imagenet-thawed": Schedule(0.15, 0.25, 1.0),
 }
 BUMP = "the covariance is a bump around a centre pixel of an image"
@@ -85,7 +87,8 @@ def conv_covariance_(
         sigma0: variance of the bumps in the first layer.
         v: its slope over the relative depth.
         a: its curvature.
-        preset: published values of the three: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
+        preset: published values of the three: "cifar-patch1", "cifar-patch2", "figure-a4" (the code's example),
+            "imagenet-frozen", "imagenet-middle", "imagenet-thawed".
         scale: factor on every filter, > 0; 1 as published.
         psd: "abs" or "clip", see `covariance_root`.
         schedule: "depth", or "sawtooth" to restart the schedule in every stage, for networks that downsample
@@ -128,9 +131,9 @@ def random_filters_(
 ) -> M:
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
-    With D >= k f^2 channels, k the rank of their input and f the filters' size, mixing the channels of frozen filters
-    reaches whatever trained filters could. This leaves out activations: all-positive filters before a GELU lose about
-    half of the features, for which "absolute" is a control.
+    f^2 independent filters span all f x f filters. By Proposition 1 the channel mixing then reaches whatever trained
+    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This leaves
+    out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
 
     Args:
         distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
