@@ -132,8 +132,8 @@ def random_filters_(
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
     f^2 independent filters span all f x f filters. By Proposition 1 the channel mixing then reaches whatever trained
-    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This leaves
-    out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
+    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This
+    leaves out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
 
     Args:
         distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
