@@ -14,6 +14,7 @@ from weightscope.cli.options import (
     json_option,
     maybe_partial,
     out_option,
+    overwriting,
     partial_option,
     training_options,
     write_json,
@@ -153,9 +154,11 @@ def fit_init(
     number = _checked_gain(gain, structure, training)
     picture = out.with_name(f"{out.stem}-gain.png")
     if gain == "auto":
-        outputs.checked(picture)
+        outputs.checked(picture, overwrite=overwriting(context))
     if standalone is not None:
-        outputs.checked(standalone.with_name(out.name))  # a copy of the artifact, unless it is there already
+        outputs.checked(
+            standalone.with_name(out.name), overwrite=overwriting(context)
+        )  # a copy of the artifact, unless it is there already
     options = parsed_options(texts)
     curve: dict[str, Any] = {}
     result: Any
@@ -180,7 +183,8 @@ def fit_init(
     result.save(out)
     click.echo(f"wrote {out}")
     if standalone is not None:
-        write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
+        kinds = [type(g.structure) for g in result.groups if g.structure]
+        write_standalone(out, standalone, structures=kinds, overwrite=overwriting(context))
         click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict() | curve)
 
