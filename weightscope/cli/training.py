@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
 
     train(wanted, out, **options)
     click.echo(population_contents(out).brief())
+
+
+@command("status")
+@click.argument("path", type=Named())
+@click.option("--watch", is_flag=True, help="Show it again every two seconds, until all networks are trained.")
+@json_option
+def show_status(path: str, watch: bool, json_file: Path | None) -> None:
+    """How far a population or a benchmark is: networks, tiles in training, rate, expected end.
+
+    PATH is a population's folder or a benchmark's. Reads files only, so it works for every backend and from another
+    machine, and says which tiles failed and which have lost their worker.
+
+    \b
+    Example:
+      weightscope status digits.pop --watch
+    """
+    from weightscope.training.status import status
+
+    while True:
+        found = status(path)
+        if watch:
+            click.clear()
+        click.echo("\n".join(each.text() for each in found))
+        if not watch or all(each.complete for each in found):
+            break
+        time.sleep(2)
+    write_json(json_file, [each.to_dict() for each in found])
 
 
 @command("fit-init")
