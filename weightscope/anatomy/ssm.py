@@ -1,5 +1,6 @@
 """The parameters of Mamba and Mamba-2 layers, as named by transformers and by mamba_ssm."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
@@ -84,7 +85,7 @@ def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:
     return slots | {part: slot for part, slot in optional.items() if slot.name in tensors}
 
 
-def _check_shapes(tensors: NamedTensors, prefix: str, rows: dict[str, tuple[int, ...]], channels: int) -> None:
+def _check_shapes(tensors: NamedTensors, prefix: str, rows: Mapping[str, tuple[int, ...]], channels: int) -> None:
     """AnatomyError if a tensor has other rows, or the output does not lead from the channels to the input's stream."""
     for name, expected in rows.items():
         if prefix + name in tensors and (found := tensors.shape(prefix + name)[0]) not in expected:
@@ -102,7 +103,7 @@ def _mamba1(tensors: NamedTensors, prefix: str) -> SSMPart:
     if width != channels:
         raise AnatomyError(f"`{prefix}A_log`: expected {width} channels as of `x_proj`, found {channels}")
     same = ("dt_proj.weight", "dt_proj.bias", "conv1d.weight", "conv1d.bias", "D")
-    fixed = {"x_proj.weight": (rank + 2 * state,), "in_proj.weight": (2 * channels,)}
+    fixed: dict[str, tuple[int, ...]] = {"x_proj.weight": (rank + 2 * state,), "in_proj.weight": (2 * channels,)}
     _check_shapes(tensors, prefix, dict.fromkeys(same, (channels,)) | fixed, channels)
     slots = {
         "A_log": Slot(f"{prefix}A_log", vector=True),

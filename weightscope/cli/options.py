@@ -121,7 +121,7 @@ class _JSONFile(OutputFile):
         if os.fspath(value) != "-":
             from weightscope._util import outputs
 
-            return outputs.checked(value, json_of=ctx and ctx.command.name, overwrite=overwriting(ctx))
+            return outputs.checked(value, json_of=ctx.command.name if ctx else None, overwrite=overwriting(ctx))
         if ctx is not None and not ctx.resilient_parsing:
             ctx.meta[_STDOUT] = sys.stdout
             ctx.with_resource(contextlib.redirect_stdout(sys.stderr))

@@ -108,7 +108,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
         if not watch or all(each.complete for each in found):
             break
         time.sleep(2)
-    write_json(json_file, [each.to_dict() for each in found])
+    write_json(json_file, {"populations": [each.to_dict() for each in found]})
 
 
 @command("fit-init")
