@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from weightscope._util.checks import choice
+from weightscope._util.names import listing
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
@@ -392,7 +393,7 @@ def fit_init(
         options: the structure's.
         trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
             (docs/what-runs-when.md).
-        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`; of `fit_pretrained`: `select`, `scale`.
+        settings: of `fit`: `select`, `joint`, `holdout`, `seed`; of `fit_pretrained`: `select`, `scale`.
 
     Raises:
         UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
@@ -419,12 +420,15 @@ def fit_init(
             from weightscope.fits.pretrained import fit_pretrained
 
             if odd := settings.keys() - {"select", "scale"}:
-                raise UsageError(f"{', '.join(sorted(odd))}: for populations; {listing(source)} takes select and scale")
+                raise UsageError(f"{listing(sorted(odd))}: for populations; networks take select and scale")
+            _classes("exchangeable", options)
             return fit_pretrained(source, **settings, **(options or {}))
         if isinstance(source, list | tuple):
-            raise UsageError(f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks")
+            raise UsageError(
+                f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks"
+            )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-            shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
+            shown, known = name or structure.__name__, ", ".join(("exchangeable", *NETWORK_FITS))
             raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")

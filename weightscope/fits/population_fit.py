@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope._util.names import listing
+from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError
 from weightscope.fits.artifact import NETWORK_FORMAT, VERSION, Artifact, NetworkFit, checked_header, read_contents

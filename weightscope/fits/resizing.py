@@ -110,7 +110,7 @@ def resized(
         ratios[view.name] = now / before if now and before else 1.0
     plan = _Plan(structure, permutations, origins, ratios)
     factors, apart = _factors(plan)
-    notes = _notes(plan)
+    notes = _notes(plan, own=deviations is not None)
     if apart:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
@@ -249,15 +249,16 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
-def _notes(plan: _Plan) -> list[str]:
+def _notes(plan: _Plan, own: bool) -> list[str]:
     """Which axes and deviations changed, and which block took the law of which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
-        ratios.setdefault(f"{plan.ratios[view.name]:.3g}", []).append(view.name)
+        ratios.setdefault("own" if own else f"{plan.ratios[view.name]:.3g}", []).append(view.name)
         for axis, n, before in zip(view.axes, view.shape, plan.origins[view.name].shape, strict=True):
             if axis is not None and n != before:
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
+    notes += ["each tensor keeps its own deviation"] if ratios.pop("own", []) else []
     kept = ratios.pop("1", [])
     notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
     notes += [f"deviations kept: {listing(kept)}"] if kept and ratios else []
