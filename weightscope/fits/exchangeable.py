@@ -251,11 +251,10 @@ class Exchangeable(Structure):
         """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
         amplification = Amplification(gain, denoise)
         moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
-
-        def finish() -> Self:
-            return cls.of_covariances(moments.covariances(), spec, moments.permutations, amplification, network)
-
-        return Accumulator(moments.update, finish)
+        found = moments.permutations
+        return Accumulator(
+            moments.update, lambda: cls.of_covariances(moments.covariances(), spec, found, amplification, network)
+        )
 
     @classmethod
     def of_covariances(

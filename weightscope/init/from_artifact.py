@@ -1,7 +1,7 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
+from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import Generator, M, cpu_generator, running
 from weightscope.init.convolution import conv_covariance_, draw_transferred
@@ -121,6 +122,14 @@ class PopulationInit(FittedInit):
         done = {id(there[name]) for name in drawn}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
         return InitReport(tuple(drawn), tuple(map(unwrapped, others)), tuple(problems), found.resized)
+
+    def _resized(self, module: nn.Module) -> PopulationFit:
+        """The fit for a module, which is kept for the next one of its shapes."""
+        spec = WeightSpec.of(module)
+        spec = WeightSpec(replace(tensor, name=unwrapped(tensor.name)) for tensor in spec.tensors)
+        if self._last is None or self._last[0] != spec:
+            self._last = spec, resized_fit(self.result, spec)
+        return self._last[1]
 
     def __repr__(self) -> str:
         kinds = sorted({group.label for group in self.result.groups})
