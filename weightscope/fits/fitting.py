@@ -428,7 +428,7 @@ def fit_init(
                 f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks"
             )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-            shown, known = name or structure.__name__, ", ".join(("exchangeable", *NETWORK_FITS))
+            shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
             raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
