@@ -46,7 +46,9 @@ def test_a_correlation_that_grows_is_drawn_against_training_with_the_threshold_o
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight ViTs of two epochs, with three snapshots."""
     folder = tmp_path_factory.mktemp("emergence") / "vit.pop"
-    collect(recipe(network=VIT, population__networks=8, population__snapshots=[0, 1, 2]), folder, workers=1, progress=False)
+    collect(
+        recipe(network=VIT, population__networks=8, population__snapshots=[0, 1, 2]), folder, workers=1, progress=False
+    )
     return folder
 
 
