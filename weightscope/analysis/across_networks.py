@@ -55,7 +55,6 @@ class PopulationCovariance(Result):
         "tensor": "{tensor}",
         "variance of": "{means} means",
         "÷ independent (95 %)": "{ratio:.2f} ({low:.2f} to {high:.2f})",
-        "p": "{p:.2g}",
     }
     left = (0, 1)
 
