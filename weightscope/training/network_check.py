@@ -37,9 +37,9 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
     if not isinstance(recipe.network, OwnNetworkConfig):
         if recipe.training.frozen or recipe.training.decay_exclude:
             with torch.device("meta"):
-                plain = networks.build_for(recipe)
-            frozen(plain, recipe.training.frozen)
-            _matching(plain, recipe.training.decay_exclude, "training.decay_exclude")
+                network = networks.build_for(recipe)
+            frozen(network, recipe.training.frozen)
+            _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
         return
     with seeded(0):
         plain = [repeatable(lambda: networks.build_for(recipe), recipe.network.type) for _ in range(_NETWORKS)]
