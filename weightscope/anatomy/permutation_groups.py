@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.plugins import is_reference
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.operations import Recorder, call, tensors_in
 from weightscope.anatomy.permutation_graph import derive_permutations
@@ -393,11 +394,12 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     recipe = getattr(source, "recipe", None)
     if given is None:
         try:
-            return permutation_spec(spec)
+            named = permutation_spec(spec)
         except AnatomyError:
             if recipe is None:
                 raise
-        return derived(_built(recipe), _inputs(recipe))
+            return derived(_built(recipe), _inputs(recipe))
+        return named if recipe is None or is_reference(recipe.network.type) else permutation_spec(_built(recipe))
     found = given if isinstance(given, PermutationSpec) else PermutationSpec.from_axes(spec, given)
     described = {view.tensor for view in found.views}
     if missing := [name for name in spec.names if name not in described]:
