@@ -56,7 +56,7 @@ def stack(width, depth, kernel):
 @pytest.mark.parametrize("kernel", [5, 9])
 @pytest.mark.parametrize(
     ("preset", "first"),
-    [("cifar-patch1", 0.16), ("cifar-patch2", 0.5), ("imagenet-frozen", 0.16), ("imagenet-thawed", 0.12)],
+    [("figure-a4", 0.16), ("cifar-patch2", 0.5), ("imagenet-frozen", 0.16), ("imagenet-thawed", 0.12)],
 )
 def test_a_schedule_is_recovered(preset, first, kernel):
     """Within six standard deviations of 1,024 filters in 8 layers (half of those over 30 seeds with 256 filters).
@@ -83,7 +83,7 @@ def test_covariances_themselves_are_fitted_exactly():
     from weightscope.init.convolution import covariance_root
 
     source = mixer(200, 5, 5).double()
-    curve = PRESETS["cifar-patch1"]
+    curve = PRESETS["figure-a4"]
     noise = torch.randn(200, 25, generator=seeded(), dtype=torch.float64)
     noise -= noise.mean(0)
     white = noise @ torch.linalg.inv(torch.linalg.cholesky(noise.T @ noise / 199)).T

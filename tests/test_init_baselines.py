@@ -116,6 +116,10 @@ def test_with_zero_init_every_branch_adds_nothing():
     x = torch.randn(2, 16, 48, generator=seeded())
     assert torch.equal(model.blocks(x), x)
     assert torch.equal(zero_init_(vit()).blocks[0].mlp.fc2.weight, vit().blocks[0].mlp.fc2.weight)
+    for part in anatomy.attention(model):  # attention paper, section 2: zero and the identity, whose product is zero
+        assert not part.read("q").any()
+        keys = part.read("k").double()  # (heads, d, k)
+        torch.testing.assert_close(keys.transpose(0, 1).flatten(1), torch.eye(part.width, dtype=torch.float64))
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("encoder", 0.67 * 2**-0.25), ("decoder", 18**-0.25)])

@@ -6,7 +6,7 @@ from references_init import conv_covariance as naive_covariance
 from torch import nn
 
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import conv_covariance, conv_covariance_, impulse_filters_
+from weightscope.init import conv_covariance, conv_covariance_, impulse_filters_, random_filters_
 from weightscope.init.convolution import PRESETS, Schedule, covariance_root, relative_depths
 
 SETTING = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
@@ -38,7 +38,10 @@ def test_roots_give_the_absolute_or_the_clipped_eigenvalues():
 def test_schedule_and_presets_are_the_published_ones():
     assert Schedule(0.5, 0.5, 3.0)(1.0) == 2.5
     assert PRESETS["cifar-patch2"] == Schedule(0.08, 0.37, 2.9)
-    assert PRESETS["cifar-patch1"] == Schedule(0.16, 0.32, 2.88)
+    assert PRESETS["figure-a4"] == Schedule(0.16, 0.32, 2.88)
+    doubled = [2 * PRESETS["cifar-patch2"](d) for d in (0, 0.5, 1)]
+    assert [PRESETS["cifar-patch1"](d) for d in (0, 0.5, 1)] == pytest.approx(doubled)
+    assert PRESETS["imagenet-middle"] == Schedule(0.15, 0.3, 0.5)
     assert PRESETS["imagenet-frozen"] == Schedule(0.15, 0.5, 0.25)
     assert PRESETS["imagenet-thawed"] == Schedule(0.15, 0.25, 1.0)
     one, other = stack(4, 4), stack(4, 4)
@@ -95,6 +98,19 @@ def test_impulse_filters_are_impulses_dealt_evenly():
     taken = filters.sum(0)
     assert taken[2:5, 2:5].sum() == 50
     assert set(taken[2:5, 2:5].reshape(-1).tolist()) == {5.0, 6.0}  # 50 = 9 * 5 + 5
+
+
+def test_signs_of_filters():
+    """Random signs change the signs of impulses alone; about half of 400, within 4.9 standard deviations, are -1."""
+    net, other = stack(400, k=3), stack(400, k=3)
+    impulse_filters_(net, order="given", sign="random", generator=seeded())
+    impulse_filters_(other, order="given")
+    filters = net[0].weight.detach()
+    assert torch.equal(filters.abs(), other[0].weight)
+    assert abs(int((filters.sum((1, 2, 3)) < 0).sum()) - 200) < 49
+    random_filters_(net, distribution="absolute", generator=seeded())
+    random_filters_(other, generator=seeded())
+    assert torch.equal(net[0].weight, other[0].weight.abs())
 
 
 def test_impulse_filters_in_given_order():

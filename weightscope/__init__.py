@@ -51,6 +51,7 @@ _HOMES = {
     "load_init": "init",
     "permutation_spec": "anatomy.permutation_groups",
     "products": "analysis.attention_products",
+    "status": "training.status",
     "track": "auditing",
     "verify": "analysis.inspection",
 }

@@ -17,7 +17,16 @@ from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import selected
-from weightscope.init.baselines import FACTOR, as_matrix, branches, centre_tap, convolutions, fixup_scale, zero_matrix
+from weightscope.init.baselines import (
+    FACTOR,
+    ZERO,
+    as_matrix,
+    branches,
+    centre_tap,
+    convolutions,
+    fixup_scale,
+    zero_matrix,
+)
 
 DEFAULT = "the default start of torch's layers"
 
@@ -130,7 +139,7 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
     for part, name in branches(source, parts, strict=None, caller="zero_init"):
         matrix = as_matrix(name, part.read(name).cpu())
         edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
-        if name in ("o", "fc2"):
+        if name in ZERO:
             row: Row = ("largest", float(matrix.abs().max()), (0.0, 0.0), {UNTOUCHED: outside((0.0, 0.0), edge)})
         else:
             limits = (0.0, 0.005)

@@ -129,6 +129,7 @@ def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tens
 
 
 QKVO: tuple[PartName, ...] = ("q", "k", "v", "o")
+ZERO = ("q", "o", "fc2")  # what ZerO sets to zero
 
 
 def zero_matrix(rows: int, columns: int) -> Tensor:
@@ -149,14 +150,14 @@ def zero_matrix(rows: int, columns: int) -> Tensor:
 def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, generator: Generator = None) -> M:
     """ZerO: the first matrices of every residual branch are identities, the last ones zero; nothing is random.
 
-    Queries, keys, values and first layers of MLPs become `zero_matrix`, output projections and second layers zero,
-    their biases zero. So every branch is zero at first.
+    Keys, values and first layers of MLPs become `zero_matrix`, queries, output projections and second layers zero,
+    their biases zero. So every branch is zero at first, and attention is uniform (W_Q W_K^T = 0).
 
     Args:
         module: changed in place: weights and biases of the parts.
         parts: "attention" (as compared with in the attention paper), "mlp" or "both".
 
-    Source: Zhao et al. 2022, Algorithm 1; attention paper, section 5.1 and Table 5.
+    Source: Zhao et al. 2022, Algorithm 1; attention paper, section 2 (queries and keys) and Table 5.
 
     Example:
         >>> zero_init_(vit)
@@ -164,7 +165,7 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
     choice("parts", parts, ("attention", "mlp", "both"))
     for part, name in branches(module, parts, strict=strict, caller="zero_init_"):
         value = part.read(name)
-        if name in ("o", "fc2"):
+        if name in ZERO:
             first = torch.zeros_like(value)
         else:
             first = zero_matrix(*as_matrix(name, value).shape)

@@ -27,11 +27,13 @@ from weightscope.statistics.filters import (
 if TYPE_CHECKING:
     from weightscope.fits.filters import FilterDistribution, FilterFit  # SciPy: a second to import
 
-# Published settings: thesis B.1 (CIFAR with 2x2 patches, ImageNet) and Fig. A.4 (CIFAR with 1x1 patches).
+# Thesis B.1 (CIFAR: 2x2 patches, and "approximately doubled" for 1x1), Fig. A.4, and Tables B.1 to B.8 (ImageNet).
 PRESETS: dict[str, Schedule] = {
-    "cifar-patch1": Schedule(0.16, 0.32, 2.88),
+    "cifar-patch1": Schedule(0.16, 0.74, 5.8),
     "cifar-patch2": Schedule(0.08, 0.37, 2.9),
+    "figure-a4": Schedule(0.16, 0.32, 2.88),
     "imagenet-frozen": Schedule(0.15, 0.5, 0.25),
+    "imagenet-middle": Schedule(0.15, 0.3, 0.5),
     "imagenet-thawed": Schedule(0.15, 0.25, 1.0),
 }
 BUMP = "the covariance is a bump around a centre pixel of an image"
@@ -85,7 +87,8 @@ def conv_covariance_(
         sigma0: variance of the bumps in the first layer.
         v: its slope over the relative depth.
         a: its curvature.
-        preset: published values of the three: "cifar-patch1", "cifar-patch2", "imagenet-frozen", "imagenet-thawed".
+        preset: published values of the three: "cifar-patch1", "cifar-patch2", "figure-a4" (the code's example),
+            "imagenet-frozen", "imagenet-middle", "imagenet-thawed".
         scale: factor on every filter, > 0; 1 as published.
         psd: "abs" or "clip", see `covariance_root`.
         schedule: "depth", or "sawtooth" to restart the schedule in every stage, for networks that downsample
@@ -128,10 +131,13 @@ def random_filters_(
 ) -> M:
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
-    With at least k^2 channels the filters span all filters, so that frozen ones perform as well as trained ones.
+    f^2 independent filters span all f x f filters. By Proposition 1 the channel mixing then reaches whatever trained
+    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This
+    leaves out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
 
     Args:
-        distribution: "normal" or "uniform".
+        distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
+            of the sign.
         gain: > 0.
 
     Source: impulse paper, Proposition 1 and section 5.6.
@@ -139,13 +145,15 @@ def random_filters_(
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
     """
-    choice("distribution", distribution, ("normal", "uniform"))
+    choice("distribution", distribution, ("normal", "uniform", "absolute"))
     positive("gain", gain)
     for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
         if distribution == "uniform":
             draws = (torch.special.ndtr(draws) * 2 - 1) * math.sqrt(3)
+        elif distribution == "absolute":
+            draws = draws.abs()
         part.write(draws * (gain / math.sqrt(math.prod(part.kernel))))
     return module
 
@@ -156,16 +164,20 @@ def impulse_filters_(
     *,
     filter_size: int | None = None,
     order: str = "random",
+    sign: str = "positive",
     strict: bool = True,
     generator: Generator = None,
 ) -> M:
-    """Set one pixel of every depthwise filter to 1 and the others to 0.
+    """Set one pixel of every depthwise filter to 1, or to 1 or -1, and the others to 0.
 
-    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels.
+    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels. An
+    impulse of 1 hands its channel on unchanged, so that a GELU behind it drops the negative half of every channel; with
+    random signs it drops the positive half of one channel in two.
 
     Args:
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
+        sign: "positive" as published, or "random", 1 or -1 with equal probability.
 
     Raises:
         UsageError: if a filter is smaller than filter_size or of the other parity.
@@ -176,6 +188,7 @@ def impulse_filters_(
         >>> impulse_filters_(convmixer, filter_size=3, generator=torch.Generator().manual_seed(0))
     """
     choice("order", order, ("random", "given"))
+    choice("sign", sign, ("positive", "random"))
     if filter_size is not None:
         count("filter_size", filter_size)
     cpu_generator(generator)
@@ -187,6 +200,8 @@ def impulse_filters_(
             channels = channels[torch.randperm(part.channels, generator=generator)]
         taps = pixels[channels % len(pixels)]
         filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
+        if sign == "random":
+            filters *= torch.randint(2, (part.channels, 1), generator=generator) * 2 - 1
         part.write(filters.reshape(part.channels, *part.kernel))
     return module
 

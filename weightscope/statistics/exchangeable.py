@@ -124,7 +124,7 @@ class TypeCovariance:
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
-        deviation = np.sqrt(self.covariance.diagonal())
+        deviation = np.sqrt(np.maximum(self.covariance.diagonal(), 0))  # rounding: that of constants may be negative
         inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         return self.covariance * np.outer(inverse, inverse)
 

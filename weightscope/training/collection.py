@@ -29,6 +29,7 @@ from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
+from weightscope.training import status
 from weightscope.training.request import Request, warn_of_other_builds
 from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers, spread
 
@@ -203,19 +204,20 @@ def train_shard(
         return time.perf_counter() - begun
     request.own_code.load()
     kernels, device = request.kernels_here()
-    trained = train_tile(
-        request.recipe,
-        tile,
-        data_root=request.data,
-        device=request.device,
-        progress=progress,
-        kernels=kernels.kernels,
-        data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
-    )
-    there = manifests.read(path)
-    manifests.match(path, there, manifest)
-    larger = there if there.networks > manifest.networks else manifest
-    shards.save(path, larger, trained, device, kernels.checked)
+    with status.marked(path, tile, progress) as renew:
+        trained = train_tile(
+            request.recipe,
+            tile,
+            data_root=request.data,
+            device=request.device,
+            progress=renew,
+            kernels=kernels.kernels,
+            data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
+        )
+        there = manifests.read(path)
+        manifests.match(path, there, manifest)
+        larger = there if there.networks > manifest.networks else manifest
+        shards.save(path, larger, trained, device, kernels.checked)
     return time.perf_counter() - begun
 
 
@@ -277,6 +279,7 @@ def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
         folder = path / manifests.SHARDS
         if any(folder.glob("*.h5")):
             continue
+        status.forget(path)
         with contextlib.suppress(OSError):
             for file in folder.glob("*.h5.sha256"):  # of shards that were never written
                 file.unlink()

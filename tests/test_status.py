@@ -1,0 +1,138 @@
+"""`status` says what files tell of a run: what is trained, by whom, what failed, and when it ends."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import fake_training as fake
+import pytest
+from click.testing import CliRunner
+
+from weightscope import training
+from weightscope.cli import cli
+from weightscope.errors import Resumable, UsageError
+from weightscope.population import Population
+from weightscope.training.collection import collect
+from weightscope.training.status import RUNNING, status
+
+
+def use(monkeypatch, train_tile):
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", fake.spec_of)
+
+
+def age(path: Path, tile: int, seconds: float):
+    """Make the last heartbeat of a tile older."""
+    file = path / RUNNING / f"{tile:05d}.json"
+    then = time.time() - seconds
+    os.utime(file, (then, then))
+
+
+def test_a_tile_in_training(tmp_path, monkeypatch):
+    """Tile 0 is trained, tile 1 half way after an hour, tile 2 has lost its worker: 8 networks of 20, 4 an hour."""
+    path, seen = tmp_path / "a.pop", []
+
+    def train_tile(recipe, tile, *, progress, **options):
+        if tile == 1:
+            file = path / RUNNING / "00001.json"
+            mark = json.loads(file.read_text()) | {"begun": time.time() - 3600, "done": 0.5}
+            file.write_text(json.dumps(mark))
+            (path / RUNNING / "00002.json").write_text(json.dumps(mark | {"tile": 2}))
+            age(path, 2, 120)
+            seen.extend(status(path))
+        return fake.train_tile(recipe, tile, progress=progress, **options)
+
+    use(monkeypatch, train_tile)
+    collect(fake.recipe(), path, workers=1)
+    [found] = seen
+    assert (found.trained, found.networks, found.complete) == (8, 20, False)
+    assert [(row["tile"], row["state"], row["done"]) for row in found.rows()] == [
+        (1, "running", 0.5),
+        (2, "silent", 0.5),
+    ]
+    assert found.per_hour == pytest.approx(4, rel=0.01)
+    assert found.hours_left == pytest.approx((20 - 8 - 4) / 4, rel=0.01)
+    assert found.metrics["test_accuracy"] == pytest.approx(
+        Population(path).metrics["test_accuracy"][[*range(5), 6, 7], -1].mean()
+    )
+    assert f"{os.getpid()}" in found.text()
+    assert "tiles: 1 running, 1 silent" in found.text()
+    [end] = status(path)
+    assert end.complete
+    assert not end.rows()
+    assert not (path / RUNNING).exists()
+
+
+def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
+    def train_tile(recipe, tile, **options):
+        if tile == 1:
+            raise RuntimeError("no memory")
+        return fake.train_tile(recipe, tile, **options)
+
+    use(monkeypatch, train_tile)
+    with pytest.raises(Resumable):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    [found] = status(tmp_path / "a.pop")
+    [row] = found.rows()
+    assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: no memory")
+    assert found.hours_left is None
+    assert "no tile is in training" in found.text()
+    use(monkeypatch, fake.train_tile)
+    collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert status(tmp_path / "a.pop")[0].complete
+
+
+def test_one_that_was_killed_grows_silent(tmp_path, monkeypatch):
+    """A worker that dies leaves its mark, which nothing renews."""
+    use(monkeypatch, fake.train_tile_and_die)
+    with pytest.raises(Resumable):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=2)
+    age(tmp_path / "a.pop", 1, 120)
+    [found] = status(tmp_path / "a.pop")
+    assert [(row["tile"], row["state"]) for row in found.rows()] == [(1, "silent")]
+
+
+def test_marks_that_are_none(folder):
+    """Damaged or foreign files in the folder of marks, and marks of tiles that are trained or do not exist."""
+    (folder / "shards" / "00002.h5").unlink()
+    marks = folder / RUNNING
+    marks.mkdir()
+    good = {"tile": 2, "host": "a", "process": 1, "begun": 0.0, "done": 0.5}
+    texts = ["", "{", "[]", "7", json.dumps(good | {"tile": 0}), json.dumps(good | {"tile": 99}), "\0" * 100_000]
+    for i, text in enumerate([*texts, json.dumps(good)]):
+        (marks / f"{i:05d}.json").write_text(text)
+    os.mkfifo(marks / "00050.json")
+    assert [row["tile"] for row in status(folder)[0].rows()] == [2]
+
+
+def test_a_damaged_shard_is_named(folder):
+    file = folder / "shards" / "00001.h5"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert "00001.h5: checksum mismatch" in status(folder)[0].text()
+
+
+def test_the_command(folder, tmp_path):
+    bench = tmp_path / "bench" / "runs"
+    bench.mkdir(parents=True)
+    folder.rename(bench / "default.pop")
+    found = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch", "--json", str(tmp_path / "s.json")])
+    assert found.exit_code == 0, found.output
+    [values] = json.loads((tmp_path / "s.json").read_text())["populations"]
+    assert values["trained"] == values["networks"] == 20
+    assert values["complete"]
+    assert values["hours_left"] is None
+    with pytest.raises(UsageError, match="expected a population's folder"):
+        status(tmp_path)
+
+
+def test_interrupted_runs_leave_no_mark(tmp_path, monkeypatch):
+    def train_tile(recipe, tile, **options):
+        if tile == 1:
+            raise KeyboardInterrupt
+        return fake.train_tile(recipe, tile, **options)
+
+    use(monkeypatch, train_tile)
+    with pytest.raises(Resumable):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert not status(tmp_path / "a.pop")[0].rows()
