@@ -385,7 +385,7 @@ def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
 
 
 def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
-    """A byte is changed, 3,000 times: the array, or one line; both are frequent, so that the door is not all it tests."""
+    """A byte is changed, 3,000 times: the array, or one line; both are frequent."""
     random, arrays = np.random.default_rng(0), 0
     small = {b"data": np.arange(12, dtype=np.uint8), b"labels": [1, 2, 3]}
     for protocol in (0, 2, 4):
