@@ -122,6 +122,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
 @click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -148,6 +149,7 @@ def fit_init(
     texts: tuple[str, ...],
     gain: str | None,
     standalone: Path | None,
+    at: int | None,
     partial: bool,
     json_file: Path | None,
     **settings: Any,
@@ -196,13 +198,15 @@ def fit_init(
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
         select = fitting.pop("select", settings["select"])
-        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
+        choice = choose_gain(
+            maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
+        )
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
         options |= {} if number is None else {"gain": number}
-        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
+        result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
         if not isinstance(result, PopulationFit):
             raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")

@@ -88,6 +88,11 @@ class Population(Result):
         return view
 
     @property
+    def moment(self) -> int | None:
+        """The moment of training (`at`); None for its end."""
+        return None if self._moment is None else self.snapshots[self._moment]
+
+    @property
     def snapshots(self) -> tuple[int, ...]:
         """The moments that `at` takes, ascending."""
         return self.manifest.snapshots
@@ -144,7 +149,7 @@ class Population(Result):
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         recipe = self.recipe
-        moment = "" if self._moment is None else f", after {self.recipe.data.moment} {self.snapshots[self._moment]}"
+        moment = "" if self.moment is None else f", after {recipe.data.moment} {self.moment}"
         return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}{moment}"
 
     def text(self) -> str:
