@@ -53,18 +53,18 @@ class Population(Result):
         self.path, self._trust = Path(path), trust
         self.manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
+        self._unchanged: set[str] = set()  # sources read by reference
         self._rows: dict[int, int] = {}
         for tile in shards.tiles_on_disk(self.path, self.manifest):
             rows = self.manifest.rows(tile)
             if self.manifest.shorter_rows(tile):
                 with self._open(tile) as h5:
-                    rows = min(rows, h5["weights"].shape[0])
+                    rows = min(rows, h5["seed"].shape[0])
             self._rows[tile] = rows
         if self.missing and not partial:
             raise DataError(
                 f"{self.path}: expected {self.manifest.networks} networks, found {len(self)}; missing "
-                f"{self.manifest.described(self.missing)}; run `weightscope collect` again to train them, "
-                "or use the others with --partial (in Python, partial=True)"
+                f"{self.manifest.described(self.missing)}; {self.manifest.again}, or use the others with --partial (in Python, partial=True)"
             )
 
     def __len__(self) -> int:
@@ -100,10 +100,15 @@ class Population(Result):
         return torch.from_numpy(self.weights(select))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each network: its index, its seed and its metrics at the end of training; see `curves`."""
+        """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""
         metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
         last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in metrics.items()}
-        columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
+        columns: dict[str, list[Any]] = {"network": self.indices.tolist()}
+        if self.manifest.imported is None:
+            columns["seed"] = self.seeds.tolist()
+        elif sources := self.manifest.imported.sources:
+            columns["source"] = [sources[k] for k in self.indices]
+        columns |= last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def curves(self) -> Any:
@@ -118,8 +123,9 @@ class Population(Result):
     def summary(self) -> str:
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
-        recipe = self.recipe
-        return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
+        made = self.manifest.made
+        what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
+        return f"{self.path}: {networks} ({what}), D={self.spec.size}"
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
@@ -136,7 +142,10 @@ class Population(Result):
 
     @property
     def recipe(self) -> Recipe:
-        """What the networks were trained with; `recipe.population.networks` is N of the complete population."""
+        """What the networks were trained with; `recipe.population.networks` is N of the complete population.
+
+        UsageError if they were imported without one.
+        """
         return self.manifest.recipe
 
     @property
@@ -161,7 +170,7 @@ class Population(Result):
 
     @property
     def seeds(self) -> np.ndarray:
-        """The torch seed of each network's initial weights, shape (n,) uint64."""
+        """The torch seed of each network's initial weights, shape (n,) uint64; 0 of imported networks."""
         return self._table[0]
 
     @property
@@ -171,7 +180,10 @@ class Population(Result):
 
     @property
     def diverged(self) -> np.ndarray:
-        """Which networks diverged in training, shape (n,) bool; their weights are not meaningful."""
+        """Which networks statistics leave out, shape (n,) bool: those that diverged in training.
+
+        Of imported networks, those with weights that are not finite, or equal to an earlier network's.
+        """
         return self.metrics["diverged"]
 
     def weights(self, select: str | Sequence[str] = "*") -> np.ndarray:
@@ -229,28 +241,41 @@ class Population(Result):
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
 
-        UsageError if there is no network k, or its own code is not trusted; DataError if the source of that code has
+        UsageError if there is no network k, its own code is not trusted, or it was imported without code; DataError if the source of that code has
         changed; SpecError if this version of weightscope builds another network from the recipe.
         """
-        from weightscope._util.torch_random import seeded
-        from weightscope.networks import build_for
-
-        kind = self.recipe.network.type
-        if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
-            plugins.check_source(kind, recorded, self.path)
-        with trusting(self._trust), seeded(0):  # its first weights are replaced
-            module = build_for(self.recipe)
+        module, _ = self.template()
         if lines := self.spec.differences(WeightSpec.of(module)):
-            raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
+            made = "network the population names" if self.manifest.imported else "network built from the recipe"
+            raise SpecError(f"{self.path}: the {made} differs: {'; '.join(lines[:3])}")
         # Integer buffers are not in the spec; everything else was compared above.
         module.load_state_dict(self._tensors(k), strict=False)
         return module.eval()
 
+    def template(self) -> "tuple[torch.nn.Module, Any]":
+        """A network like the population's with random weights, and inputs of four examples; errors as of `network`.
+
+        The inputs are None if the networks were imported with a function that returns none.
+        """
+        import torch
+
+        from weightscope._util.torch_random import seeded
+        from weightscope.networks import build_for
+
+        imported = self.manifest.imported
+        kind = imported.network if imported and imported.network else self.recipe.network.type
+        if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
+            plugins.check_source(kind, recorded, self.path)
+        with trusting(self._trust), seeded(0):
+            if imported and imported.network:
+                return built_by(kind)
+            return build_for(self.recipe), self.recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
-        """The network with index k as a module, or its tensors if its own code is missing, not trusted or changed."""
+        """The network with index k as a module, or its tensors if its code is not named, missing, untrusted or changed."""
         try:
             return self.network(k)
-        except (CannotRun, plugins.SourceChanged):
+        except (CannotRun, plugins.SourceChanged, manifests.NoRecipe):
             return self._tensors(k)
 
     def _tensors(self, k: int) -> "dict[str, torch.Tensor]":
@@ -337,11 +362,28 @@ class Population(Result):
             if diverged is not None:
                 diverged[...] = h5["metrics"]["diverged"][rows]
             start = 0
+            if "weights" not in h5:
+                self._read_sources(tile, range(*rows.indices(self._rows[tile])), h5["digest"][rows], sub, out)
+                return
             for columns in _runs(self.spec, sub):
                 width = columns.stop - columns.start
                 h5["weights"].read_direct(out, np.s_[rows, columns], np.s_[:, start : start + width])
                 start += width
 
+
+    def _read_sources(self, tile: int, slots: range, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
+        """The tensors of `sub` of the networks in some slots of a tile, from where they are."""
+        from weightscope.population.importing import Renamed, digest_of
+
+        imported = self.manifest.imported
+        assert imported is not None
+        for slot, digest, row in zip(slots, digests, out, strict=True):
+            source = imported.sources[tile * self.manifest.tile + slot]
+            if source not in self._unchanged:
+                if digest_of(source) != digest.tobytes():
+                    raise DataError(f"{self.path}: {source} has changed since it was imported; restore it, or import again")
+                self._unchanged.add(source)
+            Renamed(source, imported.rename).read(sub, row)
 
 def population_in(folder: str | Path, *, partial: bool = False) -> Population:
     """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""

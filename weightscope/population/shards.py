@@ -1,9 +1,10 @@
 """Shards on disk: encoding a trained tile as an HDF5 file, hashes, writing and opening.
 
-    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E)
+    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E); /digest (n, 32) u8
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
-The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
+Imported networks have no seed (0), but the SHA-256 of their weights; by reference no weights, but the SHA-256 of the
+file or the commit at the hub. The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
 hashes are listed, so that at every moment the pair on disk is valid or the shard is absent. The bytes of a shard depend
 on recipe, tile, torch version, HDF5 version, device and kernels only.
 """
@@ -29,7 +30,7 @@ from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 
-AGAIN = "run `weightscope collect` again to retrain it"
+AGAIN = "run `weightscope collect` or `import` again, as before, to restore it"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _FORMAT = "weightscope-shard"
@@ -37,7 +38,7 @@ _SCHEMA = 1
 _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
-_KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?"}  # data types; other metrics are any numbers
+_KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?", "digest": "u1"}  # data types; other metrics are any numbers
 
 
 class DamagedShard(DataError):
@@ -53,12 +54,13 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedTile:
-    """The result of training one tile: T networks, of which the last tile of a population stores fewer."""
+    """The result of training or importing one tile: T networks, of which the last one of a population stores fewer."""
 
     index: int  # network k is row k mod T of tile k div T
-    weights: np.ndarray  # (T, D) float32 in `WeightSpec` order
+    weights: np.ndarray  # (T, D) float32 in `WeightSpec` order; not stored if they are read by reference
     seeds: np.ndarray  # (T,) uint64, of the initial weights
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
+    digest: np.ndarray | None = None  # (T, 32) uint8, of imported networks
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -124,7 +126,7 @@ def state(path: Path, manifest: Manifest, tile: int) -> State:
     file = shard_file(path, tile)
     try:
         with open_shard(file, manifest, tile) as h5:
-            rows = h5["weights"].shape[0]
+            rows = h5["seed"].shape[0]
     except FileNotFoundError:
         return State("missing")
     except DamagedShard as error:
@@ -232,7 +234,8 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     import torch
 
     shape, seeds = (manifest.tile, manifest.spec.size), seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
-    fits = trained.weights.shape == shape and trained.weights.dtype == np.float32
+    by_reference = manifest.imported is not None and manifest.imported.by_reference
+    fits = by_reference or (trained.weights.shape == shape and trained.weights.dtype == np.float32)
     if not fits or not np.array_equal(trained.seeds, seeds):
         raise ValueError(f"tile {trained.index}: expected weights {shape} float32 from the trainer, with their seeds")
     header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
@@ -245,9 +248,12 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
-        weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
-        chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
-        _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
+        if not by_reference:
+            weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
+            chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
+            _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
+        if trained.digest is not None:
+            _write(h5, "digest", trained.digest[:rows])
         _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
         group = h5["metrics"]
         for name in sorted(trained.metrics):
@@ -305,6 +311,8 @@ def header_text(h5: h5py.File, name: str) -> str:
 
 def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     """The seeds of the initial weights of networks `first` and following."""
+    if manifest.imported:
+        return np.zeros(count, dtype=np.uint64)
     root = manifest.recipe.population.seed
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
@@ -334,10 +342,12 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         if expected != found:
             raise _foreign(file, f"{what} {expected}", shortened(str(found)))
     arrays = _arrays(h5, file) | {f"metrics/{name}": v for name, v in _arrays(h5["metrics"], file).items()}
-    if missing := sorted(_KINDS.keys() - arrays.keys()):
+    imported = manifest.imported
+    absent = {"weights" if imported.by_reference else ""} if imported else {"digest"}
+    if missing := sorted(_KINDS.keys() - arrays.keys() - absent):
         raise _foreign(file, f"an array /{missing[0]}", "none")
-    shape = arrays["weights"].shape
-    rows = shape[0] if shape else 0
+    rows = arrays["seed"].size
+    shape = arrays["weights"].shape if "weights" in arrays else (rows, manifest.spec.size)
     if shape != (rows, manifest.spec.size) or not least <= rows <= manifest.tile:
         raise _foreign(file, f"weights {(manifest.rows(tile), manifest.spec.size)}", f"{shape}")
     for name, values in arrays.items():
