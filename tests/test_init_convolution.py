@@ -6,7 +6,7 @@ from references_init import conv_covariance as naive_covariance
 from torch import nn
 
 from weightscope.errors import AnatomyError, UsageError
-from weightscope.init import conv_covariance, conv_covariance_, impulse_filters_
+from weightscope.init import conv_covariance, conv_covariance_, impulse_filters_, random_filters_
 from weightscope.init.convolution import PRESETS, Schedule, covariance_root, relative_depths
 
 SETTING = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
@@ -98,6 +98,19 @@ def test_impulse_filters_are_impulses_dealt_evenly():
     taken = filters.sum(0)
     assert taken[2:5, 2:5].sum() == 50
     assert set(taken[2:5, 2:5].reshape(-1).tolist()) == {5.0, 6.0}  # 50 = 9 * 5 + 5
+
+
+def test_signs_of_filters():
+    """Random signs change the signs of impulses alone; about half of 400, within 4.9 standard deviations, are -1."""
+    net, other = stack(400, k=3), stack(400, k=3)
+    impulse_filters_(net, order="given", sign="random", generator=seeded())
+    impulse_filters_(other, order="given")
+    filters = net[0].weight.detach()
+    assert torch.equal(filters.abs(), other[0].weight)
+    assert abs(int((filters.sum((1, 2, 3)) < 0).sum()) - 200) < 49
+    random_filters_(net, distribution="absolute", generator=seeded())
+    random_filters_(other, generator=seeded())
+    assert torch.equal(net[0].weight, other[0].weight.abs())
 
 
 def test_impulse_filters_in_given_order():

@@ -59,7 +59,7 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(folder: Path, name: st
 def test_a_manifest_that_plans_millions_of_networks_is_read_at_once(folder: Path) -> None:
     fake.write_population(folder, fake.recipe(networks=24))
     manifest = manifests.read(folder)
-    huge = replace(manifest, recipe=manifest.recipe.replace({"population.networks": 10_000_000}), sizes=(10_000_000,))
+    huge = replace(manifest, made=manifest.recipe.replace({"population.networks": 10_000_000}), sizes=(10_000_000,))
     (folder / "population.json").write_bytes(huge.to_bytes())
     began = time.process_time()
     population = Population(folder, partial=True)
@@ -255,6 +255,25 @@ def test_a_hostile_shard_with_a_fitting_hash_is_refused(folder: Path, name: str)
     one_line(error, "00001.h5", message, advice)
 
 
+MOMENTS = {
+    "none": (lambda h5: h5.pop("snapshots"), "an array /snapshots"),
+    "one too few": (_replace("snapshots", data=np.zeros((8, 1, fake.SPEC.size), "f4")), "snapshots (8, 2,"),
+    "a column too few": (_replace("snapshots", data=np.zeros((8, 2, fake.SPEC.size - 1), "f4")), "snapshots (8, 2,"),
+    "doubles": (_replace("snapshots", data=np.zeros((8, 2, fake.SPEC.size))), "snapshots of f4"),
+    "never written": (_replace("snapshots", shape=(8, 2, fake.SPEC.size), dtype="f4", chunks=(8, 1, 9)), "in full"),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_hostile_shard_of_snapshots_is_refused(tmp_path: Path, name: str) -> None:
+    change, message = MOMENTS[name]
+    fake.write_population(tmp_path / "a.pop", fake.recipe(population__snapshots=[0, 2]))
+    rewrite(tmp_path / "a.pop/shards/00001.h5", change)
+    with pytest.raises(DataError) as error:
+        Population(tmp_path / "a.pop").at(2).weights()
+    one_line(error, "00001.h5", message, "move it to the population that it belongs to")
+
+
 def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
     rewrite(folder / "shards/00001.h5", lambda h5: h5["metrics"].pop("init"))
     with pytest.raises(DataError, match=r"00001.h5: expected the metrics diverged, init.* found diverged"):
@@ -278,9 +297,10 @@ def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
         (lambda v: "{", "damaged, expected JSON"),
         (lambda v: [], "found another file"),
         (
-            lambda v: v | {"schema": 2},
-            "expected schema version 1, found 2; a newer version of weightscope wrote it: upgrade",
+            lambda v: v | {"schema": 3},
+            "expected schema version 1 or 2, found 3; a newer version of weightscope wrote it: upgrade",
         ),
+        (lambda v: v | {"schema": 2}, "'import' is missing"),
         (lambda v: {k: x for k, x in v.items() if k != "spec"}, "'spec' is missing"),
         (lambda v: v | {"spec": [["a", [-1], "parameter"]]}, "damaged"),
         (lambda v: v | {"recipe": v["recipe"] | {"more": 1}}, "more: unknown key"),

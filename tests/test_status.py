@@ -77,7 +77,7 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
     [row] = found.rows()
     assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: no memory")
     assert found.hours_left is None
-    assert "nothing is trained now" in found.text()
+    assert "no tile is in training" in found.text()
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     assert status(tmp_path / "a.pop")[0].complete

@@ -20,6 +20,7 @@ from weightscope.networks import build_for
 from weightscope.training import devices, network_check, spec_of, train_tile
 from weightscope.training.engine import TileRun, swept
 from weightscope.training.image_task import smooth
+from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
 VIT = {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 2}
@@ -73,6 +74,26 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
         plain.nets.weights.copy_(other)
         np.testing.assert_array_equal(found["test_loss"], expected["test_loss"])
         assert not np.array_equal(found["test_loss"], plain.evaluate()["test_loss"])
+
+
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+@pytest.mark.parametrize("ema", [0.0, 0.5])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_snapshots_are_the_weights_of_shorter_trainings_and_change_no_bit(name, ema, engine, kernels):
+    """With a constant rate, an epoch of a longer training is a training of one epoch; statistics included."""
+    changes = {"schedule": "constant", "warmup": 0.0, "ema": ema, "engine": engine, "evaluate": "end"}
+    changes["kernels"] = "torch" if engine == "loop" else kernels
+    plan = recipe(network=NETWORKS[name], **{f"training__{key}": value for key, value in changes.items()})
+    found = train_tile(plan.replace({"population.snapshots": [0, 1, 2]}), 1, device="cpu")
+    start, first, last = found.snapshots.swapaxes(0, 1)
+    assert train_tile(plan, 1, device="cpu").weights.tobytes() == found.weights.tobytes() == last.tobytes()
+    assert train_tile(plan.replace({"training.epochs": 1}), 1, device="cpu").weights.tobytes() == first.tobytes()
+    spec = spec_of(plan)
+    initial, _ = initial_weights(plan, [2, 3], lambda: build_for(plan))
+    trained = np.concatenate([np.r_[spec.slices[tensor.name]] for tensor in spec if tensor.role == "parameter"])
+    np.testing.assert_array_equal(start[:, trained], initial[:, trained])
+    assert np.abs(first - start).max() > 1e-2
+    assert np.isfinite(found.snapshots).all()
 
 
 def test_every_step_counts_as_progress():

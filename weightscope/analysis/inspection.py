@@ -132,8 +132,12 @@ class PopulationContents(Result):
 
     def _origin(self, imported: dict[str, Any]) -> str:
         kept = "read by reference" if imported["by_reference"] else "imported"
-        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(imported["network"])
-        return "; ".join([f"{kept} from {joined(imported['sources'], most=4) or 'memory'}", *options])
+        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(
+            imported["network"]
+        )
+        return "; ".join(
+            [f"{kept} from {joined((each[0] for each in imported['sources']), most=4) or 'memory'}", *options]
+        )
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""
@@ -160,7 +164,9 @@ class PopulationContents(Result):
         counts = (
             f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged"
         )
-        again = [f"run `weightscope {'import' if self.imported else 'collect'}` again for the missing ones"] * bool(missing)
+        again = [f"run `weightscope {'import' if self.imported else 'collect'}` again for the missing ones"] * bool(
+            missing
+        )
         return "\n".join([f"{self.summary()}, {size}", counts, *again])
 
     def _metrics(self, most: int | None = None) -> str:
@@ -267,7 +273,7 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
     kept = ~metrics["diverged"]
     found = {}
     for name, values in sorted(metrics.items()):
-        if values.ndim == 1 and name not in ("diverged", "init"):
+        if values.ndim == 1 and name not in ("diverged", "duplicate", "init"):
             finite = values[kept & np.isfinite(values)]
             if len(finite):
                 numbers = np.quantile(finite.astype(np.float64), _QUANTILES)
@@ -365,7 +371,9 @@ def _population(path: Path) -> Verification:
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
             rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    rows += [_row(name, "damaged" if error else "verified", "", error) for name, error in population.check_sources()]
+    rows += [
+        _row(name, "damaged" if error else "verified", "sha256", error) for name, error in population.check_sources()
+    ]
     return Verification(str(path), tuple(rows))
 
 

@@ -67,8 +67,12 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
     """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
 
     def rows(part: DepthwisePart) -> list[Row]:
-        largest = float(part.read().abs().max()) * math.sqrt(math.prod(part.kernel)) / gain
-        known: list[Row] = [("largest", largest, (0.0, math.sqrt(3) * 1.01))] if distribution == "uniform" else []
+        x = part.read().cpu().double() * math.sqrt(math.prod(part.kernel)) / gain
+        known: list[Row] = []
+        if distribution == "uniform":
+            known = [("largest", float(x.abs().max()), (0.0, math.sqrt(3) * 1.01))]
+        elif distribution == "absolute":
+            known = [("smallest", float(x.min()), (0.0, math.inf))]
         return _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain}) + known
 
     return each("random_filters", "filters", depthwise(source, strict=None), rows)
@@ -77,6 +81,9 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
 def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, Any]) -> list[Row]:
     """Statistics of a layer's filters with their intervals and powers; those do not depend on the scale."""
     x = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
+    if parameters.get("distribution") == "absolute":  # which random signs make normal again
+        x = x * np.random.default_rng(0).choice((-1.0, 1.0), x.shape)
+        parameters = {**parameters, "distribution": "normal"}
     if bad := int(x.size - np.isfinite(x).sum()):
         return [("NaN or infinite", float(bad), (0.0, 0.0))]
     spectrum, drawn = _draws(name, tuple(parameters.items()), part.kernel, part.channels, _precision(x))
@@ -175,13 +182,17 @@ def _draws(
     return spectrum, Simulated.of(drawn, {}, {UNTOUCHED: None, **wrong})
 
 
-@EXPECTATIONS.register("impulse_filters", reads=_KINDS)
-def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> list[Check]:
-    """Checks that every filter has one pixel of 1 and the others 0, with the central pixels used evenly."""
+@EXPECTATIONS.register("impulse_filters", reads=_KINDS, variants=({}, {"sign": "random"}))
+def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sign: str) -> list[Check]:
+    """Checks that every filter has one pixel of 1, or of random sign, and the others 0, with pixels used evenly."""
     one = (1.0, 1.0)
 
     def rows(part: DepthwisePart) -> list[Row]:
         x = part.read().cpu().flatten(1)
+        signs: list[Row] = []
+        if sign == "random":
+            low, high = (float(stats.binom.ppf(q, part.channels, 0.5)) for q in (LEVEL / 2, 1 - LEVEL / 2))
+            signs, x = [("positive impulses", float((x.sum(1) > 0).sum()), (low, high))], x.abs()
         central = x[:, convolution.central_pixels(part, filter_size)]
         taps = central.shape[1]
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
@@ -192,6 +203,7 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None) -> 
             ("sum", farthest(x.abs().sum(1), 1.0), one),
             ("central sum", farthest(central.sum(1), 1.0), one),
             ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
+            *signs,
         ]
 
     return each("impulse_filters", "filters", depthwise(source, strict=None), rows)

@@ -132,10 +132,12 @@ def random_filters_(
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
     f^2 independent filters span all f x f filters. By Proposition 1 the channel mixing then reaches whatever trained
-    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below.
+    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This
+    leaves out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
 
     Args:
-        distribution: "normal" or "uniform".
+        distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
+            of the sign.
         gain: > 0.
 
     Source: impulse paper, Proposition 1 and section 5.6.
@@ -143,13 +145,15 @@ def random_filters_(
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
     """
-    choice("distribution", distribution, ("normal", "uniform"))
+    choice("distribution", distribution, ("normal", "uniform", "absolute"))
     positive("gain", gain)
     for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
         if distribution == "uniform":
             draws = (torch.special.ndtr(draws) * 2 - 1) * math.sqrt(3)
+        elif distribution == "absolute":
+            draws = draws.abs()
         part.write(draws * (gain / math.sqrt(math.prod(part.kernel))))
     return module
 
@@ -160,16 +164,20 @@ def impulse_filters_(
     *,
     filter_size: int | None = None,
     order: str = "random",
+    sign: str = "positive",
     strict: bool = True,
     generator: Generator = None,
 ) -> M:
-    """Set one pixel of every depthwise filter to 1 and the others to 0.
+    """Set one pixel of every depthwise filter to 1, or to 1 or -1, and the others to 0.
 
-    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels.
+    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels. An
+    impulse of 1 hands its channel on unchanged, so that a GELU behind it drops the negative half of every channel; with
+    random signs it drops the positive half of one channel in two.
 
     Args:
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
         order: "random", or "given": pixel c mod f^2 (row by row) for channel c.
+        sign: "positive" as published, or "random", 1 or -1 with equal probability.
 
     Raises:
         UsageError: if a filter is smaller than filter_size or of the other parity.
@@ -180,6 +188,7 @@ def impulse_filters_(
         >>> impulse_filters_(convmixer, filter_size=3, generator=torch.Generator().manual_seed(0))
     """
     choice("order", order, ("random", "given"))
+    choice("sign", sign, ("positive", "random"))
     if filter_size is not None:
         count("filter_size", filter_size)
     cpu_generator(generator)
@@ -191,6 +200,8 @@ def impulse_filters_(
             channels = channels[torch.randperm(part.channels, generator=generator)]
         taps = pixels[channels % len(pixels)]
         filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
+        if sign == "random":
+            filters *= torch.randint(2, (part.channels, 1), generator=generator) * 2 - 1
         part.write(filters.reshape(part.channels, *part.kernel))
     return module
 

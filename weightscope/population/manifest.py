@@ -36,7 +36,9 @@ class Import:
     """Where the networks of an imported population are from."""
 
     tile: int  # T
-    sources: tuple[str, ...] = ()  # path or hf:// address of each network; empty if they were objects in memory
+    # Path or hf:// address of each network, and of its snapshots in order; empty if they were objects in memory.
+    sources: tuple[tuple[str, ...], ...] = ()
+    snapshots: tuple[int, ...] = ()  # moments of training, beside the last
     by_reference: bool = False  # shards have no weights: these are read from the sources
     rename: tuple[str, ...] = ()  # "OLD=NEW" beginnings of tensor names
     network: str = ""  # "package.module:function" that builds the network
@@ -97,6 +99,11 @@ class Manifest:
     def tiles(self) -> int:
         """The number of tiles, ceil(N / T)."""
         return -(-self.networks // self.tile)
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The moments of training, ascending, at which weights are stored beside those of its end; S of them."""
+        return self.made.snapshots if isinstance(self.made, Import) else self.made.population.snapshots or ()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -163,8 +170,9 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") not in (_COLLECTED, _IMPORTED):
         raise DataError(
-            f"{file}: expected schema version {_COLLECTED} or {_IMPORTED}, found {shortened(repr(values.get('schema')))}; a newer "
-            "version of weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
+            f"{file}: expected schema version {_COLLECTED} or {_IMPORTED}, found "
+            f"{shortened(repr(values.get('schema')))}; a newer version of weightscope "
+            "wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
         manifest = Manifest(
@@ -197,8 +205,11 @@ def _made(values: Any) -> Recipe | Import:
     recipe = found["recipe"] and Recipe.parse(found["recipe"], where="import.recipe")
     if (tile := int(found["tile"])) < 1:
         raise ValueError(f"import.tile: expected a positive number, found {tile}")
-    sources, rename = (tuple(str(text) for text in found[key]) for key in ("sources", "rename"))
-    return Import(tile, sources, bool(found["by_reference"]), rename, str(found["network"]), recipe)
+    rename = tuple(str(text) for text in found["rename"])
+    sources, snapshots = tuple(tuple(map(str, each)) for each in found["sources"]), tuple(map(int, found["snapshots"]))
+    if any(len(each) != 1 + len(snapshots) for each in sources):
+        raise ValueError(f"import.sources: expected {1 + len(snapshots)} for each network")
+    return Import(tile, sources, snapshots, bool(found["by_reference"]), rename, str(found["network"]), recipe)
 
 
 def _stated(manifest: Manifest) -> int:

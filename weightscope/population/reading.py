@@ -1,7 +1,8 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
@@ -51,9 +52,10 @@ class Population(Result):
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
         self.path, self._trust = Path(path), trust
+        self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
-        self._unchanged: set[str] = set()  # sources read by reference
+        self._unchanged: dict[str, Any] = {}  # sources read by reference, with signatures of their files
         self._rows: dict[int, int] = {}
         for tile in shards.tiles_on_disk(self.path, self.manifest):
             rows = self.manifest.rows(tile)
@@ -64,8 +66,69 @@ class Population(Result):
         if self.missing and not partial:
             raise DataError(
                 f"{self.path}: expected {self.manifest.networks} networks, found {len(self)}; missing "
-                f"{self.manifest.described(self.missing)}; {self.manifest.again}, or use the others with --partial (in Python, partial=True)"
+                f"{self.manifest.described(self.missing)}; {self.manifest.again}, or use "
+                "the others with --partial (in Python, partial=True)"
             )
+
+    @classmethod
+    def of(cls, networks: Iterable[Any], path: str | Path, **options: Any) -> "Population":
+        """Import networks that were trained elsewhere; `weightscope import` on the command line.
+
+        They are copied into ordinary shards, one network in memory at a time, half precision as float32. If it is
+        interrupted, the same call resumes. What does not fit is named for all networks at once, and nothing is kept.
+        `diverged` marks those with NaN or infinite weights and those equal to an earlier one, which statistics leave
+        out; a warning names them.
+
+        Args:
+            networks: state dicts, modules, or paths or addresses that `Checkpoint` takes (and .npz); or mappings of
+                moments of training to these, whose last is the network and all of which are its snapshots
+                (`Population.at`).
+            path: the population's folder. If it exists, it must have been made from the same networks, or the first
+                of them.
+            options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
+                has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
+                names, each `"OLD=NEW"`, such as `"module.="`; `network`, `"package.module:function"` or a function,
+                called without arguments, that returns the network, or the network and example inputs, or a recipe
+                (without it, what needs only weights works); `snapshots`, the moments to keep of mappings, by default
+                those of the first; `by_reference`, keep paths and digests only, and read weights from there, which are
+                then not searched for NaN; `skip_unfit`, leave out networks that do not fit, with a warning; `progress`,
+                show a bar if stderr is a terminal; `trust`, run the code that `network` names by a text
+                (docs/what-runs-when.md).
+
+        Raises:
+            DataError: if networks do not fit or cannot be read, or `path` holds others.
+            UsageError: for an invalid argument, or other options than `path` was made with.
+            Resumable: if interrupted.
+
+        Example:
+            >>> Population.of([torch.load(file) for file in files], "zoo.pop", metrics={"test_accuracy": accuracies})
+        """
+        from weightscope.population.importing import import_networks
+
+        return import_networks(networks, path, **options)
+
+    def at(self, moment: int) -> "Population":
+        """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
+
+        Its weights are those of a snapshot (`population.snapshots` in the recipe). Metrics, and which networks
+        diverged, are those of the end of training, so that all moments have the same networks.
+
+        UsageError if there is no snapshot of this moment.
+
+        Example:
+            >>> Population("digits.pop").at(4).weights("*fc1.weight")
+        """
+        if moment not in self.snapshots:
+            found = ", ".join(map(str, self.snapshots)) or "none; give the recipe's [population] a list `snapshots`"
+            raise UsageError(f"{self.path}: expected a moment that has a snapshot, found {moment!r}; there are {found}")
+        view = copy.copy(self)
+        view._moment = self.snapshots.index(moment)
+        return view
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The moments that `at` takes, ascending."""
+        return self.manifest.snapshots
 
     def __len__(self) -> int:
         return sum(self._rows.values())
@@ -107,7 +170,7 @@ class Population(Result):
         if self.manifest.imported is None:
             columns["seed"] = self.seeds.tolist()
         elif sources := self.manifest.imported.sources:
-            columns["source"] = [sources[k] for k in self.indices]
+            columns["source"] = [sources[k][0] for k in self.indices]
         columns |= last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -123,9 +186,12 @@ class Population(Result):
     def summary(self) -> str:
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
-        made = self.manifest.made
+        made, moment = self.manifest.made, ""
         what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
-        return f"{self.path}: {networks} ({what}), D={self.spec.size}"
+        if self._moment is not None:
+            unit = made.data.moment if isinstance(made, Recipe) else "step"
+            moment = f", after {unit} {self.snapshots[self._moment]}"
+        return f"{self.path}: {networks} ({what}), D={self.spec.size}{moment}"
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
@@ -241,8 +307,8 @@ class Population(Result):
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
 
-        UsageError if there is no network k, its own code is not trusted, or it was imported without code; DataError if the source of that code has
-        changed; SpecError if this version of weightscope builds another network from the recipe.
+        UsageError if there is no network k, its own code is not trusted, or the population was imported without code;
+        DataError if the source of that code has changed; SpecError if it builds another network than was recorded.
         """
         module, _ = self.template()
         if lines := self.spec.differences(WeightSpec.of(module)):
@@ -268,11 +334,11 @@ class Population(Result):
             plugins.check_source(kind, recorded, self.path)
         with trusting(self._trust), seeded(0):
             if imported and imported.network:
-                return built_by(kind)
+                return built(kind)
             return build_for(self.recipe), self.recipe.data.inputs(torch.Generator().manual_seed(0), 4)
 
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
-        """The network with index k as a module, or its tensors if its code is not named, missing, untrusted or changed."""
+        """The network with index k as a module, or its tensors if its code is missing, not trusted or changed."""
         try:
             return self.network(k)
         except (CannotRun, plugins.SourceChanged, manifests.NoRecipe):
@@ -362,28 +428,79 @@ class Population(Result):
             if diverged is not None:
                 diverged[...] = h5["metrics"]["diverged"][rows]
             start = 0
-            if "weights" not in h5:
-                self._read_sources(tile, range(*rows.indices(self._rows[tile])), h5["digest"][rows], sub, out)
+            imported = self.manifest.imported
+            if imported is not None and imported.by_reference:
+                self._read_sources(tile, rows, h5["digest"][rows], sub, out)
                 return
+            stored, moment = (h5["weights"], ()) if self._moment is None else (h5["snapshots"], (self._moment,))
             for columns in _runs(self.spec, sub):
                 width = columns.stop - columns.start
-                h5["weights"].read_direct(out, np.s_[rows, columns], np.s_[:, start : start + width])
+                stored.read_direct(out, (rows, *moment, columns), np.s_[:, start : start + width])
                 start += width
 
+    def _read_sources(self, tile: int, rows: slice, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
+        """The tensors of `sub` of the networks in some rows of a tile, from where they are."""
+        from weightscope.population.importing import read_source
 
-    def _read_sources(self, tile: int, slots: range, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
-        """The tensors of `sub` of the networks in some slots of a tile, from where they are."""
-        from weightscope.population.importing import Renamed, digest_of
+        imported, which = self.manifest.imported, 0 if self._moment is None else 1 + self._moment
+        if imported is None or not imported.sources:
+            raise DataError(f"{self.path}: its import is not finished; {self.manifest.again}")
+        slots = range(*rows.indices(self._rows[tile]))
+        for slot, digest, row in zip(slots, digests[:, which], out, strict=True):
+            source = imported.sources[tile * self.manifest.tile + slot][which]
+            self._check_source(source, digest.tobytes())
+            read_source(source, imported.rename, sub, row)
 
-        imported = self.manifest.imported
-        assert imported is not None
-        for slot, digest, row in zip(slots, digests, out, strict=True):
-            source = imported.sources[tile * self.manifest.tile + slot]
-            if source not in self._unchanged:
-                if digest_of(source) != digest.tobytes():
-                    raise DataError(f"{self.path}: {source} has changed since it was imported; restore it, or import again")
-                self._unchanged.add(source)
-            Renamed(source, imported.rename).read(sub, row)
+    def _check_source(self, source: str, expected: bytes) -> None:
+        """Compare a source that is read by reference with its digest, once while its files stay the same."""
+        from weightscope.population.importing import digest_of, files_of
+
+        try:
+            found = [file.stat() for file in files_of(source)]
+        except OSError as error:
+            raise DataError(f"{self.path}: {source} cannot be read: {error.strerror or error}; restore it") from error
+        signature = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+        if self._unchanged.get(source) != signature and digest_of(source) != expected:
+            raise DataError(
+                f"{self.path}: {source} is not what it was when it was imported; restore it, or import it into another "
+                "folder"
+            )
+        self._unchanged[source] = signature
+
+    def check_sources(self) -> list[tuple[str, str]]:
+        """Each source that is read by reference, and what is wrong with its digest; empty if nothing is."""
+        imported, out = self.manifest.imported, []
+        if imported is None or not imported.by_reference:
+            return []
+        self._unchanged.clear()
+        for tile, rows in self._rows.items():
+            with self._open(tile) as h5:
+                digests = h5["digest"][:rows]
+            named = imported.sources[tile * self.manifest.tile :][:rows]
+            for source, digest in (
+                (s, d) for each in zip(named, digests, strict=True) for s, d in zip(*each, strict=True)
+            ):
+                try:
+                    self._check_source(source, digest.tobytes())
+                    out.append((source, ""))
+                except DataError as error:
+                    out.append((source, str(error)))
+        return out
+
+
+def built(reference: str) -> "tuple[torch.nn.Module, Any]":
+    """What a function of one's own returns: a network, or a network and example inputs."""
+    import torch
+
+    made = plugins.imported(reference)()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            f"network: expected {reference}() to return a module, or a module and example inputs, found "
+            f"{type(made).__name__}"
+        )
+    return module, inputs
+
 
 def population_in(folder: str | Path, *, partial: bool = False) -> Population:
     """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""

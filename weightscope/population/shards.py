@@ -1,10 +1,11 @@
 """Shards on disk: encoding a trained tile as an HDF5 file, hashes, writing and opening.
 
-    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E); /digest (n, 32) u8
+    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E);
+                             /snapshots (n, S, D) f32, if the manifest has S > 0 snapshots;
+                             /digest (n, 1 + S, 32) u8, of imported networks, which have no seed (0)
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
-Imported networks have no seed (0), but the SHA-256 of their weights; by reference no weights, but the SHA-256 of the
-file or the commit at the hub. The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
+The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
 hashes are listed, so that at every moment the pair on disk is valid or the shard is absent. The bytes of a shard depend
 on recipe, tile, torch version, HDF5 version, device and kernels only.
 """
@@ -38,7 +39,7 @@ _SCHEMA = 1
 _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
-_KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?", "digest": "u1"}  # data types; other metrics are any numbers
+_KINDS = {"weights": "f4", "snapshots": "f4", "digest": "u1", "seed": "u8", "metrics/diverged": "?"}  # others: numbers
 
 
 class DamagedShard(DataError):
@@ -57,10 +58,11 @@ class TrainedTile:
     """The result of training or importing one tile: T networks, of which the last one of a population stores fewer."""
 
     index: int  # network k is row k mod T of tile k div T
-    weights: np.ndarray  # (T, D) float32 in `WeightSpec` order; not stored if they are read by reference
+    weights: np.ndarray | None  # (T, D) float32 in `WeightSpec` order; None if they are read by reference
     seeds: np.ndarray  # (T,) uint64, of the initial weights
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
-    digest: np.ndarray | None = None  # (T, 32) uint8, of imported networks
+    snapshots: np.ndarray | None = None  # (T, S, D) float32, the weights at the moments of `Manifest.snapshots`
+    digest: np.ndarray | None = None  # (T, 1 + S, 32) uint8, of imported networks and their snapshots
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -233,11 +235,14 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     """
     import torch
 
-    shape, seeds = (manifest.tile, manifest.spec.size), seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
-    by_reference = manifest.imported is not None and manifest.imported.by_reference
-    fits = by_reference or (trained.weights.shape == shape and trained.weights.dtype == np.float32)
+    seeds = seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
+    found = {"weights": trained.weights, "snapshots": trained.snapshots, "digest": trained.digest}
+    matrices = {name: values for name, values in found.items() if values is not None}
+    shapes = {name: (manifest.tile, *shape) for name, shape in _shapes(manifest).items()}
+    fits = {name: values.shape for name, values in matrices.items() if values.dtype == _KINDS[name]} == shapes
     if not fits or not np.array_equal(trained.seeds, seeds):
-        raise ValueError(f"tile {trained.index}: expected weights {shape} float32 from the trainer, with their seeds")
+        wanted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"tile {trained.index}: expected {wanted} from the trainer, with their seeds")
     header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
     if kernels:
         header["kernels"] = kernels
@@ -248,12 +253,13 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
-        if not by_reference:
-            weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
-            chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
-            _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
-        if trained.digest is not None:
-            _write(h5, "digest", trained.digest[:rows])
+        for name, values in matrices.items():  # one moment is read without the others
+            options: dict[str, Any] = {}
+            if columns and name != "digest":
+                ones = (1,) * (values.ndim - 2)
+                options = {"chunks": (min(rows, _CHUNK[0]), *ones, max(1, -(-columns // blocks)))}
+                options["fillvalue"] = np.float32("nan")
+            _write(h5, name, np.ascontiguousarray(values[:rows]), **options)
         _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
         group = h5["metrics"]
         for name in sorted(trained.metrics):
@@ -280,7 +286,11 @@ def expected_bytes(manifest: Manifest) -> int:
 
     def shard(rows: int) -> int:
         stored = -(-rows // _CHUNK[0]) * _CHUNK[0] if rows > _CHUNK[0] else rows
-        return 4 * stored * padded + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES) + _FILE_BYTES
+        return (
+            4 * stored * padded * (1 + len(manifest.snapshots))
+            + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES)
+            + _FILE_BYTES
+        )
 
     return (manifest.tiles - 1) * shard(manifest.tile) + shard(manifest.rows(manifest.tiles - 1))
 
@@ -317,6 +327,15 @@ def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
 
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of one network's rows of the arrays that are no metrics, without the seed."""
+    size, moments, imported = manifest.spec.size, len(manifest.snapshots), manifest.imported
+    shapes: dict[str, tuple[int, ...]] = {"digest": (1 + moments, 32)} if imported else {}
+    if imported and imported.by_reference:
+        return shapes
+    return {"weights": (size,)} | ({"snapshots": (moments, size)} if moments else {}) | shapes
+
+
 def _header(manifest: Manifest, tile: int) -> dict[str, Any]:
     """What the header of a shard says of the population that it belongs to."""
     fingerprints = {"spec": manifest.spec.fingerprint, "recipe": manifest.fingerprint}
@@ -342,18 +361,19 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         if expected != found:
             raise _foreign(file, f"{what} {expected}", shortened(str(found)))
     arrays = _arrays(h5, file) | {f"metrics/{name}": v for name, v in _arrays(h5["metrics"], file).items()}
-    imported = manifest.imported
-    absent = {"weights" if imported.by_reference else ""} if imported else {"digest"}
-    if missing := sorted(_KINDS.keys() - arrays.keys() - absent):
+    shapes = _shapes(manifest)
+    if missing := sorted({"seed", "metrics/diverged", *shapes} - arrays.keys()):
         raise _foreign(file, f"an array /{missing[0]}", "none")
-    rows = arrays["seed"].size
-    shape = arrays["weights"].shape if "weights" in arrays else (rows, manifest.spec.size)
-    if shape != (rows, manifest.spec.size) or not least <= rows <= manifest.tile:
-        raise _foreign(file, f"weights {(manifest.rows(tile), manifest.spec.size)}", f"{shape}")
+    rows = (*arrays["seed"].shape, 0)[0]
+    for name in sorted({"weights", "snapshots", "digest"} & arrays.keys()):
+        expected, shape = shapes.get(name), arrays[name].shape
+        if expected is None or shape != (rows, *expected) or not least <= rows <= manifest.tile:
+            wanted = f"{name} {(manifest.rows(tile), *expected)}" if expected else f"no {name}"
+            raise _foreign(file, wanted, f"{shape}")
     for name, values in arrays.items():
         kind = _KINDS.get(name)
         known = values.dtype == kind if kind else values.dtype.kind in "fiub"
-        if not known or values.shape[:1] != (rows,) or values.ndim > 2:
+        if not known or values.shape[:1] != (rows,) or (values.ndim > 2 and name not in shapes):
             raise _foreign(
                 file, f"/{name} of {kind or 'numbers'} for {rows} networks", f"{values.dtype} {values.shape}"
             )
