@@ -118,7 +118,7 @@ def test_the_command(folder, tmp_path):
     folder.rename(bench / "default.pop")
     found = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch", "--json", str(tmp_path / "s.json")])
     assert found.exit_code == 0, found.output
-    [values] = json.loads((tmp_path / "s.json").read_text())
+    [values] = json.loads((tmp_path / "s.json").read_text())["populations"]
     assert values["trained"] == values["networks"] == 20
     assert values["complete"]
     assert values["hours_left"] is None

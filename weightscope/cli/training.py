@@ -15,6 +15,7 @@ from weightscope.cli.options import (
     json_option,
     maybe_partial,
     out_option,
+    overwriting,
     partial_option,
     training_options,
     write_json,
@@ -107,7 +108,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
         if not watch or all(each.complete for each in found):
             break
         time.sleep(2)
-    write_json(json_file, [each.to_dict() for each in found])
+    write_json(json_file, {"populations": [each.to_dict() for each in found]})
 
 
 @command("fit-init")
@@ -181,9 +182,11 @@ def fit_init(
     number = _checked_gain(gain, structure, training)
     picture = out.with_name(f"{out.stem}-gain.png")
     if gain == "auto":
-        outputs.checked(picture)
+        outputs.checked(picture, overwrite=overwriting(context))
     if standalone is not None:
-        outputs.checked(standalone.with_name(out.name))  # a copy of the artifact, unless it is there already
+        outputs.checked(
+            standalone.with_name(out.name), overwrite=overwriting(context)
+        )  # a copy of the artifact, unless it is there already
     options = parsed_options(texts)
     curve: dict[str, Any] = {}
     result: Any
@@ -208,7 +211,8 @@ def fit_init(
     result.save(out)
     click.echo(f"wrote {out}")
     if standalone is not None:
-        write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
+        kinds = [type(g.structure) for g in result.groups if g.structure]
+        write_standalone(out, standalone, structures=kinds, overwrite=overwriting(context))
         click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict() | curve)
 

@@ -93,12 +93,16 @@ def value_axis(axis: Any, factor: float = 1.0) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{factor * value:.6g}".replace("-", "−")))
 
 
-def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
-    """`accuracy minus that of default (points), 8 seeds` for arms, where lower is better, and how many diverged."""
-    unit = metric.difference_unit.removeprefix("percentage ")
-    text = f"{metric.label} minus that of {rows[0]['reference']}" + (f" ({unit})" if unit else "")
-    lost = divergence(rows)
-    return f"{text}{seeds_text([row.get('pairs') for row in rows])}{metric.direction}" + (f"; {lost}" if lost else "")
+def difference_label(metric: Metric, what: str, pairs: Sequence[int | None] = (), rows: Sequence[Row] = ()) -> str:
+    """What differs, with its unit, number of seeds, direction, and how many networks diverged."""
+    unit = f" ({metric.difference_unit})" if metric.difference_unit else ""
+    text = f"{what}{unit}{seeds_text(pairs)}{metric.direction}"
+    return f"{text}; {lost}" if (lost := divergence(rows)) else text
+
+
+def _arms_label(metric: Metric, rows: Sequence[Row]) -> str:
+    what = f"{metric.label} minus that of {rows[0]['reference']}"
+    return difference_label(metric, what, [row.get("pairs") for row in rows], rows)
 
 
 def _means(
@@ -268,8 +272,8 @@ def gain_curve(
     ax.grid(axis="y")
     value_axis(ax.yaxis)
     ax.set_xlabel("gain of the correlations")
-    unit = f"({metric.difference_unit})" if metric.difference_unit else ""
-    ax.set_ylabel(f"{metric.label} minus that at gain {rows[0]['gain']:g}\n{unit}{metric.direction}".strip("\n; "))
+    what = f"{metric.label} minus that at gain {rows[0]['gain']:g}"
+    ax.set_ylabel(difference_label(metric, what).replace(" (", "\n("))
     label = f"{rows[0]['n']} paired seeds, ± SE"
     canvas.legend([Line2D([], [], label=label, **style), Line2D([], [], label="chosen", **best)])
     return canvas.finish(title)
@@ -440,7 +444,7 @@ def difference_map(
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
-    theme.colour_bar(ax, image, limit, difference_label(metric, list(found.values())), height=height, beyond=False)
+    theme.colour_bar(ax, image, limit, _arms_label(metric, list(found.values())), height=height, beyond=False)
     return canvas.finish(title)
 
 
@@ -512,7 +516,7 @@ def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     if best is not None:
         place = best["alpha"], best["beta"]
         ax.scatter(*place, s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
-    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), height=3.4, beyond=False)
+    theme.colour_bar(ax, drawn, limit, _arms_label(metric, rows), height=3.4, beyond=False)
 
 
 @theme.themed()
