@@ -1,6 +1,5 @@
 """Networks that were trained elsewhere, imported into a population."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -12,12 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing, unwrapped
-from weightscope._util.torch_random import seeded
 from weightscope.anatomy.operations import Recorder, call, tensors_in
 from weightscope.anatomy.permutation_graph import derive_permutations
 from weightscope.errors import AnatomyError, SpecError, UsageError
-from weightscope.networks.building import build_for
-from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
 
@@ -384,26 +381,33 @@ OwnPermutations = PermutationSpec | Mapping[str, Sequence[str | None]]
 def permutations_of(source: Any, given: OwnPermutations | None = None) -> PermutationSpec:
     """The permutation specification of the tensors of a source: that of their names, derived, or one's own, checked.
 
-    Where the names are not known it is derived from a network of the source's recipe, if it has one. One's own may be
+    Where the names are not known it is derived from the network of a population that has its code. One's own may be
     tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors. It is checked by function if
-    the source has a recipe, as a population has: a network of the recipe with random weights in all its tensors must
-    have the same outputs after renumbering; a SpecError if not.
+    the source is such a population: its network with random weights in all its tensors must have the same outputs
+    after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
-    recipe = getattr(source, "recipe", None)
     if given is None:
         try:
             return permutation_spec(spec)
-        except AnatomyError:
-            if recipe is None:
+        except AnatomyError as error:
+            if not hasattr(source, "template"):
                 raise
-        return derived(_built(recipe), _inputs(recipe))
+            template = source.template()
+            if template is None or template[1] is None:
+                raise AnatomyError(
+                    f"{error}; import the networks with --network MODULE:FUNCTION that returns the network and example "
+                    "inputs, to derive it"
+                ) from None
+        return derived(*template)
     found = given if isinstance(given, PermutationSpec) else PermutationSpec.from_axes(spec, given)
     described = {view.tensor for view in found.views}
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
-    if recipe is not None:
-        change, tolerance = change_of_function(_built(recipe), _inputs(recipe), found)
+    template = source.template() if hasattr(source, "template") else None
+    if template is not None and template[1] is not None:
+        module, inputs = template
+        change, tolerance = change_of_function(module, inputs, found)
         if not change < tolerance:
             raise SpecError(
                 "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
@@ -411,15 +415,6 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
                 "attention heads `PermutationSpec.from_axes(spec, axes, heads)`"
             )
     return found
-
-
-def _built(recipe: Recipe) -> nn.Module:
-    with seeded(0):
-        return build_for(recipe)
-
-
-def _inputs(recipe: Recipe) -> torch.Tensor:
-    return recipe.data.inputs(torch.Generator().manual_seed(0), 4)
 
 
 @torch.no_grad()

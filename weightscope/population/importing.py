@@ -29,14 +29,12 @@ from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing
 from weightscope._util.sources import as_path, open_regular, read_regular
-from weightscope._util.trust import trusting
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, TORCH_SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Import, Manifest
-from weightscope.population.reading import Population, recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
@@ -55,14 +53,13 @@ def import_networks(
     count: int | None = None,
     select: str | Sequence[str] = "*",
     rename: Sequence[str] = (),
-    network: str | Path | Recipe | Any = None,
+    network: Any = None,
     snapshots: Sequence[int] | None = None,
     by_reference: bool = False,
     skip_unfit: bool = False,
     progress: bool = True,
-    trust: bool = False,
-) -> Population:
-    """`Population.of`, which describes the arguments."""
+) -> None:
+    """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
     path = as_path(path)
     if count is None:
         if not isinstance(networks, Sized):
@@ -78,20 +75,15 @@ def import_networks(
         if not text.partition("=")[0] or "=" not in text:
             raise UsageError(f"rename: expected OLD=NEW, beginnings of names such as 'module.=', found {text!r}")
     made = Import(0, by_reference=by_reference, rename=tuple(rename))
-    if callable(network):
-        made = replace(made, network=plugins.reference_to(network))
-    elif plugins.is_reference(network):
-        made = replace(made, network=str(network))
+    if isinstance(network, Recipe):
+        made = replace(made, recipe=network.replace({"population.networks": count}))
     elif network is not None:
-        made = replace(made, recipe=recipe_of(network).replace({"population.networks": count}))
+        made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
     patterns = [p.strip() for p in select.split(",")] if isinstance(select, str) else list(select)
     run = _Run(path, made, count, columns, patterns, skip_unfit, snapshots)
-    with trusting(trust):
-        run.expect_network()
-        bar = tqdm(networks, total=count, desc="import", disable=None if progress else True)
-        with contextlib.closing(bar):
-            run.all(bar)
-    return Population(path, trust=trust)
+    run.expect_network()
+    with contextlib.closing(tqdm(networks, total=count, desc="import", disable=None if progress else True)) as bar:
+        run.all(bar)
 
 
 class _Run:
@@ -125,7 +117,6 @@ class _Run:
             return
         from weightscope._util.torch_random import seeded
         from weightscope.networks import build_for
-        from weightscope.population.reading import built
 
         kind = self.made.network or self.made.recipe.network.type  # type: ignore[union-attr]
         with seeded(0):
@@ -444,6 +435,18 @@ def _metric(name: str) -> str:
     """The name of a metric as one of HDF5."""
     name = name.strip().replace("/", ".") or "metric"
     return f"{name}_given" if name in ("diverged", "duplicate", ".") else name
+
+
+def built(reference: str) -> tuple[torch.nn.Module, Any]:
+    """What a function of one's own returns: a network, or a network and example inputs."""
+    made = plugins.imported(reference)()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            f"network: expected {reference}() to return a module, or a module and example inputs, found "
+            f"{type(made).__name__}"
+        )
+    return module, inputs
 
 
 # --- sources of the command line --------------------------------------------------------------------------------------

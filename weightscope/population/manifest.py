@@ -67,8 +67,8 @@ class Manifest:
         recipe = self.made if isinstance(self.made, Recipe) else self.made.recipe
         if recipe is None:
             raise NoRecipe(
-                "imported networks have no recipe, which this needs; import them again with --network RECIPE, a recipe "
-                "with this network and its data"
+                "this needs the recipe of a population that was imported without one; import with --network RECIPE, a "
+                "recipe with this network and its data, or name another population"
             )
         return recipe
 

@@ -71,7 +71,9 @@ class Population(Result):
             )
 
     @classmethod
-    def of(cls, networks: Iterable[Any], path: str | Path, **options: Any) -> "Population":
+    def of(
+        cls, networks: Iterable[Any], path: str | Path, *, network: Any = None, trust: bool = False, **options: Any
+    ) -> "Population":
         """Import networks that were trained elsewhere; `weightscope import` on the command line.
 
         They are copied into ordinary shards, one network in memory at a time, half precision as float32. If it is
@@ -85,15 +87,15 @@ class Population(Result):
                 (`Population.at`).
             path: the population's folder. If it exists, it must have been made from the same networks, or the first
                 of them.
+            network: what builds the network: `"package.module:function"` or a function, called without arguments,
+                that returns it, or it and example inputs; or a recipe. Without, what needs only weights works.
+            trust: run the code that `network` names by a text (docs/what-runs-when.md).
             options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
-                names, each `"OLD=NEW"`, such as `"module.="`; `network`, `"package.module:function"` or a function,
-                called without arguments, that returns the network, or the network and example inputs, or a recipe
-                (without it, what needs only weights works); `snapshots`, the moments to keep of mappings, by default
+                names, each `"OLD=NEW"`, such as `"module.="`; `snapshots`, the moments to keep of mappings, by default
                 those of the first; `by_reference`, keep paths and digests only, and read weights from there, which are
                 then not searched for NaN; `skip_unfit`, leave out networks that do not fit, with a warning; `progress`,
-                show a bar if stderr is a terminal; `trust`, run the code that `network` names by a text
-                (docs/what-runs-when.md).
+                show a bar if stderr is a terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.
@@ -105,7 +107,11 @@ class Population(Result):
         """
         from weightscope.population.importing import import_networks
 
-        return import_networks(networks, path, **options)
+        if not (network is None or callable(network) or plugins.is_reference(network)):
+            network = recipe_of(network)
+        with trusting(trust):
+            import_networks(networks, path, network=network, **options)
+        return cls(path, trust=trust)
 
     def at(self, moment: int) -> "Population":
         """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
@@ -310,7 +316,12 @@ class Population(Result):
         UsageError if there is no network k, its own code is not trusted, or the population was imported without code;
         DataError if the source of that code has changed; SpecError if it builds another network than was recorded.
         """
-        module, _ = self.template()
+        if (template := self.template()) is None:
+            raise manifests.NoRecipe(
+                f"{self.path}: its networks were imported as weights only; to run them, import them with --network "
+                "MODULE:FUNCTION or --network RECIPE"
+            )
+        module, _ = template
         if lines := self.spec.differences(WeightSpec.of(module)):
             made = "network the population names" if self.manifest.imported else "network built from the recipe"
             raise SpecError(f"{self.path}: the {made} differs: {'; '.join(lines[:3])}")
@@ -318,10 +329,10 @@ class Population(Result):
         module.load_state_dict(self._tensors(k), strict=False)
         return module.eval()
 
-    def template(self) -> "tuple[torch.nn.Module, Any]":
-        """A network like the population's with random weights, and inputs of four examples; errors as of `network`.
+    def template(self) -> "tuple[torch.nn.Module, Any] | None":
+        """A network like the population's with random weights, and inputs of some examples; errors as of `network`.
 
-        The inputs are None if the networks were imported with a function that returns none.
+        None if it was imported without code; the inputs are None if the function that builds the network returns none.
         """
         import torch
 
@@ -329,11 +340,15 @@ class Population(Result):
         from weightscope.networks import build_for
 
         imported = self.manifest.imported
+        if imported and not imported.network and imported.recipe is None:
+            return None
         kind = imported.network if imported and imported.network else self.recipe.network.type
         if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
             plugins.check_source(kind, recorded, self.path)
         with trusting(self._trust), seeded(0):
             if imported and imported.network:
+                from weightscope.population.importing import built
+
                 return built(kind)
             return build_for(self.recipe), self.recipe.data.inputs(torch.Generator().manual_seed(0), 4)
 
@@ -486,20 +501,6 @@ class Population(Result):
                 except DataError as error:
                     out.append((source, str(error)))
         return out
-
-
-def built(reference: str) -> "tuple[torch.nn.Module, Any]":
-    """What a function of one's own returns: a network, or a network and example inputs."""
-    import torch
-
-    made = plugins.imported(reference)()
-    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(module, torch.nn.Module):
-        raise UsageError(
-            f"network: expected {reference}() to return a module, or a module and example inputs, found "
-            f"{type(made).__name__}"
-        )
-    return module, inputs
 
 
 def population_in(folder: str | Path, *, partial: bool = False) -> Population:
