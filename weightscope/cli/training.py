@@ -122,6 +122,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
 @click.option("--select", help="Which tensors the initialiser sets.  [default: *.mlp.fc?.weight, or all matrices]")
+@click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -148,6 +149,7 @@ def fit_init(
     texts: tuple[str, ...],
     gain: str | None,
     standalone: Path | None,
+    at: int | None,
     partial: bool,
     json_file: Path | None,
     **settings: Any,
@@ -196,13 +198,15 @@ def fit_init(
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
         select = fitting.pop("select", settings["select"])
-        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
+        choice = choose_gain(
+            maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
+        )
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
         options |= {} if number is None else {"gain": number}
-        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
+        result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
         if not isinstance(result, PopulationFit):
             raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
@@ -328,3 +332,29 @@ def _write(result: Any, folder: Path) -> list[Path]:
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
     return written
+
+
+@command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("address")
+@click.option("--private", is_flag=True, help="Only the owner sees it.")
+@click.option("--update", is_flag=True, help="Add a commit to a repository that exists.")
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of a benchmark of this file, for the card.",
+)
+@click.option("--licence", help="The hub's identifier of a licence, such as apache-2.0.")
+def publish(artifact: Path, address: str, **options: Any) -> None:
+    """Upload an initialiser to the Hugging Face Hub, with a generated card.
+
+    ARTIFACT is a file of `fit-init`, ADDRESS hf://org/name. The token is that of `hf auth login` or HF_TOKEN. The card
+    says what it initialises, what it was fitted to, and with --bench what it showed.
+
+    \b
+    Example:
+      weightscope publish mlp.safetensors hf://me/digits-mlp --bench digits-bench --licence apache-2.0
+    """
+    from weightscope.benchmarking.publishing import publish as upload
+
+    click.echo(f'published {upload(artifact, address, **options)}; load_init("{address}") loads it')

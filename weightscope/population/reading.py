@@ -132,6 +132,17 @@ class Population(Result):
         return view
 
     @property
+    def moment(self) -> int | None:
+        """The moment of training (`at`); None for its end."""
+        return None if self._moment is None else self.snapshots[self._moment]
+
+    @property
+    def unit(self) -> str:
+        """What moments of training count: `"epoch"`, or `"step"` of sequences and of imported networks."""
+        made = self.manifest.made
+        return made.data.moment if isinstance(made, Recipe) else "step"
+
+    @property
     def snapshots(self) -> tuple[int, ...]:
         """The moments that `at` takes, ascending."""
         return self.manifest.snapshots
@@ -192,11 +203,9 @@ class Population(Result):
     def summary(self) -> str:
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
-        made, moment = self.manifest.made, ""
+        made = self.manifest.made
         what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
-        if self._moment is not None:
-            unit = made.data.moment if isinstance(made, Recipe) else "step"
-            moment = f", after {unit} {self.snapshots[self._moment]}"
+        moment = "" if self.moment is None else f", after {self.unit} {self.moment}"
         return f"{self.path}: {networks} ({what}), D={self.spec.size}{moment}"
 
     def text(self) -> str:

@@ -107,6 +107,7 @@ class TrainingConfig(Section):
     mixup_switch: Share = 0.5
     ema: Fraction = 0.0
     frozen: Annotated[tuple[str, ...], FromList] = ()
+    decay_exclude: Annotated[tuple[str, ...], FromList] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     evaluate: Literal["end", "epoch"] = "epoch"
