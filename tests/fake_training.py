@@ -58,10 +58,12 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     weights = np.stack([vector(recipe, k, spec.size) for k in numbers])
     diverged = np.array([k % 9 == 5 for k in numbers])
     weights[diverged] = np.nan
+    moments = recipe.population.snapshots
     accuracy = np.array([[k / 1000 + e for e in range(epochs)] for k in numbers], dtype=np.float32)
     return SimpleNamespace(
         index=tile,
         weights=weights,
+        snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
         seeds=np.array([torch_seed(seed, k, Purpose.INIT) for k in numbers], dtype=np.uint64),
         metrics={
             "test_accuracy": accuracy,

@@ -3,6 +3,7 @@ import contextlib
 import inspect
 import os
 import resource
+import runpy
 import struct
 import subprocess
 import sys
@@ -252,7 +253,12 @@ def test_the_standalone_file_is_short_and_may_save_a_result(tmp_path):
     assert load_artifact(tmp_path / "mlp_init.safetensors").groups[0].label == "dense"
     text = file.read_text()
     assert "ARTIFACT = 'mlp_init.safetensors'\nABOUT = '`fc1.weight`, `fc2.weight`, fitted to 60 networks" in text
-    assert len(text.splitlines()) < 70
+    assert len(text.splitlines()) < 80
+    other = torch.nn.ModuleDict({"fc1": torch.nn.Linear(2, 2), "fc2": torch.nn.Linear(2, 2)})
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    with pytest.raises(ValueError, match=r"fc1.weight: this file draws at the fitted shape .* only, found \(2, 2\)"):
+        runpy.run_path(str(file))["init_"](other)
+    assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
     for name in ("mlp.txt", "1mlp.py", "mlp-init.py", "class.py"):
         with pytest.raises(UsageError, match="Python can import"):
             write_standalone(fitted(), tmp_path / name)

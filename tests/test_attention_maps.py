@@ -391,7 +391,8 @@ def test_the_command_runs_a_network_of_a_population(folder, capsys):
     data = load("digits", train=32, test=5)
     network = Population(folder / "vits.pop").network(1)
     wanted = attention_maps(network, normalise(data.test_images, data.mean, data.std))
-    assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(wanted.to_dict()))
+    expected = {"written_by": "weightscope attention-maps"} | wanted.to_dict()
+    assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(expected))
 
 
 def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
@@ -546,7 +547,8 @@ def test_the_command_draws_causal_transformers(tmp_path, capsys):
     code, text, _ = run("attention-maps", f"{found.path}::1", "--count", 4, *out, capsys=capsys)
     assert (code, "means over heads and 4 sequences, 6 tokens" in text) == (0, True)
     wanted = attention_maps(found.network(1), SequenceSource.of(found.recipe.data).held_out[1][0].tokens[:4])
-    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(wanted.to_dict()))
+    expected = {"written_by": "weightscope attention-maps"} | wanted.to_dict()
+    assert json.loads((tmp_path / "x.json").read_text()) == json.loads(json.dumps(expected))
     assert run("attention-maps", found.path, "--tokens", "sort:4", "--kind", "offsets", *out, capsys=capsys)[0] == 0
     code, _, err = run("attention-maps", found.path, "--kind", "ranks", *out, capsys=capsys)
     assert (code, err.count("\n")) == (2, 1)

@@ -242,7 +242,7 @@ PICKLES = {
     "text": (b"hello world", "found neither a zip archive nor its pickles"),
     "empty": (b"", "found neither"),
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),
-    "one tensor": (saved(torch.ones(2)), "expected a dictionary of tensors, found view"),
+    "one tensor": (saved(torch.ones(2)), "expected a dictionary of tensors, found one tensor"),
     "another zip": (rezipped(lambda r: {"a/b": b"1"}), "expected one data.pkl, found 0"),
     "TorchScript": (rezipped(lambda r: r | {"archive/constants.pkl": b""}), "TorchScript"),
     "compressed": (rezipped(lambda r: r, zipfile.ZIP_DEFLATED), "is compressed"),

@@ -301,7 +301,7 @@ def test_list_shows_every_kind_and_writes_it(tmp_path, capsys):
     out = succeed("list", "--json", tmp_path / "all.json", capsys=capsys)
     kinds = ["initialisers", "structures", "networks", "datasets", "recipes"]
     assert [line for line in out.splitlines() if line and not line.startswith(" ")] == kinds
-    assert list(json.loads((tmp_path / "all.json").read_text())) == kinds
+    assert list(json.loads((tmp_path / "all.json").read_text())) == ["written_by", *kinds]
     assert run("list", "networks", capsys=capsys)[1].startswith("networks\n  convmixer(width, depth, kernel_size=7,")
 
 

@@ -245,6 +245,7 @@ MIMETIC = [{"name": "default"}, {"name": "mimetic_mlp", "sigma": "x"}]
         ({"init": [{"name": "mimetic_attention"}]}, {}, RecipeError, r"^init \(mimetic_attention\): exp"),
         ({"init": MIMETIC}, {}, RecipeError, r"^init\.1 \(mimetic_mlp\): .*sigma"),
         ({"init": [{"name": raising}]}, {}, RecipeError, r"^init \(.*:raising\): .*raised KeyError: 'x'"),
+        ({"population__snapshots": [0, 3]}, {}, RecipeError, "at most 2, the last epoch of training, found .0, 3."),
         ({"data__name": "cifar10"}, {}, DataError, "cifar-10-batches-bin"),
         ({}, {"backend": "dask"}, UsageError, r"backend dask is not installed: `pip install"),
         ({}, {"backend": "ray"}, UsageError, r"backend ray is not installed: `pip install"),
@@ -494,7 +495,7 @@ def test_progress_moves_within_a_tile(tmp_path, trained, monkeypatch):
 @pytest.mark.slow
 def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
     """Alone in one go, shard by shard, grown, and in worker processes."""
-    recipe, threads = fake.recipe(networks=6, tile=4), torch.get_num_threads()
+    recipe, threads = fake.recipe(networks=6, tile=4, population__snapshots=[0, 2]), torch.get_num_threads()
     whole = run(tmp_path / "whole.pop", recipe)
     assert torch.get_num_threads() == threads
     for shard in (1, 0):
@@ -505,6 +506,7 @@ def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
     for other in ("array", "grown", "spread"):
         assert shard_files(tmp_path / f"{other}.pop") == shard_files(tmp_path / "whole.pop")
     assert whole.metrics["test_accuracy"].shape == (6,)
+    np.testing.assert_array_equal(whole.at(2).weights(), whole.weights())
     network = whole.network(5)
     state = {name: value.numpy() for name, value in network.state_dict().items() if name in whole.spec.names}
     np.testing.assert_array_equal(whole.spec.pack(state), whole.weights()[5])

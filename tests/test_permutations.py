@@ -13,6 +13,7 @@ from torch import nn
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.anatomy.permutation_groups import (
     apply_permutation,
+    change_of_function,
     check_permutations,
     permutation_spec,
     permutations_of,
@@ -24,7 +25,7 @@ from weightscope.networks.building import build_for
 from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.permutations import PermutationSpec, View, bare
 from weightscope.statistics.samples import WeightArray
 
 NETWORKS = {
@@ -271,6 +272,70 @@ def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
     assert permutations.heads["vo.1"] == ("heads.1", 3)
     assert check_permutations(Sums(network), images(), permutations) < 1e-12
     assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3
+
+
+ENCODER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+IMAGE = ENCODER | {"image_size": 16, "patch_size": 8, "num_labels": 5}
+TEXT = ENCODER | {"vocab_size": 30, "max_position_embeddings": 12, "pad_token_id": 0}
+GPT = {"n_embd": 24, "n_layer": 2, "n_head": 3, "vocab_size": 30, "n_positions": 12}
+FOREIGN: dict[
+    str, tuple[dict, int]
+] = {  # class of transformers, model of torchvision or timm -> options, groups by name
+    "BertModel": (TEXT, 7),
+    "BertForMaskedLM": (TEXT, 6),  # the rows of its transform are channels, so these are fixed
+    "BertForSequenceClassification": (TEXT, 7),
+    "BertForTokenClassification": (TEXT, 7),
+    "RobertaForMaskedLM": (TEXT, 6),
+    "GPT2LMHeadModel": (GPT, 7),
+    "GPTNeoXForCausalLM": (TEXT, 3),
+    "ViTForImageClassification": (IMAGE, 7),
+    "resnet18": ({}, 12),
+    "resnet50": ({}, 37),
+    "timm resnet26d": ({}, 0),
+    "timm resnet14t": ({}, 0),
+    "resnext50_32x4d": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_networks_are_known_by_name(name: str) -> None:
+    """From shapes and names alone, the function stays, and all axes of a group are of one group that is derived."""
+    options, groups = FOREIGN[name]
+    inputs: torch.Tensor = torch.randn(2, 3, 48, 48)
+    if name.startswith("timm "):
+        network = shims.timm().create_model(name.removeprefix("timm "))
+    elif name.startswith("res"):
+        shims.timm()
+        network = getattr(pytest.importorskip("torchvision").models, name)(num_classes=5)
+    else:
+        transformers = shims.transformers()
+        config = getattr(transformers, f"{name.partition('For')[0].removesuffix('Model').removesuffix('LMHead')}Config")
+        network = getattr(transformers, name)(config(**options))
+        inputs = torch.randint(0, 30, (2, 7)) if "vocab_size" in options else torch.randn(2, 3, 16, 16)
+    network.eval()
+    if not groups:  # another stem, or grouped convolutions: no wrong specification
+        with pytest.raises(AnatomyError, match="nearest is ResNet"):
+            permutation_spec(WeightSpec.of(network))
+        return
+    by_name = permutation_spec(WeightSpec.of(network))
+    assert len(by_name.sizes) == groups
+    outputs = Sums(network) if name == "BertModel" else network  # whose outputs are the channels, which change places
+    with_heads = permutation_spec(network)
+    assert with_heads.views == by_name.views
+    for found in (by_name, with_heads):
+        change, tolerance = change_of_function(outputs, inputs, found)
+        assert change < tolerance
+    if "GPT" not in name and "res" not in name:
+        assert with_heads.heads["vo.1"] == ("heads.1", 3)
+    if name == "BertModel":
+        return
+    derived = {view.tensor: view for view in permutation_spec(network, inputs).views if not any(view.offset)}
+    partners: dict[str, set] = {}
+    for view in by_name.views:
+        for a, b in zip(view.axes, derived[view.tensor].axes, strict=False):
+            if a is not None and not any(view.offset) and len(view.axes) == len(derived[view.tensor].axes):
+                partners.setdefault(bare(a), set()).add(b)
+    assert all(len(found) <= 2 and None not in found for found in partners.values()), partners
 
 
 def own_axes(module: nn.Module) -> dict[str, tuple[str | None, ...]]:

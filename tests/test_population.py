@@ -61,6 +61,25 @@ def test_chunk_size_changes_no_row(folder: Path, size: "int | None") -> None:
     np.testing.assert_array_equal(np.concatenate([bad for _, bad in marked]), population.diverged)
 
 
+def test_a_moment_of_training_is_read_like_the_end(tmp_path: Path) -> None:
+    """The trainer's weights at moment m are m times those of the end."""
+    recipe = fake.recipe(population__snapshots=[0, 1, 3])
+    fake.write_population(tmp_path / "a.pop", recipe)
+    population = Population(tmp_path / "a.pop")
+    view = population.at(3)
+    np.testing.assert_array_equal(view.weights(), 3 * population.weights())
+    np.testing.assert_array_equal(view.weights("*fc2*,scale"), 3 * population.weights("*fc2*,scale"))
+    np.testing.assert_array_equal(np.concatenate([*population.at(1).chunks("norm*", 7)]), population.weights("norm*"))
+    np.testing.assert_array_equal(view.vector(19), 3 * population.vector(19))
+    np.testing.assert_array_equal(view.at(0)[:2], 0 * population[:2])
+    assert population.snapshots == (0, 1, 3)
+    assert "D=77, after epoch 3" in view.summary()
+    with pytest.raises(UsageError, match="expected a moment that has a snapshot, found 2; there are 0, 1, 3"):
+        population.at(2)
+    with h5py.File(tmp_path / "a.pop/shards/00000.h5") as h5:
+        assert h5["snapshots"].chunks == (8, 1, fake.SPEC.size)
+
+
 def test_bad_selections_and_sizes_are_refused_before_reading(folder: Path) -> None:
     population = Population(folder)
     with pytest.raises(UsageError, match="no tensor matches 'nothing'"):
@@ -130,13 +149,14 @@ PARTS = itertools.product(("train", "test"), ("accuracy", "loss"), ("", "_per_ep
 METRICS = [*(f"{split}_{what}{over}" for split, what, over in PARTS), "weight_decay"]  # those of the trainer
 
 
+@pytest.mark.parametrize("snapshots", [None, [0, 1, 2]])
 @pytest.mark.parametrize(("networks", "tile", "size"), [(20, 8, 60), (100, 64, 2500), (300, 300, 1001)])
 def test_the_expected_size_is_near_the_true_one(
-    networks: int, tile: int, size: int, monkeypatch: pytest.MonkeyPatch
+    networks: int, tile: int, size: int, snapshots: "list[int] | None", monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last recipe has tiles of more than a chunk's rows, of which HDF5 stores whole ones."""
     monkeypatch.setattr(fake, "SPEC", fake.WeightSpec([fake.TensorSpec("w", (size,))]))
-    recipe = fake.recipe(networks, tile)
+    recipe = fake.recipe(networks, tile, population__snapshots=snapshots)
     manifest = manifests.Manifest(recipe, fake.SPEC, {}, (networks,))
     found = 0
     for t in range(manifest.tiles):
@@ -149,6 +169,7 @@ def test_the_expected_size_is_near_the_true_one(
 def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
     manifest = fake.write_population(tmp_path / "a.pop", fake.recipe(), tiles=[])
     wrong = {"weights": np.zeros((8, 3), np.float32)}, {"weights": np.zeros((8, fake.SPEC.size))}
+    wrong = *wrong, {"snapshots": np.zeros((8, 1, fake.SPEC.size), np.float32)}
     for change in (*wrong, {"seeds": np.zeros(8, np.uint64)}):
         tile = fake.train_tile(fake.recipe(), 0)
         vars(tile).update(change)

@@ -255,6 +255,25 @@ def test_a_hostile_shard_with_a_fitting_hash_is_refused(folder: Path, name: str)
     one_line(error, "00001.h5", message, advice)
 
 
+MOMENTS = {
+    "none": (lambda h5: h5.pop("snapshots"), "an array /snapshots"),
+    "one too few": (_replace("snapshots", data=np.zeros((8, 1, fake.SPEC.size), "f4")), "snapshots (8, 2,"),
+    "a column too few": (_replace("snapshots", data=np.zeros((8, 2, fake.SPEC.size - 1), "f4")), "snapshots (8, 2,"),
+    "doubles": (_replace("snapshots", data=np.zeros((8, 2, fake.SPEC.size))), "snapshots of f4"),
+    "never written": (_replace("snapshots", shape=(8, 2, fake.SPEC.size), dtype="f4", chunks=(8, 1, 9)), "in full"),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_hostile_shard_of_snapshots_is_refused(tmp_path: Path, name: str) -> None:
+    change, message = MOMENTS[name]
+    fake.write_population(tmp_path / "a.pop", fake.recipe(population__snapshots=[0, 2]))
+    rewrite(tmp_path / "a.pop/shards/00001.h5", change)
+    with pytest.raises(DataError) as error:
+        Population(tmp_path / "a.pop").at(2).weights()
+    one_line(error, "00001.h5", message, "move it to the population that it belongs to")
+
+
 def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
     rewrite(folder / "shards/00001.h5", lambda h5: h5["metrics"].pop("init"))
     with pytest.raises(DataError, match=r"00001.h5: expected the metrics diverged, init.* found diverged"):

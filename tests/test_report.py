@@ -105,7 +105,7 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert {"−0.50", "−0.60", "no spread", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
     assert "failed one" not in cells
     lead = next(text for text in found.words["a"] if text.startswith("better by"))
-    assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1e-9, 64 paired seeds)")
+    assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1×10⁻⁹, 64 paired seeds)")
     assert "is not significantly different: +0.2 percentage points" in found.text("p")
     links = {a["href"] for a in found.all("a")}
     assert {"benchmark/results.json", "benchmark-width/results.json", "digits.pop", "fitted.safetensors"} <= links
@@ -136,12 +136,12 @@ VERDICTS = [
         (0.015, 0.027),
         2e-9,
         64,
-        "better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2e-9, 64 paired seeds)",
+        "better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2×10⁻⁹, 64 paired seeds)",
     ),
     (-0.021, (-0.027, -0.015), 0.0123, None, "worse by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 0.012)"),
-    (0.0025, (-0.004, 0.009), 0.44, 64, "not significantly different: +0.2 percentage points (95 % CI -0.4 to +0.9"),
-    (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 1e-300)"),
-    (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.00 percentage points"),
+    (0.0025, (-0.004, 0.009), 0.44, 64, "not significantly different: +0.2 percentage points (95 % CI −0.4 to +0.9"),
+    (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 10⁻³⁰⁰)"),
+    (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.0 percentage points"),
     (None, None, None, None, "the reference of the comparison"),
     (0.02, (-np.inf, np.inf), np.nan, 1, "cannot be judged: too few seeds (1)"),
     (0.02, (-1.0, 1.0), 0.4, 2, "cannot be judged: too few seeds (2)"),

@@ -342,3 +342,20 @@ def test_held_out_sequences_are_the_same_for_all_populations_and_not_those_of_tr
     for root in range(3):
         for k in range(5):
             assert torch_seed(root, k, Purpose.SEQUENCES) != torch_seed(0, 1, Purpose.HELD_OUT)
+
+
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+def test_snapshots_count_steps(engine, tmp_path):
+    """Six steps are an epoch: with a constant rate, step 6 is the end of a training of one epoch."""
+    changes = {"training__schedule": "constant", "training__warmup": 0.0, "training__engine": engine}
+    plan = recipe(**changes)
+    found = train_tile(plan.replace({"population.snapshots": [0, 4, 6, 12]}), 1)
+    assert found.snapshots.shape[:2] == (2, 4)
+    _, fourth, sixth, last = found.snapshots.swapaxes(0, 1)
+    assert train_tile(plan, 1).weights.tobytes() == found.weights.tobytes() == last.tobytes()
+    assert train_tile(plan.replace({"training.epochs": 1}), 1).weights.tobytes() == sixth.tobytes()
+    assert np.abs(fourth - sixth).max() > 1e-3
+    with pytest.raises(RecipeError, match=r"snapshots: expected at most 12, the last step of training, found \[13\]"):
+        collect(recipe(population__snapshots=[13]), tmp_path / "a.pop")
+    with pytest.raises(RecipeError, match=r"population.snapshots: expected ascending numbers"):
+        recipe(population__snapshots=[4, 4])

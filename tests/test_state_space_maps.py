@@ -154,7 +154,8 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     code, text, _ = run("attention-maps", path, "--network", "1", "--count", "4", *out, capsys=capsys)
     assert (code, "1 state-space layers on 4 sequences of 6 tokens" in text) == (0, True)
     drawn = TASKS["copy"](torch.Generator().manual_seed(torch_seed(0, 1, Purpose.HELD_OUT)), 10, 3, 6).tokens
-    assert json.loads(numbers.read_text()) == state_space_maps(found.network(1), drawn[:4]).to_dict()
+    expected = {"written_by": "weightscope attention-maps"} | state_space_maps(found.network(1), drawn[:4]).to_dict()
+    assert json.loads(numbers.read_text()) == expected
     code, text, _ = run("attention-maps", path, "--tokens", "copy:5", *out, capsys=capsys)
     assert (code, "of 10 tokens" in text) == (0, True)
     for arguments, message in (
@@ -173,7 +174,8 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
     code, text, _ = run(*command, "-o", figure, "--json", numbers, capsys=capsys)
     assert (code, "3 state-space layers on 3 sequences of 12 tokens" in text) == (0, True)
     tokens = TASKS["copy"](torch.Generator().manual_seed(0), 3, 6, 9).tokens
-    assert json.loads(numbers.read_text()) == state_space_maps(network, tokens).to_dict()
+    expected = {"written_by": "weightscope attention-maps"} | state_space_maps(network, tokens).to_dict()
+    assert json.loads(numbers.read_text()) == expected
     assert figure.stat().st_size > 1000
     given = tmp_path / "tokens.txt"
     given.write_text("0 1 2\n\n3 4 8\n")

@@ -77,7 +77,7 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
     [row] = found.rows()
     assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: no memory")
     assert found.hours_left is None
-    assert "nothing is trained now" in found.text()
+    assert "no tile is in training" in found.text()
     use(monkeypatch, fake.train_tile)
     collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     assert status(tmp_path / "a.pop")[0].complete
@@ -118,7 +118,7 @@ def test_the_command(folder, tmp_path):
     folder.rename(bench / "default.pop")
     found = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch", "--json", str(tmp_path / "s.json")])
     assert found.exit_code == 0, found.output
-    [values] = json.loads((tmp_path / "s.json").read_text())
+    [values] = json.loads((tmp_path / "s.json").read_text())["populations"]
     assert values["trained"] == values["networks"] == 20
     assert values["complete"]
     assert values["hours_left"] is None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weightscope.anatomy import parts_of
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
-from weightscope.networks.sequences import Mamba
+from weightscope.networks.sequences import Mamba, Mamba2
 
 DEPTH = 4
 # Family -> (network, config, {kind of parts: names of the tensors of layer {}, of which one is made unreadable}).
@@ -43,6 +43,11 @@ FAMILIES: dict[str, tuple[Callable[[], nn.Module], dict[str, int], dict[str, tup
         lambda: Mamba(9, 8, DEPTH, state=3),
         {},
         {"state-space layers": tuple(f"backbone.layers.{{}}.mixer.{n}" for n in ("x_proj.weight", "A_log"))},
+    ),
+    "mamba2": (
+        lambda: Mamba2(9, 8, DEPTH, state=4, head_width=4, groups=2),
+        {"n_groups": 2},
+        {"state-space layers": tuple(f"backbone.layers.{{}}.mixer.{n}" for n in ("in_proj.weight", "out_proj.weight"))},
     ),
 }
 KINDS = [(family, kind) for family, (_, _, kinds) in FAMILIES.items() for kind in kinds]
@@ -75,6 +80,8 @@ WAYS: dict[str, Callable[[dict[str, Tensor], str], None]] = {
     "GPTQ": packed,
     "flattened": becomes(lambda value: value.flatten()),
     "another size": becomes(lambda value: torch.zeros([n + 1 for n in value.shape])),
+    "a row short": becomes(lambda value: value[:-1]),
+    "a column short": becomes(lambda value: value[:, :-1]),
     "empty": becomes(lambda value: value[:0]),
     "missing": lambda state, name: (state.pop(name), None)[1],
 }
@@ -145,6 +152,22 @@ def test_an_output_that_is_short_by_a_row_is_not_read(
         assert found.unread[0].name in out + err
         assert "Traceback" not in err
         assert first != "audit" or code != 0
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_a_tensor_that_does_not_fit_the_others_of_its_part(family: str, kind: str) -> None:
+    """A row or a column short or long, any weight or bias: the part is unread, the others keep their numbers."""
+    build, config, _ = FAMILIES[family]
+    whole = dict(build().state_dict())
+    path = parts_of(kind, whole, config)[1].name
+    for name in [name for name in whole if name.startswith(f"{path}.")]:
+        ways = ["a row short", "another size"] + ["a column short"] * (whole[name].ndim == 2)
+        for way in ways:
+            state = dict(whole)
+            WAYS[way](state, name)
+            found = parts_of(kind, state, config, strict=None)
+            assert [part.layer for part in found] == [0, 2, 3], (name, way)
+            assert [unread.layer for unread in found.unread] == [1], (name, way)
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")

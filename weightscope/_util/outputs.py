@@ -1,46 +1,38 @@
 """Files that commands write: checked before anything is computed, so that nothing else is ever replaced."""
 
 import os
-import re
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
 from weightscope._util.sources import POPULATION_FILE, is_population
 from weightscope.errors import UsageError
 
-# Suffix -> what is at the beginning, and somewhere in the first or last 64 KiB, of a file that weightscope wrote.
-_KINDS = {
-    ".png": rb"\x89PNG.*weightscope",
-    ".pdf": rb"%PDF.*weightscope",
-    ".svg": rb"<\?xml.*weightscope",
-    ".h5": rb"weightscope-export",
-    ".hdf5": rb"weightscope-export",
-    ".npz": rb"PK\x03\x04.{26}(matrix|mean/\d+)\.npy",
-    ".npy": rb"\x93NUMPY.*'shape': \((\d+), \1\)",
-    ".py": rb'"""Initialise tensors of a network from an artifact',
-    ".safetensors": rb'.{8}\{"__metadata__":\{"weightscope":',
+WRITTEN_BY = "written_by"  # first key of the JSON of a command; its value is "weightscope COMMAND"
+# Suffix -> what is in the first or last 64 KiB of a file that weightscope wrote. An .npy file has no place for it.
+_MARKS = {
+    ".png": b"tEXtSoftware\0weightscope",
+    ".pdf": b"/Creator (weightscope)",
+    ".svg": b"<dc:title>weightscope</dc:title>",
+    ".h5": b"weightscope-export 1, sha256",
+    ".hdf5": b"weightscope-export 1, sha256",
+    ".npz": b"written by weightscope",
+    ".py": b'"""Initialise tensors of a network from an artifact',
+    ".safetensors": b'{"__metadata__":{"weightscope":',
 }
 _ENDS = 1 << 16
-# Command -> the first and a later key of the object that its --json writes.
-_KEYS = {
-    "inspect": ("path|source|format", "hashes|recipe|unread|provenance"),
-    "verify": ("source", "files"),
-    "list": ("initialisers|structures|networks|datasets|recipes", ""),
-    "covariance": ("n|networks|part", "transposed|pairs|correlations|rows"),
-    "products": ("rows", "options"),
-    "attention-maps": ("images|sequences", "layers"),
-    "audit": ("passed", "checks"),
-    "fit-init": ("format", "provenance"),
-    "bench": ("runs|cells", "environment|seconds"),
-}
 
 
-def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = None) -> Path:
+def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = None, overwrite: bool = False) -> Path:
     """The path of a file that can be written, whose suffix is one of those if any are given.
 
-    An existing file is replaced only if it is of the same kind: a figure, an artifact, an exported population, a
-    standalone initialiser, a NumPy file, or the JSON of the command `json_of`. Anything else is a UsageError.
+    An existing file is replaced only if weightscope wrote it, as it says in itself, and it is of the same kind: that of
+    its suffix, or JSON of the command `json_of`. Any other is a UsageError unless `overwrite`.
     """
     path = Path(path)
     try:
@@ -63,12 +55,13 @@ def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = 
     if path.name == POPULATION_FILE or (folder.name == "shards" and is_population(folder.parent)):
         raise UsageError(f"{path}: expected a name that no file of a population has; only `collect` writes these")
     atomic.check_writable(path)
-    if path.exists() and not _same_kind(path, json_of):
-        raise UsageError(f"{path}: exists, and this command would not have written it; name another file or remove it")
+    if path.exists() and not overwrite and not _ours(path, json_of):
+        advice = "name another file, remove it, or add --overwrite"
+        raise UsageError(f"{path}: exists, and nothing in it says that this command wrote it; {advice}")
     return path
 
 
-def _same_kind(path: Path, json_of: str | None) -> bool:
+def _ours(path: Path, json_of: str | None) -> bool:
     try:
         with path.open("rb") as file:
             text = file.read(_ENDS)
@@ -76,8 +69,15 @@ def _same_kind(path: Path, json_of: str | None) -> bool:
             text += file.read()
     except OSError:  # it cannot be read
         return False
-    pattern = _KINDS.get(path.suffix)
-    if json_of is not None:
-        first, later = _KEYS[json_of]
-        pattern = rf'\{{\n "({first})": '.encode() + (rf'.*\n "({later})": '.encode() if later else b"")
-    return not text or (pattern is not None and re.match(pattern, text, re.DOTALL) is not None)
+    mark = f'\n "{WRITTEN_BY}": "weightscope {json_of}"'.encode() if json_of else _MARKS.get(path.suffix)
+    return not text or (mark is not None and mark in text)
+
+
+def save_npz(path: str | Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays as an .npz file whose archive comment says who wrote it."""
+    if Path(path).suffix != ".npz":
+        raise UsageError(f"expected a file name that ends in .npz, found {path}")
+    with atomic.replacing(path) as file:
+        np.savez(file, **arrays)
+        with zipfile.ZipFile(file, "a") as archive:
+            archive.comment = _MARKS[".npz"]

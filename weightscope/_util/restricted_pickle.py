@@ -4,15 +4,16 @@ The standard library's unpickler follows the instructions that build dictionarie
 Each call in the pickle becomes a `Call(name, arguments, state)` for the caller to interpret, and any other instruction
 is refused. It is the unpickler in Python: the one in C allocates 64 GB for a memo if four bytes ask for it.
 
-`torch.load(weights_only=True)` runs no code, but a file can end the process (torch 2.13): by a tuple nested a million
-times as a key, or by `bytearray(10**11)`, which it calls.
+`torch.load(weights_only=True)` runs no code, but is no replacement (torch 2.13). A file can end or stop the process by
+a tuple nested a million times as a key, by 60 tuples that hold each other twice, or by `bytearray(10**11)`, which it
+calls; and files of `torch.save(pickle_protocol=4)` are refused.
 """
 
 import io
 import pickle
 import struct
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
@@ -28,6 +29,7 @@ _DATA = (
     "EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST APPEND APPENDS SETITEM SETITEMS "
     "PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL BINPERSID"
 )
+_DICTIONARIES = {"collections OrderedDict", "collections Counter"}
 _ERRORS: tuple[type[Exception], ...] = (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
 _ERRORS += (EOFError, RecursionError, MemoryError, pickle.UnpicklingError, struct.error, Warning)
 
@@ -36,7 +38,7 @@ _ERRORS += (EOFError, RecursionError, MemoryError, pickle.UnpicklingError, struc
 class Call:
     """A function named in a pickle with its arguments, not called."""
 
-    name: str  # `module function`
+    name: str  # `module function`; empty for a persistent id, with its parts as arguments
     arguments: tuple[Any, ...] | None = None  # None for the bare function
     state: Any = None  # what would be given to the result's `__setstate__`
 
@@ -49,6 +51,14 @@ class Entries(dict[Any, Any]):
             raise ValueError("it has a dictionary with unusual keys")
         super().__setitem__(key, value)
 
+    @classmethod
+    def of(cls, pairs: Any) -> "Entries":
+        """A dictionary of pairs, checked one by one."""
+        out = cls()
+        for key, value in pairs:
+            out[key] = value
+        return out
+
 
 class _Handlers(dict[int, Callable[..., None]]):
     def __missing__(self, code: int) -> Callable[..., None]:
@@ -56,51 +66,63 @@ class _Handlers(dict[int, Callable[..., None]]):
 
 
 class DataUnpickler(pickle._Unpickler):
-    """Builds data; `allowed` are the functions that may be named. Subclasses may interpret calls, states, ids."""
+    """Builds data; `allowed` are the functions that may be named, `instead` is what to do if others are."""
 
     # Of the base class, whose types typeshed does not state.
     stack: list[Any]
     append: Callable[[Any], None]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, file: BinaryIO, allowed: frozenset[str]) -> None:
+    def __init__(self, file: BinaryIO, where: str, allowed: Collection[str], instead: str) -> None:
         super().__init__(file, encoding="latin1")  # strings of Python 2: one character for each byte
-        self.allowed = allowed
+        self.where, self.allowed, self.instead = where, allowed, instead
+        self.ids: list[Call] = []  # persistent ids
 
-    def find_class(self, module: str, name: str) -> Any:
-        """The function as data, or ValueError."""
+    def find_class(self, module: str, name: str) -> Call:
+        """The function as data, or DataError with its name."""
         if f"{module} {name}" not in self.allowed:
-            raise ValueError(f"it calls {module}.{name}, which is not needed to store such data")
+            shown = ascii(f"{module}.{name}")[1:-1][:200]
+            raise DataError(f"{self.where}: its pickle needs {shown}, which is not run; {self.instead}")
         return Call(f"{module} {name}")
 
-    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """What stands for the result of a call."""
-        return Call(name, arguments)
+    def persistent_load(self, pid: Any) -> Call:
+        """A persistent id as data."""
+        self.ids.append(Call("", tuple(pid)))
+        return self.ids[-1]
 
-    def set_state(self, item: Any, state: Any) -> None:
-        """Keep what would be given to `__setstate__`."""
-        if not isinstance(item, Call) or item.arguments is None:
-            raise ValueError("it sets the state of something that is no object")
-        item.state = state
+    def read(self) -> Any:
+        """The value of the pickle; DataError if it does anything but build data."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
+                return self.load()
+        except _ERRORS as error:
+            reason = " ".join(ascii(str(error))[1:-1].split())[:200] or "it is truncated; download it again"
+            raise DataError(f"{self.where}: not a pickle that can be read as data: {reason}") from error
 
     def _reduce(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
         if not isinstance(function, Call) or function.arguments is not None or not isinstance(arguments, tuple):
             raise ValueError("it calls something that is no function")
-        self.append(self.called(function.name, arguments))
+        if function.name in _DICTIONARIES:
+            (pairs,) = arguments or ((),)
+            self.append(Entries.of(pairs.items() if isinstance(pairs, dict) else pairs))
+        else:
+            self.append(Call(function.name, arguments))
 
     def _build(self) -> None:
-        state = self.stack.pop()
-        self.set_state(self.stack[-1], state)
+        state, item = self.stack.pop(), self.stack[-1]
+        if isinstance(item, Call) and item.arguments is not None:
+            item.state = state
+        elif not isinstance(item, dict):  # the state of an OrderedDict, the versions of its modules, is dropped
+            raise ValueError("it sets the state of something that is no object")
 
     def _dictionary(self) -> None:
         self.append(Entries())
 
     def _dictionary_of_items(self) -> None:
         items = self.pop_mark()
-        self.append(Entries())
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            self.stack[-1][key] = value
+        self.append(Entries.of(zip(items[::2], items[1::2], strict=True)))
 
     dispatch = _Handlers(
         {getattr(pickle, name)[0]: pickle._Unpickler.dispatch[getattr(pickle, name)[0]] for name in _DATA.split()}
@@ -113,43 +135,24 @@ class DataUnpickler(pickle._Unpickler):
     )
 
 
-def run(unpickler: DataUnpickler, where: str) -> Any:
-    """The value of a pickle; DataError if it does anything but build data."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # invalid escapes in strings, which no writer of such files produces
-            return unpickler.load()
-    except _ERRORS as error:
-        reason = " ".join(ascii(str(error))[1:-1].split())[:200] or "it is truncated; download it again"
-        raise DataError(f"{where}: not a pickle that can be read as data: {reason}") from error
+_ARRAY = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
+_NUMPY = {*_ARRAY, "numpy ndarray", "numpy dtype", "_codecs encode"}
 
 
-def loads(raw: bytes, where: str, allowed: frozenset[str]) -> Any:
-    """The value that a pickle describes, with `Call`s in place of calls to the `allowed` functions."""
-    return run(DataUnpickler(io.BytesIO(raw), allowed), where)
-
-
-NUMPY_ARRAY = frozenset(
-    {
-        "numpy.core.multiarray _reconstruct",
-        "numpy._core.multiarray _reconstruct",
-        "numpy ndarray",
-        "numpy dtype",
-        "_codecs encode",
-    }
-)
-"""The functions that a pickled NumPy array names."""
+def load_arrays(raw: bytes, where: str) -> Any:
+    """The value of a pickle of NumPy arrays, which `uint8_array` reads."""
+    return DataUnpickler(io.BytesIO(raw), where, _NUMPY, "is it the file of another data set?").read()
 
 
 def uint8_array(value: Any, where: str) -> np.ndarray:
-    """The uint8 array that a `Call` of `loads` describes.
+    """The uint8 array that a value of `load_arrays` describes.
 
     NumPy pickles it as `_reconstruct(ndarray, (0,), b'b')` with the state `(version, shape, dtype, fortran order,
     bytes)`.
     """
     match value:
         case Call(name, _, (int(), tuple(shape), Call("numpy dtype", (str(kind), *_)), fortran, data)) if (
-            name.endswith("_reconstruct") and kind in ("u1", "|u1") and not fortran
+            name in _ARRAY and kind in ("u1", "|u1") and not fortran
         ):
             match data:  # of Python 2 and 3
                 case Call("_codecs encode", (str(text), "latin1" | "latin-1")) | str(text):

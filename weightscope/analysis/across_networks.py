@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import numpy as np
 from scipy import stats
 
-from weightscope._util import atomic
+from weightscope._util import atomic, outputs
 from weightscope._util.checks import choice
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import is_population
@@ -149,11 +149,9 @@ class PopulationCovariance(Result):
         """
         if isinstance(self.matrix, np.memmap):
             return
-        if Path(path).suffix != ".npz":
-            raise UsageError(f"expected a file name that ends in .npz, found {path}")
         stops = np.array([part.stop for part in self.blocks.values()])
-        with atomic.replacing(path) as file:
-            np.savez(file, matrix=self.matrix, mean=self.mean, names=np.array(list(self.blocks)), stops=stops)
+        arrays = {"matrix": self.matrix, "mean": self.mean, "names": np.array(list(self.blocks)), "stops": stops}
+        outputs.save_npz(path, arrays)
 
 
 def over_hidden_units(shape: Sequence[int]) -> np.ndarray:

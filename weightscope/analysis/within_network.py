@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from weightscope import anatomy
-from weightscope._util import atomic
+from weightscope._util import outputs
 from weightscope._util.checks import choice, count
 from weightscope._util.names import joined, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
@@ -257,16 +257,13 @@ class NetworkCovariances(Result):
 
     def save_matrix(self, path: str | Path) -> None:
         """Write `covariance/I` and `mean/I` for row I of `to_dict()["rows"]` as an .npz file, where kept."""
-        if Path(path).suffix != ".npz":
-            raise UsageError(f"expected a file name that ends in .npz, found {path}")
         arrays: dict[str, Any] = {}
         for i, row in enumerate(self.layers):
             if row.moments is not None:
                 arrays[f"mean/{i}"] = row.moments.mean
                 if row.moments.covariance is not None:
                     arrays[f"covariance/{i}"] = row.moments.covariance
-        with atomic.replacing(path) as file:
-            np.savez(file, **arrays)
+        outputs.save_npz(path, arrays)
 
 
 def _place(row: Layer) -> dict[str, str]:

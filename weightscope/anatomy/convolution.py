@@ -65,6 +65,10 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     seen: set[Any] = set()
     stem, rows = _stem(tensors), list[tuple[int, Place]]()
     stage, last = -1, None
+    widths: dict[str, set[int]] = {}  # path -> sizes of the vectors of the modules directly under it
+    for name, shape in ((name, tensors.shape(name)) for name in tensors.names):
+        if len(shape) == 1:
+            widths.setdefault(name.rpartition(".")[0].rpartition(".")[0], set()).update(shape)
     good = {_template(name): len(tensors.shape(name)) - 2 for name in tensors.names if _fits(tensors, name, stem)}
     lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
     for name, bad in (lost | dict(tensors.every)).items():
@@ -78,6 +82,11 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         # Where other blocks have depthwise filters there may be a 1 x 1 convolution, which has no pixels.
         if not ndim or (not fits and not bad and len(shape) == ndim + 2 and all(n == 1 for n in shape[2:])):
             continue
+        if fits and not bad:
+            own = {tensors.shape(n)[0] for n in (f"{path}.bias",) if len(tensors.known_shape(n)) == 1 and n in tensors}
+            beside = own or widths.get(path.rpartition(".")[0])
+            if beside and shape[0] not in beside:
+                fits, bad = False, f"{shape[0]} filters, beside vectors of {', '.join(map(str, sorted(beside)))}"
         identity = tensors.identity(name) if fits else name
         if identity in seen:
             continue

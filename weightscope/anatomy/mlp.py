@@ -1,9 +1,8 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -21,6 +20,7 @@ from weightscope.anatomy.tensors import (
     deepest,
     in_layers,
     places,
+    template,
     unread_matrices,
 )
 from weightscope.errors import AnatomyError, UsageError
@@ -106,17 +106,25 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         if weights is None:
             return None
         biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
-        out, columns = weights["fc1"].size(tensors)
-        rows = weights["fc2"].size(tensors)[0]
-        wanted = math.prod(tensors.shape(biases["fc2"].name)) if "fc2" in biases else columns
-        if columns and rows != wanted:
-            raise AnatomyError(f"`{prefix.removesuffix('.')}`: fc2 has {rows} rows, its bias or the stream {wanted}")
-        kind: Literal["plain", "gated"] = "gated" if "gate" in weights else "plain"
-        return MLPPart(0, prefix.removesuffix("."), kind, columns, out, tensors, weights, biases)
+        (hidden, width), gate = weights["fc1"].size(tensors), weights.get("gate")
+        if gate is not None and gate.size(tensors) != (hidden, width):
+            raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
+        kind: Literal["plain", "gated"] = "plain" if gate is None else "gated"
+        return MLPPart(0, prefix.removesuffix("."), kind, width, hidden, tensors, weights, biases)
 
     names = {scheme: (scheme.fc1, scheme.fc2, scheme.gate) for scheme in SCHEMES}
     schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
-    return in_layers(places(tensors, schemes, build))
+    found = places(tensors, schemes, build)
+    returning = {template(p.path) for p in found if p.part is not None and p.part.width == p.part.shape("fc2")[0]}
+    return in_layers(_returned(place) if template(place.path) in returning else place for place in found)
+
+
+def _returned(place: Place) -> Place:
+    """The place, unread if its output has another width than its input: others of its name return to their stream."""
+    if place.part is None or (rows := place.part.shape("fc2")[0]) == (columns := place.part.width):
+        return place
+    why = f"(fc1 reads {columns} channels, fc2 writes {rows}; other layers of this name write as many as they read)"
+    return replace(place, part=None, why=why, name=place.path, sure=True)
 
 
 def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> dict[str, Slot] | None:

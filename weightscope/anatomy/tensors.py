@@ -5,6 +5,7 @@ the state size, ...), so that one adapter serves modules and lazily read checkpo
 attributes, never on classes.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
@@ -442,10 +443,22 @@ def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callab
         return Place(path, None, f"({tensors.every[bad]})", bad, sure=True)
     try:
         part = build()
+        if part is not None:
+            _check_biases(tensors, part)
     except AnatomyError as error:
         return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, error=str(error))
     shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
     return Place(path, part, f"(of shapes {shapes})" if shapes else "", path)
+
+
+def _check_biases(tensors: NamedTensors, part: Any) -> None:
+    """AnatomyError if a bias has not as many entries as there are rows of the matrices that it serves."""
+    rows: dict[str, int] = {}
+    for key, bias in part._biases.items():
+        rows[bias.name] = rows.get(bias.name, 0) + part._weights[key].size(tensors)[0]
+    for name, expected in rows.items():
+        if (found := math.prod(tensors.shape(name))) != expected:
+            raise AnatomyError(f"`{name}`: expected {expected} entries, one for each row of its matrix, found {found}")
 
 
 def template(path: str) -> str:

@@ -322,7 +322,7 @@ def plan_arms(
     by_folder: dict[str, Arm] = {}
     for cell, length, suffix in product(cells, lengths or (recipe.training.epochs,), variants):
         for label, config, numbers in candidates:
-            changes = {**cell, _LENGTH: length, "population.networks": networks}
+            changes = {**cell, _LENGTH: length, "population.networks": networks, "population.snapshots": None}
             changes["init"] = config.model_dump(exclude_none=True)
             if suffix:
                 changes["training.frozen"] = sorted({*recipe.training.frozen, str(frozen)})

@@ -10,12 +10,11 @@ import io
 import math
 import zipfile
 import zlib
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
 
-from weightscope._util.restricted_pickle import Call, DataUnpickler, Entries, run
+from weightscope._util.restricted_pickle import Call, DataUnpickler
 from weightscope.checkpoint.tensors import ByteReader, FileTensor, LocalFile, Store, StoredTensor, printable, read_bytes
 from weightscope.errors import DataError, UsageError
 
@@ -27,139 +26,32 @@ _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network",
 
 # torch's own names for its data types: torch.half is the one of HalfStorage.
 _NUMBERS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
-_STORAGES: dict[str, torch.dtype] = {f"{name}Storage": getattr(torch, name.lower()) for name in _NUMBERS}
-_STORAGES |= {"CharStorage": torch.int8, "ByteStorage": torch.uint8}
-_STORAGES |= {"ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128}
-_UNTYPED = {"torch.storage UntypedStorage", "torch UntypedStorage"}
+_STORAGES: dict[str, torch.dtype | None] = {f"torch {name}Storage": getattr(torch, name.lower()) for name in _NUMBERS}
+_STORAGES |= {"torch CharStorage": torch.int8, "torch ByteStorage": torch.uint8}
+_STORAGES |= {"torch ComplexFloatStorage": torch.complex64, "torch ComplexDoubleStorage": torch.complex128}
+_STORAGES |= {"torch.storage UntypedStorage": torch.uint8, "torch UntypedStorage": torch.uint8}
 _OTHERS = (torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {str(dtype).replace(".", " "): dtype for dtype in (*_STORAGES.values(), *_OTHERS)}
-_DICTS = {"collections OrderedDict", "collections Counter"}
-_TENSORS = {f"torch._utils _rebuild_tensor{suffix}" for suffix in ("", "_v2", "_v3")}
+_STORAGES |= dict.fromkeys(f"torch {name}Storage" for name in ("QInt8", "QUInt8", "QInt32"))  # quantised
 _PARAMETERS = {"torch._utils _rebuild_parameter", "torch._utils _rebuild_parameter_with_state"}
-# Builders of tensors that are not strided arrays: such tensors are skipped, with this reason.
-_ODD = {"torch._utils _rebuild_qtensor": "quantised", "torch._utils _rebuild_nested_tensor": "nested"}
-_ODD |= {f"torch._utils _rebuild_sparse_{name}tensor": "sparse" for name in ("", "csr_")}
-_ODD |= {"torch._utils _rebuild_meta_tensor_no_storage": "on the meta device, without numbers"}
+# Functions that build tensors, and why what they build is not read, for those that are not strided arrays.
+_TENSORS = {f"torch._utils _rebuild_tensor{suffix}": "" for suffix in ("", "_v2", "_v3")}
+_TENSORS |= {
+    "torch._utils _rebuild_qtensor": "a quantised tensor",
+    "torch._utils _rebuild_nested_tensor": "a nested tensor",
+}
+_TENSORS |= {f"torch._utils _rebuild_sparse_{name}tensor": "a sparse tensor" for name in ("", "csr_")}
+_TENSORS |= {"torch._utils _rebuild_meta_tensor_no_storage": "a tensor on the meta device, without numbers"}
 _HARMLESS = {
     *("torch device", "torch Size", "torch.serialization _get_layout", "torch.nn.parameter Parameter"),
     *("torch per_tensor_affine", "torch per_channel_affine", "torch Tensor", "torch._tensor Tensor", "_codecs encode"),
+    *("collections OrderedDict", "collections Counter", "torch.storage TypedStorage", "torch.storage _LegacyStorage"),
 }
-_QUANTISED = {f"torch {name}Storage" for name in ("QInt8", "QUInt8", "QInt32")}
-_ALLOWED = frozenset(
-    {*_DTYPES, *_UNTYPED, *_DICTS, *_TENSORS, *_PARAMETERS, *_ODD, *_HARMLESS, *_QUANTISED}
-    | {f"torch {name}" for name in _STORAGES}
-    | {f"torch.storage {name}" for name in ("TypedStorage", "_LegacyStorage")}
+_ALLOWED = frozenset({*_STORAGES, *_DTYPES, *_PARAMETERS, *_TENSORS, *_HARMLESS})
+_INSTEAD = (
+    "it holds more than tensors: a whole pickled module, or code; save model.state_dict() with "
+    "safetensors.torch.save_file and read that"
 )
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """The numbers in one record of a file; `dtype` is None if they are quantised."""
-
-    key: str
-    dtype: torch.dtype | None
-    count: int
-
-
-@dataclass(frozen=True)
-class _View:
-    """A tensor: entries of a storage, counted in `dtype`."""
-
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def span(self) -> int:
-        """Entries of the storage from its first to its last one; 0 if it is empty."""
-        last = sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
-        return 0 if 0 in self.shape else last + 1
-
-
-@dataclass(frozen=True)
-class _Odd:
-    """A tensor that is not a strided array, and why."""
-
-    reason: str
-
-
-class _TorchUnpickler(DataUnpickler):
-    """Builds what `torch.save` writes: nested dictionaries of views into storages."""
-
-    def __init__(self, file: BinaryIO, where: str) -> None:
-        super().__init__(file, _ALLOWED)
-        self.where = where
-        self.widths: dict[str, int] = {}  # key of a storage -> bytes of one entry
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The function as data, or DataError with its name."""
-        if f"{module} {name}" not in self.allowed:
-            what = "more than tensors" if module.startswith("numpy") else "a whole pickled module, or code"
-            raise DataError(
-                f"{self.where}: its pickle needs {ascii(f'{module}.{name}')[1:-1][:200]}, which is not run: it holds "
-                f"{what}; save model.state_dict() with safetensors.torch.save_file and read that"
-            )
-        return Call(f"{module} {name}")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        """The storage that a persistent id denotes."""
-        match pid:
-            case ("storage", Call(kind, None), str(key), str(), int(count), *view) if view in ([], [None]):
-                dtype = torch.uint8 if kind in _UNTYPED else _STORAGES.get(kind.rpartition(" ")[2])
-                width = dtype.itemsize if dtype else 1
-                if count >= 0 and (dtype or kind in _QUANTISED):
-                    if self.widths.setdefault(key, width) != width:
-                        raise ValueError("it gives one storage two data types")
-                    return _Storage(key, dtype, count)
-        raise ValueError("it asks for something that is not a storage of numbers")
-
-    def called(self, name: str, arguments: tuple[Any, ...]) -> Any:
-        """The tensor or the dictionary that a call makes."""
-        if name in _DICTS:
-            out = Entries()
-            if len(arguments) > 1 or not isinstance(pairs := arguments[0] if arguments else {}, dict | list):
-                raise ValueError("it makes a dictionary of something unknown")
-            for key, value in pairs.items() if isinstance(pairs, dict) else pairs:
-                out[key] = value
-            return out
-        if name in _TENSORS:
-            return _view(name, arguments)
-        if name in _PARAMETERS and arguments and isinstance(arguments[0], _View | _Odd):
-            return arguments[0]
-        if name in _ODD:
-            return _Odd(f"a {_ODD[name]} tensor")
-        if name == "torch Size" and len(arguments) == 1 and isinstance(arguments[0], tuple | list):
-            return tuple(arguments[0])
-        return Call(name, ())
-
-    def set_state(self, item: Any, state: Any) -> None:
-        """Drop a state; that of an OrderedDict holds the versions of its modules."""
-        if not isinstance(item, dict | _View | _Odd | Call) or not isinstance(state, dict | tuple):
-            raise ValueError("it sets the state of something that has none")
-
-
-def _view(name: str, arguments: tuple[Any, ...]) -> _View | _Odd:
-    match arguments:
-        case (_Storage() as storage, int(offset), tuple(shape), tuple(stride), *rest):
-            dtype = storage.dtype
-            if name.endswith("_v3"):
-                given = rest[2] if len(rest) > 2 else None
-                dtype = _DTYPES.get(given.name) if isinstance(given, Call) else None
-                if dtype is None:
-                    return _Odd("a tensor of an unknown data type")
-        case _:
-            raise ValueError("it builds a tensor of something that is not a storage")
-    if dtype is None or storage.dtype is None:
-        return _Odd("a quantised tensor")
-    shown = f"it builds a tensor of shape {ascii(shape)[:80]}"
-    if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
-        raise ValueError(f"{shown} and stride {ascii(stride)[:80]}")
-    room, view = storage.count * storage.dtype.itemsize // dtype.itemsize, _View(storage, dtype, offset, shape, stride)
-    if math.prod(max(n, 1) for n in shape) >= 2**62 or (view.span and offset + view.span > room):
-        raise ValueError(f"{shown} outside its storage of {room} entries")
-    return _Odd("expanded: it has more entries than its storage") if math.prod(shape) > room else view
 
 
 class _Record:
@@ -233,7 +125,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
         if start.startswith(b"\x80"):
             kind = "a bare pickle"
             # What it asks for, if it asks for code, is the more useful error.
-            _unpickled(file, 0, min(file.size, _MAX_PICKLE), file.where)
+            _unpickler(io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE))), file.where).read()
         raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
     else:
         raise DataError(
@@ -243,33 +135,71 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
     weights, skipped = _weights(value, key, file.where)
     tensors: dict[str, StoredTensor] = {}
     for name, item in weights.items():
-        printable(name, file.where)
-        if isinstance(item, _View):
-            tensors[name] = _tensor(name, item, places, file.where)
+        found = _tensor(printable(name, file.where), item, places, file.where)
+        if isinstance(found, str):
+            skipped[name] = found
         else:
-            skipped[name] = item.reason if isinstance(item, _Odd) else "no tensor"
+            tensors[name] = found
     return Store(file.where, tensors, skipped)
 
 
 _Places = dict[str, tuple[ByteReader, int, int]]  # key of a storage -> where it is: reader, start, number of bytes
 
 
-def _tensor(name: str, view: _View, places: _Places, where: str) -> FileTensor:
-    storage = view.storage
-    reader, start, size = places.get(storage.key, (None, 0, -1))
-    if reader is None or storage.dtype is None or size != storage.count * storage.dtype.itemsize:
-        expected, found = f"{storage.count} entries of {storage.dtype}", f"{size} bytes" if size >= 0 else "none"
+def _unpickler(stream: BinaryIO, where: str) -> DataUnpickler:
+    return DataUnpickler(stream, where, _ALLOWED, _INSTEAD)
+
+
+def _storage(pid: Any, where: str) -> tuple[str, torch.dtype | None, int]:
+    """Key, data type (None if quantised) and number of entries of the storage that a persistent id denotes."""
+    match pid:
+        case Call("", ("storage", Call(kind, None), str(key), str(), int(count), *view)) if view in ([], [None]):
+            if kind in _STORAGES and count >= 0:
+                return key, _STORAGES[kind], count
+    raise DataError(f"{where}: its pickle asks for something that is not a storage of numbers")
+
+
+def _is_tensor(item: Any) -> bool:
+    return isinstance(item, Call) and (item.name in _TENSORS or item.name in _PARAMETERS)
+
+
+def _tensor(name: str, item: Any, places: _Places, where: str) -> FileTensor | str:
+    """The tensor that a call builds, or why it is not read."""
+    if isinstance(item, Call) and item.name in _PARAMETERS and item.arguments:
+        item = item.arguments[0]
+    if not isinstance(item, Call) or item.name not in _TENSORS:
+        return "no tensor"
+    if reason := _TENSORS[item.name]:
+        return reason
+    match item.arguments:
+        case (pid, int(offset), tuple(shape), tuple(stride), *rest):
+            key, stored, count = _storage(pid, where)
+        case _:
+            raise DataError(f"{where}: `{name}`: its pickle builds a tensor of something that is not a storage")
+    dtype = stored
+    if item.name.endswith("_v3"):
+        dtype = _DTYPES.get(rest[2].name) if len(rest) > 2 and isinstance(rest[2], Call) else None
+    if dtype is None or stored is None:
+        return "a quantised tensor" if stored is None else "a tensor of an unknown data type"
+    shown = f"{where}: `{name}`: its pickle builds a tensor of shape {ascii(shape)[:80]}"
+    if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
+        raise DataError(f"{shown} and stride {ascii(stride)[:80]}")
+    room = count * stored.itemsize // dtype.itemsize
+    # Entries of the storage from the first to the last one
+    span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    if math.prod(max(n, 1) for n in shape) >= 2**62 or (span and offset + span > room):
+        raise DataError(f"{shown} outside its storage of {room} entries")
+    if math.prod(shape) > room:
+        return "expanded: it has more entries than its storage"
+    reader, start, size = places.get(key, (None, 0, -1))
+    if reader is None or size != count * stored.itemsize:
+        expected, found = f"{count} entries of {stored}", f"{size} bytes" if size >= 0 else "none"
         raise DataError(f"{where}: `{name}`: expected a storage of {expected}, found {found}")
     # A row-major tensor needs no stride: that of an axis is the number of entries after it.
-    dense = all(n == 1 or view.stride[i] == math.prod(view.shape[i + 1 :]) for i, n in enumerate(view.shape))
-    start += view.offset * view.dtype.itemsize
-    kind, stop = str(view.dtype).removeprefix("torch."), start + view.span * view.dtype.itemsize
-    stride = None if dense or not view.span else view.stride
-    return FileTensor(name, kind, view.dtype, view.shape, reader, start, stop, stride)
-
-
-def _unpickled(file: ByteReader, start: int, stop: int, where: str) -> Any:
-    return run(_TorchUnpickler(io.BytesIO(read_bytes(file, start, stop)), where), where)
+    dense = all(n == 1 or stride[i] == math.prod(shape[i + 1 :]) for i, n in enumerate(shape))
+    start += offset * dtype.itemsize
+    kind, stop = str(dtype).removeprefix("torch."), start + span * dtype.itemsize
+    return FileTensor(name, kind, dtype, shape, reader, start, stop, None if dense or not span else stride)
 
 
 def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
@@ -288,19 +218,21 @@ def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
         raise DataError(f"{code.where} takes {code.size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
     prefix = f"{root}data/"
     places: _Places = {n.removeprefix(prefix): (r, 0, r.size) for n, r in records.items() if n.startswith(prefix)}
-    return _unpickled(code, 0, code.size, file.where), places
+    return _unpickler(io.BytesIO(read_bytes(code, 0, code.size)), file.where).read(), places
 
 
 def _from_stream(file: LocalFile) -> tuple[Any, _Places]:
     """As `_from_zip`, for the layout of torch < 1.6: five pickles, then each storage's count and numbers."""
     stream = io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE)))
-    unpicklers = [_TorchUnpickler(stream, file.where) for _ in range(5)]
-    _, version, system, value, keys = (run(unpickler, file.where) for unpickler in unpicklers)
+    unpicklers = [_unpickler(stream, file.where) for _ in range(5)]
+    _, version, system, value, keys = (unpickler.read() for unpickler in unpicklers)
     if version != 1001 or not isinstance(system, dict) or system.get("little_endian") is not True:
         raise DataError(f"{file.where}: expected little-endian numbers of torch's protocol 1001, found another")
     if not isinstance(keys, list) or not all(isinstance(k, str) for k in keys) or len(set(keys)) != len(keys):
         raise DataError(f"{file.where}: its list of storages is damaged")
-    widths, places, position = unpicklers[3].widths, _Places(), stream.tell()
+    storages = (_storage(pid, file.where) for pid in unpicklers[3].ids)
+    widths = {key: dtype.itemsize if dtype else 1 for key, dtype, _ in storages}
+    places, position = _Places(), stream.tell()
     for key in keys:
         if key not in widths or position + 8 > file.size:
             raise DataError(f"{file.where}: it is truncated, or lists a storage that no tensor uses")
@@ -319,13 +251,14 @@ def _from_stream(file: LocalFile) -> tuple[Any, _Places]:
 def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The dictionary of weights, and why the items next to it are left out."""
     if not isinstance(value, dict):
-        raise DataError(f"{where}: expected a dictionary of tensors, found {type(value).__name__.lstrip('_').lower()}")
-    inner = {name: item for name, item in value.items() if isinstance(item, dict) and _has_tensors(item)}
+        what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
+        raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
+    inner = {n: item for n, item in value.items() if isinstance(item, dict) and any(map(_is_tensor, item.values()))}
     if key is not None:
         if key not in inner:
             there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
             raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
-    elif _has_tensors(value) or not inner:
+    elif any(map(_is_tensor, value.values())) or not inner:
         return value, {}
     else:
         found = [name for name in inner if name in _ROOTS]
@@ -335,7 +268,3 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
         key = found[0] if len(found) == 1 else next(iter(inner))
     beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
     return inner[key], beside
-
-
-def _has_tensors(value: dict[Any, Any]) -> bool:
-    return any(isinstance(item, _View | _Odd) for item in value.values())

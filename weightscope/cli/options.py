@@ -19,7 +19,7 @@ from click.shell_completion import CompletionItem
 
 from weightscope.errors import UsageError
 
-_STDOUT = "stdout of --json -"
+_STDOUT, _OVERWRITE = "stdout of --json -", "value of --overwrite"
 
 
 def _registered(registry: str, package: str) -> list[str]:
@@ -87,13 +87,14 @@ data_option = click.option(
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
 
 
-def maybe_partial(source: str, partial: bool) -> Any:
-    """The source, or with `--partial` the population that it names, complete or not."""
-    if not partial:
+def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:
+    """The source; with `--partial` the population that it names, complete or not, with `--at` at a moment."""
+    if not partial and at is None:
         return source
     from weightscope.population import population_in
 
-    return population_in(source, partial=True)
+    population = population_in(source, partial=partial)
+    return population if at is None else population.at(at)
 
 
 class OutputFile(click.Path):
@@ -107,7 +108,7 @@ class OutputFile(click.Path):
         """The path, see `weightscope._util.outputs.checked`."""
         from weightscope._util import outputs
 
-        return outputs.checked(value, *self.suffixes)
+        return outputs.checked(value, *self.suffixes, overwrite=overwriting(ctx))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Paths, completed by the shell."""
@@ -121,15 +122,37 @@ class _JSONFile(OutputFile):
         if os.fspath(value) != "-":
             from weightscope._util import outputs
 
-            return outputs.checked(value, json_of=ctx.command.name if ctx is not None else None)
+            return outputs.checked(value, json_of=ctx.command.name if ctx else None, overwrite=overwriting(ctx))
         if ctx is not None and not ctx.resilient_parsing:
             ctx.meta[_STDOUT] = sys.stdout
             ctx.with_resource(contextlib.redirect_stdout(sys.stderr))
         return Path("-")
 
 
+def _note_overwrite(ctx: click.Context, _: click.Parameter, value: bool) -> bool:
+    ctx.meta[_OVERWRITE] = value
+    return value
+
+
+def overwriting(ctx: click.Context | None) -> bool:
+    """Whether `--overwrite` was given."""
+    return ctx is not None and bool(ctx.meta.get(_OVERWRITE))
+
+
 class Command(click.Command):
-    """A command that refuses to write a file which it also reads, or writes as something else."""
+    """A command that refuses to write a file which it also reads, or writes as something else.
+
+    With files to write it has an option `--overwrite`, read before them.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        own = next((p for p in self.params if p.name == "overwrite"), None)
+        if own is None and any(isinstance(p.type, OutputFile) for p in self.params):
+            own = click.Option(["--overwrite"], is_flag=True, expose_value=False, help="Replace files of others.")
+            self.params.append(own)
+        if own is not None:
+            own.is_eager, own.callback = True, _note_overwrite
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
@@ -176,14 +199,16 @@ def choice_option(name: str, values: str, help: str, default: str | None = None)
     return click.option(name, type=click.Choice(values.split()), default=default, help=help)
 
 
-def write_json(path: Path | None, values: Any) -> None:
+def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     """Write the file of `--json`, if requested."""
     if path is None:
         return
+    from weightscope._util import atomic, outputs
+
+    context = click.get_current_context()
+    values = {outputs.WRITTEN_BY: f"weightscope {context.command.name}", **values}
     text = json.dumps(values, indent=1, allow_nan=False)
     if str(path) == "-":
-        click.echo(text, file=click.get_current_context().meta[_STDOUT])
+        click.echo(text, file=context.meta[_STDOUT])
         return
-    from weightscope._util import atomic
-
     atomic.write(path, text.encode() + b"\n")

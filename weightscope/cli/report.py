@@ -9,6 +9,7 @@ from typing import Any
 
 from weightscope._util import atomic
 from weightscope.benchmarking.statistics import tells
+from weightscope.plots.text import interval, p_value, places, signed
 
 PAIRS = 12  # rows of the table of correlated pairs
 FITTED, CONTROL, UNCORRELATED = "fitted", "fitted (scale only)", "fitted (uncorrelated)"
@@ -97,17 +98,11 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
     if ci95 is None or p is None or not tells(ci95):
         return f"cannot be judged: too few seeds{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
-    places = min(6, max(0, 1 - math.floor(math.log10(high - low)))) if high > low else 2
-    chance = f"p = {p:.2g}".replace("e-0", "e-") if p > 0 else "p < 1e-300"
-    chance += f", {n} paired seeds" if n is not None else ""
-
-    def fixed(number: float, sign: str = "") -> str:
-        text = f"{round(number, places) + 0.0:{sign}.{places}f}"
-        return text if float(text) else text.lstrip("+")
-
+    digits = places(high - low)
+    chance = p_value(p) + (f", {n} paired seeds" if n is not None else "")
     if (low > 0 or high < 0) and p < 0.05:
         least, most = sorted((abs(low), abs(high)))
-        ends = f"95 % CI {fixed(least)} to {fixed(most)}"
-        return f"{'better' if value > 0 else 'worse'} by {fixed(abs(value))} percentage points ({ends}, {chance})"
-    ends = f"95 % CI {fixed(low, '+')} to {fixed(high, '+')}"
-    return f"not significantly different: {fixed(value, '+')} percentage points ({ends}, {chance})"
+        size, ends = f"{abs(value):.{digits}f}", f"95 % CI {least:.{digits}f} to {most:.{digits}f}"
+        return f"{'better' if value > 0 else 'worse'} by {size} percentage points ({ends}, {chance})"
+    found = f"{signed(value, digits)} percentage points (95 % CI {interval(low, high)}, {chance})"
+    return f"not significantly different: {found}"

@@ -15,6 +15,7 @@ from weightscope.cli.options import (
     json_option,
     maybe_partial,
     out_option,
+    overwriting,
     partial_option,
     training_options,
     write_json,
@@ -107,7 +108,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
         if not watch or all(each.complete for each in found):
             break
         time.sleep(2)
-    write_json(json_file, [each.to_dict() for each in found])
+    write_json(json_file, {"populations": [each.to_dict() for each in found]})
 
 
 @command("fit-init")
@@ -121,6 +122,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
 @click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -147,6 +149,7 @@ def fit_init(
     texts: tuple[str, ...],
     gain: str | None,
     standalone: Path | None,
+    at: int | None,
     partial: bool,
     json_file: Path | None,
     **settings: Any,
@@ -181,9 +184,11 @@ def fit_init(
     number = _checked_gain(gain, structure, training)
     picture = out.with_name(f"{out.stem}-gain.png")
     if gain == "auto":
-        outputs.checked(picture)
+        outputs.checked(picture, overwrite=overwriting(context))
     if standalone is not None:
-        outputs.checked(standalone.with_name(out.name))  # a copy of the artifact, unless it is there already
+        outputs.checked(
+            standalone.with_name(out.name), overwrite=overwriting(context)
+        )  # a copy of the artifact, unless it is there already
     options = parsed_options(texts)
     curve: dict[str, Any] = {}
     result: Any
@@ -193,13 +198,15 @@ def fit_init(
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
         select = fitting.pop("select", settings["select"])
-        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
+        choice = choose_gain(
+            maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
+        )
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
         options |= {} if number is None else {"gain": number}
-        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
+        result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
         if not isinstance(result, PopulationFit):
             raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
@@ -208,7 +215,8 @@ def fit_init(
     result.save(out)
     click.echo(f"wrote {out}")
     if standalone is not None:
-        write_standalone(out, standalone, structures=[type(g.structure) for g in result.groups if g.structure])
+        kinds = [type(g.structure) for g in result.groups if g.structure]
+        write_standalone(out, standalone, structures=kinds, overwrite=overwriting(context))
         click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict() | curve)
 

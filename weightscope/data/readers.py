@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from weightscope._util.names import listing, shortened
-from weightscope._util.restricted_pickle import NUMPY_ARRAY, loads, uint8_array
+from weightscope._util.restricted_pickle import load_arrays, uint8_array
 from weightscope._util.sources import read_regular
 from weightscope.data.images import check_memory, read_images
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, places
@@ -137,7 +137,7 @@ def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int
         raw = read_regular(path, most * (pixels + 256) + 65_536)  # names of files and labels beside the pixels
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; is this a CIFAR file?") from error
-    batch = loads(raw, str(path), NUMPY_ARRAY)
+    batch = load_arrays(raw, str(path))
     items = batch.items() if isinstance(batch, dict) else ()
     entries = {name.decode("latin-1") if isinstance(name, bytes) else str(name): value for name, value in items}
     if "data" not in entries or key not in entries:

@@ -90,6 +90,7 @@ class SequenceConfig(Task):
     what: ClassVar[str] = "sequences"
     input_axes: ClassVar[int] = 1
     causal: ClassVar[bool] = True
+    moment: ClassVar[str] = "step"
     source: ClassVar[str] = "weightscope.data.sequences:SequenceSource.of"
     batches: ClassVar[str] = "weightscope.training.sequence_task:SequenceBatches"
 

@@ -52,6 +52,7 @@ class Task(Section):
     input_axes: ClassVar[int]  # number of axes of one input
     stacked: ClassVar[bool] = True  # whether T networks run by `torch.vmap`, or else on the channels of one network
     causal: ClassVar[bool] = False  # whether the outputs at a place of the input must not depend on later places
+    moment: ClassVar[str] = "epoch"  # the unit of training in which `population.snapshots` counts, or "step"
     source: ClassVar[str]  # "module:function", called with the section and a folder, reads the data
     batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.engine`)
 

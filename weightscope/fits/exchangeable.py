@@ -31,6 +31,7 @@ from weightscope.statistics.exchangeable import (
     design_effect,
     invariant_parts,
 )
+from weightscope.statistics.index_effects import described
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
 
@@ -260,7 +261,8 @@ class Exchangeable(Structure):
         amplification = options or Amplification()
         permutations, found = moments.permutations, moments.covariances()
         amplification.check([covariance.kind.label for covariance in found])
-        factors, parameters, notes, means = [], 0, {}, None
+        factors, parameters, means = [], 0, None
+        notes: dict[str, Any] = {"exchangeability": described(moments.index.effects())}
         for covariance in found:
             label = covariance.kind.label
             variances = covariance.covariance.diagonal()
@@ -323,6 +325,7 @@ class Exchangeable(Structure):
                 "correlations were enlarged on purpose: what is drawn from, and scored above, is no density of trained "
                 "networks, and its log-likelihood does not tell how well it initialises"
             )
+        lines += [line] if (line := self.diagnostics.get("exchangeability")) else []
         return [*lines, *self.diagnostics.get("resized", ())]
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -17,6 +17,8 @@ _HEAD = '''\
 """Initialise tensors of a network from an artifact that is in the folder of this file.
 
     init_(network, generator=torch.Generator().manual_seed(0))
+
+It draws at the fitted shapes only; `load_init` of weightscope resizes where the structure allows it.
 """
 
 import json
@@ -41,6 +43,10 @@ def init_(module, generator=None):
         groups = json.loads(file.metadata()["weightscope"])["groups"]
         arrays = {key: file.get_tensor(key) for key in file.keys()}
     own = {k.replace("_orig_mod.", "").removeprefix("module."): v for k, v in module.state_dict().items()}
+    for name, shape, _ in (entry for group in groups for entry in group["spec"]):
+        if name not in own or list(own[name].shape) != shape:
+            found = tuple(own[name].shape) if name in own else "no such tensor"
+            raise ValueError(f"{name}: this file draws at the fitted shape {tuple(shape)} only, found {found}")
     for i, group in enumerate(groups):
         a = {key.removeprefix(f"{i}."): value for key, value in arrays.items() if key.startswith(f"{i}.")}
         sample = _FORMS.get(group["form"], _sample)
@@ -77,13 +83,18 @@ def _sample(group, a, randn):
 
 
 def write_standalone(
-    artifact: PopulationFit | str | Path, file: str | Path, *, structures: Sequence[str | type[Structure]] = ()
+    artifact: PopulationFit | str | Path,
+    file: str | Path,
+    *,
+    structures: Sequence[str | type[Structure]] = (),
+    overwrite: bool = False,
 ) -> Path:
     """Write a Python file with one function, `init_(module, generator=None)`, that applies an artifact.
 
     The file needs torch and safetensors, not weightscope, and reads the artifact from its own folder: an artifact in
     another folder is copied, a fit is saved as `file` with the suffix `.safetensors`. For the same generator the
-    weights equal those of `load_init` up to float64 rounding. `structures` as in `load_artifact`.
+    weights equal those of `load_init` up to float64 rounding. It draws at the fitted shapes only, unlike `load_init`,
+    which resizes. `structures` as in `load_artifact`; `overwrite` replaces files that weightscope did not write.
 
     Raises:
         UsageError: if the name is not one that Python can import (`name.py`), the artifact was fitted to one network,
@@ -102,13 +113,13 @@ def write_standalone(
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
     standalone_source(result, "")  # before anything is written
-    outputs.checked(file)
+    outputs.checked(file, overwrite=overwrite)
     if isinstance(artifact, PopulationFit):
-        beside = result.save(outputs.checked(file.with_suffix(".safetensors")))
+        beside = result.save(outputs.checked(file.with_suffix(".safetensors"), overwrite=overwrite))
     else:
         beside = file.with_name(Path(artifact).name)
         if beside.resolve() != Path(artifact).resolve():
-            atomic.write(outputs.checked(beside), Path(artifact).read_bytes())
+            atomic.write(outputs.checked(beside, overwrite=overwrite), Path(artifact).read_bytes())
     atomic.write(file, standalone_source(result, beside.name).encode())
     return file
 

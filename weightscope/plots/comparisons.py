@@ -20,6 +20,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, p_value, places, signed, wrap
 
+_MOST_MOMENTS = 12  # of an axis, with a tick each
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
@@ -93,12 +94,16 @@ def value_axis(axis: Any, factor: float = 1.0) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{factor * value:.6g}".replace("-", "−")))
 
 
-def difference_label(metric: Metric, rows: Sequence[Row]) -> str:
-    """`accuracy minus that of default (points), 8 seeds` for arms, where lower is better, and how many diverged."""
-    unit = metric.difference_unit.removeprefix("percentage ")
-    text = f"{metric.label} minus that of {rows[0]['reference']}" + (f" ({unit})" if unit else "")
-    lost = divergence(rows)
-    return f"{text}{seeds_text([row.get('pairs') for row in rows])}{metric.direction}" + (f"; {lost}" if lost else "")
+def difference_label(metric: Metric, what: str, pairs: Sequence[int | None] = (), rows: Sequence[Row] = ()) -> str:
+    """What differs, with its unit, number of seeds, direction, and how many networks diverged."""
+    unit = f" ({metric.difference_unit})" if metric.difference_unit else ""
+    text = f"{what}{unit}{seeds_text(pairs)}{metric.direction}"
+    return f"{text}; {lost}" if (lost := divergence(rows)) else text
+
+
+def _arms_label(metric: Metric, rows: Sequence[Row]) -> str:
+    what = f"{metric.label} minus that of {rows[0]['reference']}"
+    return difference_label(metric, what, [row.get("pairs") for row in rows], rows)
 
 
 def _means(
@@ -268,8 +273,8 @@ def gain_curve(
     ax.grid(axis="y")
     value_axis(ax.yaxis)
     ax.set_xlabel("gain of the correlations")
-    unit = f"({metric.difference_unit})" if metric.difference_unit else ""
-    ax.set_ylabel(f"{metric.label} minus that at gain {rows[0]['gain']:g}\n{unit}{metric.direction}".strip("\n; "))
+    what = f"{metric.label} minus that at gain {rows[0]['gain']:g}"
+    ax.set_ylabel(difference_label(metric, what).replace(" (", "\n("))
     label = f"{rows[0]['n']} paired seeds, ± SE"
     canvas.legend([Line2D([], [], label=label, **style), Line2D([], [], label="chosen", **best)])
     return canvas.finish(title)
@@ -440,7 +445,7 @@ def difference_map(
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.spines[:].set_visible(False)
-    theme.colour_bar(ax, image, limit, difference_label(metric, list(found.values())), height=height, beyond=False)
+    theme.colour_bar(ax, image, limit, _arms_label(metric, list(found.values())), height=height, beyond=False)
     return canvas.finish(title)
 
 
@@ -512,7 +517,7 @@ def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
     if best is not None:
         place = best["alpha"], best["beta"]
         ax.scatter(*place, s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
-    theme.colour_bar(ax, drawn, limit, difference_label(metric, rows), height=3.4, beyond=False)
+    theme.colour_bar(ax, drawn, limit, _arms_label(metric, rows), height=3.4, beyond=False)
 
 
 @theme.themed()
@@ -560,4 +565,37 @@ def training_curves(
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
     ax.legend(loc="best")
+    return canvas.finish(title)
+
+
+@theme.themed()
+def moment_curves(
+    moments: Sequence[int],
+    lines: Mapping[str, Sequence[float]],
+    limits: Sequence[float],
+    ax: Axes | None = None,
+    *,
+    unit: str = "epoch",
+    title: str | None = None,
+) -> Axes:
+    """Correlations against moments of training, on a logarithmic axis with 0; dashed, +- the limits of chance.
+
+    `lines` has the values of each entry, `limits` one number for each moment; NaN is not drawn.
+    """
+    canvas, ax = theme.canvas(ax, 6.8, 3.4 + 0.2 * len(lines))
+    for order, (label, values) in enumerate(lines.items()):
+        ax.plot(moments, values, label=label, zorder=3, gid="curve", **theme.look(order, ms=4.5, ls="-"))
+    for sign in (-1, 1):
+        ax.plot(moments, sign * np.array(limits), color=theme.MUTED, ls="--", lw=1.0, zorder=2, gid="limit")
+    ax.axhline(0, color=theme.INK, lw=0.8, zorder=1)
+    ax.set_xscale("symlog", base=2, linthresh=next((m for m in moments if m), 1))
+    shown = moments if len(moments) <= _MOST_MOMENTS else moments[:: -(-len(moments) // _MOST_MOMENTS)]
+    ax.set_xticks(shown, [str(moment) for moment in shown])
+    ax.minorticks_off()
+    ax.grid(axis="y")
+    ax.set_xlabel(unit)
+    ax.set_ylabel("correlation")
+    handles = [line for line in ax.lines if line.get_gid() == "curve"]
+    chance = Line2D([], [], color=theme.MUTED, ls="--", lw=1.0, label="p = 0.05, adjusted for all pairs")
+    canvas.legend([*handles, chance])
     return canvas.finish(title)

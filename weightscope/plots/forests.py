@@ -8,11 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.divergence import divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.comparisons import CI, epochs_text, row_height, seeds_text, styles_of, value_axis
+from weightscope.plots.comparisons import CI, difference_label, epochs_text, row_height, styles_of, value_axis
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
@@ -175,8 +174,7 @@ def paired_differences(
         theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
     theme.columns(ax, at, -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
-    label = f"{metric.label} minus that of {references} on the same seed"
-    label += (f" ({metric.difference_unit})" if metric.difference_unit else "") + metric.direction
+    label = difference_label(metric, f"{metric.label} minus that of {references} on the same seed")
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
     if left_out := sum(row.get("left_out", 0) for row in rows):
         label += f"; {left_out} diverged networks left out"
@@ -247,12 +245,10 @@ def scale_and_structure(
     heads = zip((f"mean, {CI}", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
     theme.columns(ax, at, -0.8, list(heads))
     value_axis(ax.xaxis)
-    label = f"difference of test {metric.label} on the same seed"
-    label += f" ({metric.difference_unit})" if metric.difference_unit else ""
     counts = [n for row, other in pairs for n in (row.get(f"{beyond}_pairs"), other.get("pairs"))]
-    label += seeds_text(counts) + metric.direction
     drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", name, "reference")}
-    label += f"; {lost}" if (lost := divergence([row for place, row in found.items() if place in drawn])) else ""
+    shown = [row for place, row in found.items() if place in drawn]
+    label = difference_label(metric, f"difference of test {metric.label} on the same seed", counts, shown)
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
     canvas.legend([Line2D([], [], **theme.look(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(parts)])
     return canvas.finish(title)

@@ -56,6 +56,11 @@ class Manifest:
         """The number of tiles, ceil(N / T)."""
         return -(-self.networks // self.tile)
 
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The moments of training, ascending, at which weights are stored beside those of its end; S of them."""
+        return self.recipe.population.snapshots or ()
+
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of what a network's bits depend on: recipe without N, spec, inputs."""

@@ -1,6 +1,7 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,7 @@ class Population(Result):
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
         self.path, self._trust = Path(path), trust
+        self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
         self._rows: dict[int, int] = {}
@@ -66,6 +68,34 @@ class Population(Result):
                 f"{self.manifest.described(self.missing)}; run `weightscope collect` again to train them, "
                 "or use the others with --partial (in Python, partial=True)"
             )
+
+    def at(self, moment: int) -> "Population":
+        """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
+
+        Its weights are those of a snapshot (`population.snapshots` in the recipe). Metrics, and which networks
+        diverged, are those of the end of training, so that all moments have the same networks.
+
+        UsageError if there is no snapshot of this moment.
+
+        Example:
+            >>> Population("digits.pop").at(4).weights("*fc1.weight")
+        """
+        if moment not in self.snapshots:
+            found = ", ".join(map(str, self.snapshots)) or "none; give the recipe's [population] a list `snapshots`"
+            raise UsageError(f"{self.path}: expected a moment that has a snapshot, found {moment!r}; there are {found}")
+        view = copy.copy(self)
+        view._moment = self.snapshots.index(moment)
+        return view
+
+    @property
+    def moment(self) -> int | None:
+        """The moment of training (`at`); None for its end."""
+        return None if self._moment is None else self.snapshots[self._moment]
+
+    @property
+    def snapshots(self) -> tuple[int, ...]:
+        """The moments that `at` takes, ascending."""
+        return self.manifest.snapshots
 
     def __len__(self) -> int:
         return sum(self._rows.values())
@@ -119,7 +149,8 @@ class Population(Result):
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         recipe = self.recipe
-        return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}"
+        moment = "" if self.moment is None else f", after {recipe.data.moment} {self.moment}"
+        return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}{moment}"
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
@@ -337,9 +368,10 @@ class Population(Result):
             if diverged is not None:
                 diverged[...] = h5["metrics"]["diverged"][rows]
             start = 0
+            stored, moment = (h5["weights"], ()) if self._moment is None else (h5["snapshots"], (self._moment,))
             for columns in _runs(self.spec, sub):
                 width = columns.stop - columns.start
-                h5["weights"].read_direct(out, np.s_[rows, columns], np.s_[:, start : start + width])
+                stored.read_direct(out, (rows, *moment, columns), np.s_[:, start : start + width])
                 start += width
 
 

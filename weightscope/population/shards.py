@@ -1,6 +1,7 @@
 """Shards on disk: encoding a trained tile as an HDF5 file, hashes, writing and opening.
 
-    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E)
+    shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E);
+                             /snapshots (n, S, D) f32, if the manifest has S > 0 snapshots
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
@@ -37,7 +38,7 @@ _SCHEMA = 1
 _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
-_KINDS = {"weights": "f4", "seed": "u8", "metrics/diverged": "?"}  # data types; other metrics are any numbers
+_KINDS = {"weights": "f4", "snapshots": "f4", "seed": "u8", "metrics/diverged": "?"}  # other metrics: any numbers
 
 
 class DamagedShard(DataError):
@@ -59,6 +60,7 @@ class TrainedTile:
     weights: np.ndarray  # (T, D) float32 in `WeightSpec` order
     seeds: np.ndarray  # (T,) uint64, of the initial weights
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
+    snapshots: np.ndarray | None = None  # (T, S, D) float32, the weights at the moments of `Manifest.snapshots`
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -231,10 +233,13 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     """
     import torch
 
-    shape, seeds = (manifest.tile, manifest.spec.size), seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
-    fits = trained.weights.shape == shape and trained.weights.dtype == np.float32
+    seeds, matrices = seeds_of(manifest, trained.index * manifest.tile, manifest.tile), {"weights": trained.weights}
+    if trained.snapshots is not None:
+        matrices["snapshots"] = trained.snapshots
+    shapes = {name: (manifest.tile, *shape) for name, shape in _shapes(manifest).items()}
+    fits = {name: values.shape for name, values in matrices.items() if values.dtype == np.float32} == shapes
     if not fits or not np.array_equal(trained.seeds, seeds):
-        raise ValueError(f"tile {trained.index}: expected weights {shape} float32 from the trainer, with their seeds")
+        raise ValueError(f"tile {trained.index}: expected weights {shapes} float32 from the trainer, with their seeds")
     header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
     if kernels:
         header["kernels"] = kernels
@@ -245,9 +250,11 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     with new_file(file) as h5:
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
-        weights = np.ascontiguousarray(trained.weights[:rows], dtype="<f4")
-        chunks = (min(rows, _CHUNK[0]), max(1, -(-columns // blocks))) if columns else None
-        _write(h5, "weights", weights, chunks=chunks, fillvalue=np.float32("nan"))
+        for name, values in matrices.items():  # one moment is read without the others
+            ones = (1,) * (values.ndim - 2)
+            chunks = (min(rows, _CHUNK[0]), *ones, max(1, -(-columns // blocks))) if columns else None
+            kept = np.ascontiguousarray(values[:rows], dtype="<f4")
+            _write(h5, name, kept, chunks=chunks, fillvalue=np.float32("nan"))
         _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
         group = h5["metrics"]
         for name in sorted(trained.metrics):
@@ -274,7 +281,11 @@ def expected_bytes(manifest: Manifest) -> int:
 
     def shard(rows: int) -> int:
         stored = -(-rows // _CHUNK[0]) * _CHUNK[0] if rows > _CHUNK[0] else rows
-        return 4 * stored * padded + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES) + _FILE_BYTES
+        return (
+            4 * stored * padded * (1 + len(manifest.snapshots))
+            + rows * (_NETWORK_BYTES + epochs * _EPOCH_BYTES)
+            + _FILE_BYTES
+        )
 
     return (manifest.tiles - 1) * shard(manifest.tile) + shard(manifest.rows(manifest.tiles - 1))
 
@@ -309,6 +320,12 @@ def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
 
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """The shapes of one network's rows of the arrays of weights: (D,), and (S, D) if there are snapshots."""
+    size, moments = manifest.spec.size, len(manifest.snapshots)
+    return {"weights": (size,)} | ({"snapshots": (moments, size)} if moments else {})
+
+
 def _header(manifest: Manifest, tile: int) -> dict[str, Any]:
     """What the header of a shard says of the population that it belongs to."""
     fingerprints = {"spec": manifest.spec.fingerprint, "recipe": manifest.fingerprint}
@@ -334,16 +351,19 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         if expected != found:
             raise _foreign(file, f"{what} {expected}", shortened(str(found)))
     arrays = _arrays(h5, file) | {f"metrics/{name}": v for name, v in _arrays(h5["metrics"], file).items()}
-    if missing := sorted(_KINDS.keys() - arrays.keys()):
+    shapes = _shapes(manifest)
+    if missing := sorted({"seed", "metrics/diverged", *shapes} - arrays.keys()):
         raise _foreign(file, f"an array /{missing[0]}", "none")
-    shape = arrays["weights"].shape
-    rows = shape[0] if shape else 0
-    if shape != (rows, manifest.spec.size) or not least <= rows <= manifest.tile:
-        raise _foreign(file, f"weights {(manifest.rows(tile), manifest.spec.size)}", f"{shape}")
+    rows = (*arrays["weights"].shape, 0)[0]
+    for name in sorted({"weights", "snapshots"} & arrays.keys()):
+        expected, shape = shapes.get(name), arrays[name].shape
+        if expected is None or shape != (rows, *expected) or not least <= rows <= manifest.tile:
+            wanted = f"{name} {(manifest.rows(tile), *expected)}" if expected else f"no {name}"
+            raise _foreign(file, wanted, f"{shape}")
     for name, values in arrays.items():
         kind = _KINDS.get(name)
         known = values.dtype == kind if kind else values.dtype.kind in "fiub"
-        if not known or values.shape[:1] != (rows,) or values.ndim > 2:
+        if not known or values.shape[:1] != (rows,) or (values.ndim > 2 and name not in shapes):
             raise _foreign(
                 file, f"/{name} of {kind or 'numbers'} for {rows} networks", f"{values.dtype} {values.shape}"
             )

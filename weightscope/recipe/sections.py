@@ -26,6 +26,8 @@ from weightscope.recipe.base import check_numbers, read_toml, validated
 from weightscope.recipe.networks import NetworkField
 
 MOST_NETWORKS = 10_000_000
+MOST_SNAPSHOTS = 1024
+Moment = Annotated[int, Field(ge=0, lt=2**31)]
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
@@ -105,6 +107,7 @@ class TrainingConfig(Section):
     mixup_switch: Share = 0.5
     ema: Fraction = 0.0
     frozen: Annotated[tuple[str, ...], FromList] = ()
+    decay_exclude: Annotated[tuple[str, ...], FromList] = ()
     precision: Literal["float32", "bfloat16"] = "float32"
     kernels: Literal["auto", "torch", "compiled"] = "auto"
     evaluate: Literal["end", "epoch"] = "epoch"
@@ -184,12 +187,20 @@ class PopulationConfig(Section):
     """The number of networks, the root seed, and the number of networks in a tile.
 
     Without `tile`, it is chosen when a population is created and then kept: 32 on a CPU, on a GPU as many as its free
-    memory holds.
+    memory holds. `snapshots` are the epochs (of sequences, the steps) after which weights are stored too, 0 the start.
     """
 
     networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
     seed: Seed = 0
     tile: Width | None = None
+    snapshots: Annotated[tuple[Moment, ...], Field(min_length=1, max_length=MOST_SNAPSHOTS), FromList] | None = None
+
+    @field_validator("snapshots")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and list(value) != sorted(set(value)):
+            raise ValueError(f"expected ascending numbers, each once, found {list(value)}")
+        return value
 
 
 Values = dict[str, str | list[Any]]

@@ -22,6 +22,7 @@ from scipy.optimize import brentq
 from weightscope._util.names import listing
 from weightscope.errors import DataError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.index_effects import IndexEffects
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
@@ -123,7 +124,7 @@ class TypeCovariance:
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
-        deviation = np.sqrt(self.covariance.diagonal())
+        deviation = np.sqrt(np.maximum(self.covariance.diagonal(), 0))  # rounding: that of constants may be negative
         inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         return self.covariance * np.outer(inverse, inverse)
 
@@ -152,6 +153,7 @@ class ExchangeableMoments:
         if strangers := {view.tensor for view in permutations.views} ^ set(spec.names):
             raise DataError(f"the permutation specification and the spec differ in {listing(sorted(strangers))}")
         self.spec, self.permutations, self.n = spec, permutations, 0
+        self.index = IndexEffects(permutations)
         self._types = {kind.groups: kind for kind in permutations.types}
         self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
         self._single = {
@@ -173,6 +175,7 @@ class ExchangeableMoments:
         tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
         self._subtract_shift(views)
+        self.index.update(views)
         averages = _Averages(views)
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made

@@ -45,7 +45,8 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
     """Refuse a recipe of which one tile does not fit into the memory, before anything is allocated.
 
     It needs more than what is counted: weights, gradients and two moments, T D numbers each, a fifth such matrix for an
-    average, and the inputs and outputs of a batch. A user's own network is not built for this; its weights count as 0.
+    average, one for each snapshot (on a GPU, not in its memory), and the inputs and outputs of a batch.
+    A user's own network is not built for this; its weights count as 0.
     """
     tile = recipe.population.tile or (DEFAULT_TILE if device.type == "cpu" else 1)
     size = 0
@@ -55,9 +56,9 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
     training, data = recipe.training, recipe.data
     each = math.prod(data.input_shape()) + math.prod(data.output_shape())
     batch = min(training.batch_size, getattr(data, "train", None) or 1)
-    copies = 5 if training.ema else 4
+    copies = (5 if training.ema else 4) + (device.type == "cpu") * len(recipe.population.snapshots or ())
     needs = {
-        f"weights, gradients and moments of {tile:,} networks with {size:,} weights": copies * tile * size,
+        f"weights, gradients, moments and snapshots of {tile:,} networks with {size:,} weights": copies * tile * size,
         f"inputs and outputs of {batch:,} examples of each": tile * batch * each,
     }
     cuda = device.type == "cuda"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weightscope import networks
+from weightscope._util.names import matching
 from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.torch_random import seeded
@@ -150,19 +151,23 @@ class TileRun:
             np.array([swept(value, population.seed, k, position) for k in self.ids])
             for position, value in enumerate((training.learning_rate, training.weight_decay))
         )
-        trained = torch.zeros(self.nets.spec.size, dtype=torch.bool)
+        decayed, names = torch.zeros(self.nets.spec.size, dtype=torch.bool), self.nets.spec.names
+        exempt = {*left_out, *(matching(training.decay_exclude, names) if training.decay_exclude else ())}
         for tensor in self.nets.spec.tensors:
-            trained[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in left_out
+            decayed[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in exempt
         each = (torch.from_numpy(values).to(device, torch.float32) for values in (self.rates, self.decays))
         self.optimiser = BatchedAdamW(
-            self.nets.weights, self.nets.gradient, trained.to(device), *each, betas=training.betas, kernels=kernels
+            self.nets.weights, self.nets.gradient, decayed.to(device), *each, betas=training.betas, kernels=kernels
         )
         follows = training.schedule == "plateau"
         self.plateau = Plateau(self.rates, training.factor, training.patience) if follows else None
         teacher = {} if distillation is None else {"distillation": distillation}
         self.batches: Batches = member(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
-        self.average = torch.zeros_like(self.nets.weights) if training.ema else None  # (T, D)
+        self.average = self.nets.weights.clone() if training.ema else None  # (T, D)
+        unit = self.steps_per_epoch if recipe.data.moment == "epoch" else 1
+        self.moments = [unit * moment for moment in population.snapshots or ()]  # in steps
+        self.snapshots: list[np.ndarray] = []  # (T, D) each
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
         self.ready: dict[str, Tensor] | None = None  # those of the next epoch, still on the host
@@ -174,6 +179,7 @@ class TileRun:
         """Train all epochs; returns the weights and metrics of the tile."""
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
+        self._keep(0)
         for epoch in range(training.epochs):
             found = self.epoch(epoch, progress)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
@@ -186,20 +192,33 @@ class TileRun:
                 found |= {name: np.full(len(self.ids), np.nan) for name in self.batches.evaluated}
             for name, values in found.items():
                 history.setdefault(name, []).append(values)
-        kept = self.nets.weights if self.average is None else self.average
-        weights = np.take(kept.cpu().numpy(), self.stored, axis=1)
+        weights = self._weights()
         metrics = {name: values[-1] for name, values in history.items()}
         metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
         losses = np.stack([metrics["train_loss"], metrics["test_loss"]])
         finite = np.isfinite(weights).all(axis=1) & np.isfinite(losses).all(axis=0)
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
-        return TrainedTile(self.tile, weights, self.seeds, metrics)
+        snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
+        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots)
+
+    def _weights(self) -> np.ndarray:
+        """What is stored of the weights, (T, D): of the average, if there is one."""
+        kept = self.nets.weights if self.average is None else self.average
+        return np.take(kept.cpu().numpy(), self.stored, axis=1)
+
+    def _keep(self, steps: int) -> None:
+        """Keep the weights after this number of steps if it is one of the moments."""
+        if steps in self.moments:
+            if any(tensor.role == "statistic" for tensor in self.nets.spec):
+                self.evaluate()  # which sets them
+                self.nets.train()
+            self.snapshots.append(self._weights())
 
     def epoch(self, epoch: int, progress: Callable[[float], None] | None = None) -> dict[str, np.ndarray]:
         """One pass over the training data; returns the running `train_loss` and `train_accuracy`, or what the task has.
 
-        All random numbers are uploaded before the first step, and nothing is read back before the last. While a GPU
+        All random numbers are uploaded before the first step; only snapshots are read back before the last. While a GPU
         works on the steps, the host draws the random numbers of the next epoch.
         """
         training = self.recipe.training
@@ -213,6 +232,7 @@ class TileRun:
         self.sums.zero_()
         for done in range(self.steps_per_epoch * epoch, self.steps_per_epoch * (epoch + 1)):
             self._step()
+            self._keep(done + 1)
             if progress is not None:
                 progress((done + 1) / (self.steps_per_epoch * training.epochs))
         self.ready = self.batches.draw() if epoch + 1 < training.epochs else None

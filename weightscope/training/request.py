@@ -18,7 +18,7 @@ from weightscope import training
 from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
 from weightscope._util.sources import as_path
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.init import _trained
 from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
@@ -140,6 +140,7 @@ class Request:
         values = wanted.to_dict()
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
         inputs[f"data {wanted.data.name}"] = source.fingerprint
+        _check_snapshots(wanted, source.examples)
         if there is None and wanted.training.ema:
             _warn_of_short_average(wanted, path, source.examples)
         there_kernels = None if there is None else there.recipe.training.kernels
@@ -176,6 +177,16 @@ class Request:
             return self.kernels, self.made_on
         kernels = choose_kernels(self.recipe, torch.device(self.device))
         return kernels, made_on(kernels, self.device)
+
+
+def _check_snapshots(recipe: Recipe, examples: int) -> None:
+    """Refuse snapshots after the end of training."""
+    last, unit = recipe.training.epochs, recipe.data.moment
+    if unit == "step":
+        last *= examples // min(recipe.training.batch_size, examples)
+    if max(recipe.population.snapshots or (0,)) > last:
+        found = list(recipe.population.snapshots or ())
+        raise RecipeError(f"population.snapshots: expected at most {last}, the last {unit} of training, found {found}")
 
 
 def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:

@@ -141,7 +141,7 @@ class Status(Result):
             end = time.strftime("%a %H:%M", time.localtime(time.time() + 3600 * self.hours_left))
             parts += [f"{self.per_hour:,.0f} networks/hour", f"done about {end} (in {_duration(self.hours_left)})"]
         elif not self.complete and not self._running:
-            parts.append("nothing is trained now; `weightscope collect` resumes it")
+            parts.append("no tile is in training")
         parts += [f"mean {name} {value:.4g}" for name, value in self.metrics.items()]
         return f"{self.path}: " + "; ".join(parts)
 
