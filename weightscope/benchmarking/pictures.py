@@ -41,8 +41,8 @@ def of(
         out["convergence"] = partial(plots.convergence, with_variants(arms), metric=metric), found
     for kind, name, key in COMPARED_WITH:
         if any(row.get(name) for row in arms):
-            said, drawn = control_finding(arms, metric, kind), "scale" if kind == "scale" else key
-            out[drawn] = partial(plots.scale_and_structure, arms, metric=metric, control=kind), said
+            said, shown = control_finding(arms, metric, kind), "scale" if kind == "scale" else key
+            out[shown] = partial(plots.scale_and_structure, arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
