@@ -13,7 +13,7 @@ from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
 from weightscope.cli.catalogue import list_
-from weightscope.cli.training import bench, collect, demo, fit_init, show_status
+from weightscope.cli.training import bench, collect, demo, fit_init, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
 
 INTERRUPTED = 130
@@ -68,7 +68,7 @@ _TRUST = click.Option(
     help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
 )
 _RUNNING = (collect, inspect, covariance, products, attention_maps, fit_init, bench, audit)
-for _command in (demo, collect, show_status, inspect, verify, export, *_RUNNING[2:], list_):
+for _command in (demo, collect, show_status, inspect, verify, export, *_RUNNING[2:], publish, list_):
     if _command in _RUNNING:
         _command.params.append(_TRUST)
     cli.add_command(_command)

@@ -340,3 +340,29 @@ def _write(result: Any, folder: Path) -> list[Path]:
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
     return written
+
+
+@command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("address")
+@click.option("--private", is_flag=True, help="Only the owner sees it.")
+@click.option("--update", is_flag=True, help="Add a commit to a repository that exists.")
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of a benchmark of this file, for the card.",
+)
+@click.option("--licence", help="The hub's identifier of a licence, such as apache-2.0.")
+def publish(artifact: Path, address: str, **options: Any) -> None:
+    """Upload an initialiser to the Hugging Face Hub, with a generated card.
+
+    ARTIFACT is a file of `fit-init`, ADDRESS hf://org/name. The token is that of `hf auth login` or HF_TOKEN. The card
+    says what it initialises, what it was fitted to, and with --bench what it showed.
+
+    \b
+    Example:
+      weightscope publish mlp.safetensors hf://me/digits-mlp --bench digits-bench --licence apache-2.0
+    """
+    from weightscope.benchmarking.publishing import publish as upload
+
+    click.echo(f'published {upload(artifact, address, **options)}; load_init("{address}") loads it')
