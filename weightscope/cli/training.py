@@ -258,7 +258,14 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
     "--control",
-    help="'scale': also train each initialiser's control: independent entries with its means and variances.",
+    multiple=True,
+    help="Also train each initialiser's controls: 'scale' for independent entries with its mean and variance of each "
+    "tensor, 'uncorrelated' for those of every part, without correlations; repeatable.",
+)
+@click.option(
+    "--contrast",
+    multiple=True,
+    help="What decides, tested at 5 % by itself: 'mean(INIT) - mean(INIT, FIELD=VALUE)'; repeatable.",
 )
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
@@ -291,7 +298,8 @@ def bench(
     Examples:
       weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
-      weightscope bench digits-convnext --init default --init mine:my_init --control scale
+      weightscope bench digits-convnext --init default --init mine:my_init --control scale --control uncorrelated \\
+          --contrast 'mean(my_init) - mean("my_init (uncorrelated)")'
       weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
           --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
       weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
