@@ -3,8 +3,9 @@
 import io
 import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from weightscope._util.environment import available_memory, usable_cores
+from weightscope._util.names import shortened
 from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -89,6 +91,18 @@ def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
 
     in_parallel(one, count, f"resizing {what}")
     return out
+
+
+@contextmanager
+def reading(where: object, what: str, then: str = "download it again") -> Iterator[None]:
+    """Within the block, whatever a reader raises for a damaged file is a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = shortened(f"{type(error).__name__}: {error}", 200)
+        raise DataError(f"{where}: cannot be read as {what} ({why}); {then}") from error
 
 
 def check_memory(wanted: int, what: str, items: str) -> None:
