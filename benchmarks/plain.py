@@ -1,6 +1,7 @@
 """One network of a recipe in plain PyTorch, the reference of benchmarks and tests."""
 
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 import torch
@@ -39,8 +40,11 @@ def train_alone(
     torch.manual_seed(torch_seed(root, k, Purpose.INIT))
     network = build_for(plan).to(device)
     trained = [*network.parameters(), *more_parameters]
+    exempt = [p for n, p in network.named_parameters() if any(fnmatchcase(n, x) for x in training.decay_exclude)]
+    others = [p for p in trained if all(p is not e for e in exempt)]
+    groups = [{"params": others}, *([{"params": exempt, "weight_decay": 0.0}] if exempt else [])]
     optimiser = torch.optim.AdamW(
-        trained, lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
+        groups, lr=training.learning_rate, weight_decay=training.weight_decay, betas=training.betas
     )
     average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(training.ema)) if training.ema else None
     order = numpy_generator(root, k, Purpose.ORDER)
@@ -50,7 +54,8 @@ def train_alone(
         batches = order.permutation(len(data.train_images))[: steps * training.batch_size].reshape(steps, -1)
         for step, index in enumerate(batches):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
-            optimiser.param_groups[0]["lr"] = training.learning_rate * factor
+            for group in optimiser.param_groups:
+                group["lr"] = training.learning_rate * factor
             images, labels = normalise(data.train_images[index], data.mean, data.std), data.train_labels[index]
             images, share = next(mixtures)(images)
             paths.next_step()

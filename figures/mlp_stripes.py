@@ -28,7 +28,7 @@ def main(study: Path = STUDY, out: Path = HERE / "mlp_stripes.png") -> None:
     figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
     groups = {name: over_hidden_units(shape) for name, shape in zip(blocks, shapes, strict=True)}
     title = f"fc1 is striped, fc2 is not (block {block})"
-    plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, groups=groups)
+    plots.covariance_map(matrix, blocks, left, kind="correlation", title=title, groups=groups, diagonal="mask")
     kinds = {
         ("fc1", "column"): "fc1, over hidden units",
         ("fc2", "row"): "fc2, over hidden units",

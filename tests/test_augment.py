@@ -119,6 +119,7 @@ def test_bits_are_the_same_on_a_gpu() -> None:
         (AugmentConfig(crop=4, erasing=0.9), 7),
         (AugmentConfig(flip=True, operations=3, magnitude_std=0.1), 10),
         (EVERYTHING, 9),
+        (AugmentConfig(operations=2, probability=0.5), 6),
         (NEWER, 18),
     ],
 )
@@ -132,6 +133,18 @@ def test_draws_needed_is_what_is_used(config: AugmentConfig, needed: int) -> Non
         changed = draws.clone()
         changed[:, column] = torch.rand(400, generator=torch.Generator().manual_seed(9))
         assert not torch.equal(_augmented(images, changed, config), before)
+
+
+def test_operations_are_applied_with_their_probability() -> None:
+    """The share of 4,000 images that one operation leaves alone, within 5 standard errors of that of 0.25."""
+    config = AugmentConfig(operations=1, probability=0.25)
+    images, draws = _images(4000), _draws(4000, config)
+    always = _augmented(images, draws[:, :2], AugmentConfig(operations=1))
+    found, plain = _augmented(images, draws, config), images.float().div(255)
+    used = (found != plain).flatten(1).any(1)
+    assert torch.equal(found[used], always[used])
+    able = (always != plain).flatten(1).any(1).float().mean().item()  # an operation may leave an image as it is
+    assert used.float().mean().item() == pytest.approx(0.25 * able, abs=5 * (0.25 * 0.75 / 4000) ** 0.5)
 
 
 @pytest.mark.parametrize("below", [1, 2, 9, 13, 1000])

@@ -8,7 +8,7 @@ import torch
 from families import FAMILIES, seeded
 from torch import nn
 
-from weightscope import anatomy
+from weightscope import anatomy, audit
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import (
     delta_orthogonal_,
@@ -22,6 +22,7 @@ from weightscope.init import (
 )
 from weightscope.init.baselines import zero_matrix
 from weightscope.networks import ConvNeXt, ViT
+from weightscope.networks.sequences import Mamba, Mamba2
 
 
 def vit(**options):
@@ -97,6 +98,26 @@ def test_the_identity_convolution_passes_the_current_token():
     mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
     x = torch.randn(1, mixer.conv1d.weight.shape[0], 9, generator=seeded())
     torch.testing.assert_close(mixer.conv1d(x)[..., :9], x)
+
+
+def test_some_heads_of_mamba2_decay_slowly_and_step_by_one():
+    torch.manual_seed(0)
+    before = Mamba2(64, 32, 2, state=16, head_width=16)
+    after = mimetic_ssm_(copy.deepcopy(before), heads=[1, 3], cb=False, convolution=False)
+    for old, new in zip(anatomy.ssms(before), anatomy.ssms(after), strict=True):
+        wanted = old.read("A_log").double()
+        wanted[[1, 3]] *= -8
+        torch.testing.assert_close(new.read("A_log").double(), wanted)
+        moved = torch.nn.functional.softplus(new.read("dt_bias").double()).sub(1).abs() < 1e-6
+        assert moved.nonzero()[:, 0].tolist() == [1, 3]
+        assert (new.read("dt_weight") == 0).all(1).nonzero()[:, 0].tolist() == [1, 3]
+    options = {"cb": False, "convolution": False}
+    assert audit(after, "mimetic_ssm", heads=[1, 3], **options).passed
+    assert not audit(after, "mimetic_ssm", heads=[0, 1], **options).passed
+    with pytest.raises(UsageError, match=r"heads: expected some of 0 to \d+, found 99"):
+        mimetic_ssm_(after, heads=99)
+    with pytest.raises(UsageError, match="is a Mamba layer and has none"):
+        mimetic_ssm_(Mamba(64, 32, 1, state=4), heads=0)
 
 
 # --- residual baselines -----------------------------------------------------------------------------------------------

@@ -1,18 +1,23 @@
 """Permutation specifications, proved by function: renumbering units must not change what a network computes."""
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import shims
 import torch
+from programs import run
+from safetensors.torch import save_file
 from torch import nn
 
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.anatomy.permutation_groups import (
     apply_permutation,
+    change_of_function,
     check_permutations,
     permutation_spec,
     permutations_of,
@@ -24,7 +29,8 @@ from weightscope.networks.building import build_for
 from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.permutations import PermutationSpec, View
+from weightscope.statistics.permutation_rules import read_permutations
+from weightscope.statistics.permutations import PermutationSpec, View, bare
 from weightscope.statistics.samples import WeightArray
 
 NETWORKS = {
@@ -273,6 +279,70 @@ def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
     assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3
 
 
+ENCODER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
+IMAGE = ENCODER | {"image_size": 16, "patch_size": 8, "num_labels": 5}
+TEXT = ENCODER | {"vocab_size": 30, "max_position_embeddings": 12, "pad_token_id": 0}
+GPT = {"n_embd": 24, "n_layer": 2, "n_head": 3, "vocab_size": 30, "n_positions": 12}
+FOREIGN: dict[
+    str, tuple[dict, int]
+] = {  # class of transformers, model of torchvision or timm -> options, groups by name
+    "BertModel": (TEXT, 7),
+    "BertForMaskedLM": (TEXT, 6),  # the rows of its transform are channels, so these are fixed
+    "BertForSequenceClassification": (TEXT, 7),
+    "BertForTokenClassification": (TEXT, 7),
+    "RobertaForMaskedLM": (TEXT, 6),
+    "GPT2LMHeadModel": (GPT, 7),
+    "GPTNeoXForCausalLM": (TEXT, 3),
+    "ViTForImageClassification": (IMAGE, 7),
+    "resnet18": ({}, 12),
+    "resnet50": ({}, 37),
+    "timm resnet26d": ({}, 0),
+    "timm resnet14t": ({}, 0),
+    "resnext50_32x4d": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_foreign_networks_are_known_by_name(name: str) -> None:
+    """From shapes and names alone, the function stays, and all axes of a group are of one group that is derived."""
+    options, groups = FOREIGN[name]
+    inputs: torch.Tensor = torch.randn(2, 3, 48, 48)
+    if name.startswith("timm "):
+        network = shims.timm().create_model(name.removeprefix("timm "))
+    elif name.startswith("res"):
+        shims.timm()
+        network = getattr(pytest.importorskip("torchvision").models, name)(num_classes=5)
+    else:
+        transformers = shims.transformers()
+        config = getattr(transformers, f"{name.partition('For')[0].removesuffix('Model').removesuffix('LMHead')}Config")
+        network = getattr(transformers, name)(config(**options))
+        inputs = torch.randint(0, 30, (2, 7)) if "vocab_size" in options else torch.randn(2, 3, 16, 16)
+    network.eval()
+    if not groups:  # another stem, or grouped convolutions: no wrong specification
+        with pytest.raises(AnatomyError, match="nearest is ResNet"):
+            permutation_spec(WeightSpec.of(network))
+        return
+    by_name = permutation_spec(WeightSpec.of(network))
+    assert len(by_name.sizes) == groups
+    outputs = Sums(network) if name == "BertModel" else network  # whose outputs are the channels, which change places
+    with_heads = permutation_spec(network)
+    assert with_heads.views == by_name.views
+    for found in (by_name, with_heads):
+        change, tolerance = change_of_function(outputs, inputs, found)
+        assert change < tolerance
+    if "GPT" not in name and "res" not in name:
+        assert with_heads.heads["vo.1"] == ("heads.1", 3)
+    if name == "BertModel":
+        return
+    derived = {view.tensor: view for view in permutation_spec(network, inputs).views if not any(view.offset)}
+    partners: dict[str, set] = {}
+    for view in by_name.views:
+        for a, b in zip(view.axes, derived[view.tensor].axes, strict=False):
+            if a is not None and not any(view.offset) and len(view.axes) == len(derived[view.tensor].axes):
+                partners.setdefault(bare(a), set()).add(b)
+    assert all(len(found) <= 2 and None not in found for found in partners.values()), partners
+
+
 def own_axes(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
     """The specification of a network's names, as a user would write it."""
     return {view.tensor: view.axes for view in permutation_spec(module).views}
@@ -288,7 +358,7 @@ def test_a_specification_of_ones_own_is_checked_by_function() -> None:
     )
     with torch.random.fork_rng():
         module = build_for(recipe)
-    source = SimpleNamespace(spec=WeightSpec.of(module), recipe=recipe)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, torch.randn(4, 1, 8, 8)))
     right = own_axes(module)
     assert permutations_of(source, right).views == permutation_spec(module).views
     assert permutations_of(source).views == permutation_spec(module).views
@@ -338,7 +408,8 @@ def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_i
             "training": {"epochs": 1},
         }
     )
-    source = SimpleNamespace(spec=WeightSpec.of(build_for(recipe)), recipe=recipe)
+    module, inputs = build_for(recipe), recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, inputs))
     with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):
         permutations_of(SimpleNamespace(spec=source.spec))
     derived = permutations_of(source)
@@ -353,3 +424,89 @@ def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_i
     assert permutations_of(source, right).sizes == {"hidden": 32}
     with pytest.raises(SpecError, match="expected renumbering to leave the network's outputs unchanged"):
         permutations_of(source, right | {"blocks.0.mlp.fc2.weight": [None, None]})
+
+
+RULES = """
+[axes]
+"enter@" = "units ."
+"layers.<i>.up@" = "a:~left.{i}+b:right.{i} units"
+"layers.<i>.left" = "~left.{i}"
+"leave.weight" = ". units"
+"leave.bias" = "."
+
+[heads]
+"right.1" = ["heads", 2]
+"""
+RULED = WeightSpec(
+    TensorSpec(name, shape)
+    for name, shape in {
+        "enter.weight": (6, 2, 1),
+        "enter.bias": (6,),
+        "layers.0.up.weight": (7, 6),
+        "layers.0.left": (3,),
+        "layers.1.up.weight": (8, 6),
+        "layers.1.up.bias": (8,),
+        "layers.1.left": (4,),
+        "leave.weight": (5, 6),
+        "leave.bias": (5,),
+    }.items()
+)
+
+
+def test_a_file_of_rules(tmp_path: Path) -> None:
+    """Parts take the length that their group has elsewhere; what is left is the others'."""
+    (tmp_path / "own.toml").write_text(RULES)
+    found = read_permutations(tmp_path / "own.toml", RULED)
+    assert found.sizes == {"units": 6, "left.0": 3, "right.0": 4, "left.1": 4, "right.1": 4}
+    assert found.heads == {"right.1": ("heads", 2)}
+    axes = {view.name: (view.offset, view.shape, view.axes) for view in found.views}
+    assert axes["enter.weight"] == ((), (6, 2, 1), ("units", None, None))
+    assert axes["layers.0.up.weight[b]"] == ((3, 0), (4, 6), ("right.0", "units"))
+    assert axes["layers.1.up.bias[a]"] == ((0,), (4,), ("~left.1",))
+    array = SimpleNamespace(spec=RULED)
+    assert permutations_of(array, tmp_path / "own.toml") == found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[axes]", "[axis]", r"own\.toml: unknown table 'axis'"),
+        ("[axes]\n", "", r"own\.toml: .*no table \[axes\]|own\.toml: unknown table"),
+        ('"leave.bias" = "."', "", r"no axes that fit `leave\.bias \(5,\)`; add a rule for each"),
+        ('"leave.bias" = "."', '"leave.bias" = ". ."', r"no axes that fit `leave\.bias"),
+        ('"leave.bias" = "."', '"leave.bias" = 3', "expected a text such as"),
+        ('"leave.bias" = "."', '"leave.(bias" = "."', "missing \\)"),
+        ('"leave.bias" = "."', '"leave.bias" = "."\n"left" = "."', "no tensor matches `left`"),
+        ('". units"', '"units ."', r"group units has 6 members elsewhere, found 5"),
+        ('"~left.{i}"', '"~left.{j}"', r"'j' in '~left\.\{j\}' is not a number of the name"),
+        ('b:right.{i} units"', 'b:~left.{i} units"', r"no axes that fit `layers\.0\.up\.weight"),
+        ('["heads", 2]', '["heads", 3]', r"heads: right\.1: expected .* of 4 units"),
+        ('"right.1"', '"wrong"', "heads: wrong: expected"),
+        ("[heads]", "[heads", r"own\.toml: "),
+    ],
+)
+def test_a_damaged_file_of_rules_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in RULES
+    (tmp_path / "own.toml").write_text(RULES.replace(old, new, 1))
+    with pytest.raises(SpecError, match=message) as raised:
+        read_permutations(tmp_path / "own.toml", RULED)
+    assert "\n" not in str(raised.value)
+    assert str(tmp_path / "own.toml") in str(raised.value)
+
+
+def test_the_command_takes_a_file_of_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, own, json_file = (tmp_path / name for name in ("net.safetensors", "own.toml", "a.json"))
+    generator = torch.Generator().manual_seed(0)
+    save_file({t.name: torch.randn(t.shape, generator=generator) for t in RULED.tensors}, network)
+    own.write_text(RULES)
+    source = ["covariance", network, "-o", tmp_path / "a.png", "--json", json_file]
+    for options, code in (
+        (["--exchangeable"], 3),  # the names are not known
+        (["--permutations", own], 2),
+        (["--exchangeable", "--permutations", tmp_path / "none.toml"], 3),
+        (["--exchangeable", "--permutations", own], 0),
+    ):
+        assert run(*source, *options, capsys=capsys)[0] == code
+        assert json_file.exists() == (code == 0)
+    assert ["units"] in [kind["groups"] for kind in json.loads(json_file.read_text())["types"]]
+    assert "permutations are not known from these names" in run("inspect", network, capsys=capsys)[1]

@@ -4,14 +4,17 @@ The other studies and the benchmark scripts run in tests/torture/studies.py, whi
 """
 
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from programs import ROOT, script
+from scipy import stats
 
 from weightscope.benchmarking import BenchResult, plan_arms
 from weightscope.population import Population
@@ -131,3 +134,95 @@ def test_effects_of_components_are_found() -> None:
     assert rows["cb",]["difference"] == pytest.approx(0.05, abs=0.01)
     assert rows["a", "cb"]["difference"] == pytest.approx(0.05, abs=0.01)
     assert {names for names, row in rows.items() if row["p_holm"] < 0.01} == {("a",), ("cb",), ("a", "cb")}
+
+
+def test_when_a_correlation_appears() -> None:
+    appearance = script("analyses/emergence/emergence.py").appearance
+
+    def curve(*values: float) -> list[dict[str, Any] | None]:
+        return [{"value": value, "sure": abs(value) > 0.1} if value else None for value in values]
+
+    moments = (0, 1, 2, 4)
+    assert appearance(curve(0, 0.01, 0.2, 0.5), moments) == {"appears": 2, "half": 4}
+    assert appearance(curve(0.3, 0.01, 0.4, 0.5), moments) == {"appears": 2, "half": 0}
+    assert appearance(curve(0, -0.2, -0.2, 0.5), moments) == {"appears": 4, "half": 4}
+    assert appearance(curve(0.5, 0.2, 0.2, 0.05), moments) == {"appears": None, "half": None}
+    assert appearance(curve(0.2, 0.2, 0.2, 0.2), moments) == {"appears": 0, "half": 0}
+
+
+# --- what the READMEs and the page of claims say ----------------------------------------------------------------------
+
+READMES = sorted(ROOT.glob("analyses/*/README.md"))
+INTERVAL = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?) \(([-+]?\d+(?:\.\d+)?) to ([-+]?\d+(?:\.\d+)?)[,)]")
+
+
+def stored_intervals(results: Any) -> Iterator[tuple[float, float, float]]:
+    """Numbers beside an interval in one object, and the paired differences of any two arms of a study."""
+    for item in results if isinstance(results, list) else ():
+        yield from stored_intervals(item)
+    if not isinstance(results, dict):
+        return
+    numbers = [value for value in results.values() if isinstance(value, float)]
+    pairs = [value for value in results.values() if isinstance(value, list) and len(value) == 2]
+    yield from ((n, *pair) for n in numbers for pair in pairs if all(isinstance(end, float) for end in pair))
+    arms: dict[Any, list[float]] = dict(results.get("accuracies", {}))
+    for run in results.get("runs", ()):
+        for metric in run:
+            if metric.startswith("accuracy"):
+                key = (run["init"], json.dumps([run.get("cell"), run.get("numbers"), run["epochs"]]), metric)
+                arms.setdefault(key, []).append(run[metric])
+    values = np.array([values for values in arms.values() if isinstance(values[0], float)])
+    for i in range(len(values)):
+        differences = values[i] - values
+        spread = stats.t.ppf(0.975, values.shape[1] - 1) * differences.std(1, ddof=1) / values.shape[1] ** 0.5
+        yield from zip(differences.mean(1), differences.mean(1) - spread, differences.mean(1) + spread, strict=True)
+    for key, value in results.items():
+        if key not in ("runs", "accuracies", "environment"):
+            yield from stored_intervals(value)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_intervals_in_readmes_are_in_the_results(readme: Path) -> None:
+    """Every "value (low to high)" of a README, up to signs and %, and hardly any with the last digit changed by 3."""
+    files = [json.loads(path.read_text()) for path in readme.parent.rglob("*.json")]
+    stored = np.array([*{row for file in files for row in stored_intervals(file)}, (np.nan,) * 3])
+    stored = np.abs(np.concatenate([stored, 100 * stored]))
+    found, changed = [], []
+    for match in INTERVAL.finditer(readme.read_text()):
+        units = np.array([10.0 ** -len(text.partition(".")[2]) for text in match.groups()])
+        said = np.abs([float(text) for text in match.groups()])
+        for where, shift in ((found, 0), (changed, 3)):
+            near = np.abs(stored - said - shift * np.array([units[0], 0, 0])) <= 0.501 * units
+            where.append(bool(near.all(1).any()) or match[0])
+    missing = [row for row in found if row is not True]
+    assert not missing, missing
+    assert sum(row is True for row in changed) <= 0.1 * len(changed)
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_commands_in_readmes_name_files_that_exist(readme: Path) -> None:
+    named = re.findall(r"\b(?:analyses|figures|populations)/[\w/]+\.(?:py|toml|png|json|md)\b", readme.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_page_of_claims_is_what_the_results_say() -> None:
+    claims = script("analyses/claims.py")
+    assert claims.table() in claims.PAGE.read_text(), "run python analyses/claims.py"
+
+
+def test_a_verdict_follows_from_the_interval_and_the_published_effect() -> None:
+    """Planted differences of 2 with deviation 1, n = 16; the power is the noncentral t's."""
+    claims = script("analyses/claims.py")
+    noise = np.random.default_rng(0).standard_normal(16)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+
+    def verdict(shift: float, **options: Any) -> str:
+        return claims.summary(claims.Claim("", "", "", "", noise + shift, **options))["verdict"]
+
+    assert [verdict(shift, published=2.0) for shift in (2, 0.6, 0.2, -2)] == ["holds", "holds", "refuted", "refuted"]
+    assert [verdict(shift, published=1.0) for shift in (0.2, -0.2)] == ["undecided", "refuted"]
+    assert [verdict(shift) for shift in (0.2, -0.2, -2)] == ["undecided", "undecided", "refuted"]
+    assert [verdict(shift, sign=0) for shift in (0.2, 0.8, 2)] == ["holds", "undecided", "refuted"]
+    t = stats.t.ppf(0.975, 15)  # the noncentrality is sqrt(16) 1 / 1
+    power = stats.nct.sf(t, 15, 4) + stats.nct.cdf(-t, 15, 4)
+    assert claims.summary(claims.Claim("", "", "", "", noise, 1.0))["power"] == pytest.approx(power, abs=1e-6)

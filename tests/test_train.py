@@ -40,6 +40,7 @@ REGULARISED = {
     "drop path": {"network__depth": 3, "network__drop_path": 0.5, "network__layer_scale": 0.5},
     "drop path, vit": {"network": NETWORKS["vit"] | {"depth": 2, "drop_path": 0.5}},
     "average": {"training__ema": 0.8},
+    "no decay": {"training__weight_decay": 1.0, "training__decay_exclude": ["*.weight"]},
 }
 
 
@@ -65,7 +66,7 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
         plain.epoch(epoch)
         found = run.evaluate()
         trained = run.nets.weights.clone()
-        parameters = run.optimiser.trained
+        parameters = run.optimiser.decayed
         assert torch.equal(trained[:, parameters], plain.nets.weights[:, parameters])
         other = plain.nets.weights.clone()
         plain.nets.weights.copy_(run.average)
@@ -116,6 +117,8 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns, message):
         with pytest.raises(RecipeError, match=message) as caught:
             network_check.check_network(plan)
         assert len(str(caught.value)) < 200
+    with pytest.raises(RecipeError, match=r"training\.decay_exclude: no tensor matches 'norn'"):
+        network_check.check_network(recipe(training__decay_exclude=["norn"]))
 
 
 @pytest.mark.slow
@@ -254,12 +257,17 @@ def test_batched_adamw_equals_torch_on_each_network(clip):
     start = torch.randn(3, 11, generator=generator, dtype=torch.float64)
     rates, decays = torch.tensor([0.1, 0.01, 0.3]).double(), torch.tensor([0.0, 0.1, 0.02]).double()
     weights, gradient = start.clone(), torch.zeros_like(start)
-    trained = torch.ones(11, dtype=torch.bool)
-    trained[4] = False
-    ours = BatchedAdamW(weights, gradient, trained, learning_rate=rates, weight_decay=decays, betas=(0.8, 0.95))
-    peers = [torch.nn.Parameter(row.clone()) for row in start]
+    decayed = torch.ones(11, dtype=torch.bool)
+    decayed[[4, 7]] = False  # frozen; trained without decay
+    ours = BatchedAdamW(weights, gradient, decayed, learning_rate=rates, weight_decay=decays, betas=(0.8, 0.95))
+    peers = [torch.nn.ParameterList([row[decayed], row[~decayed]]) for row in start]
     optimisers = [
-        torch.optim.AdamW([p], lr=lr.item(), weight_decay=wd.item(), betas=(0.8, 0.95))
+        torch.optim.AdamW(
+            [{"params": p[0]}, {"params": p[1], "weight_decay": 0}],
+            lr=lr.item(),
+            weight_decay=wd.item(),
+            betas=(0.8, 0.95),
+        )
         for p, lr, wd in zip(peers, rates, decays, strict=True)
     ]
     for step in range(20):
@@ -268,13 +276,14 @@ def test_batched_adamw_equals_torch_on_each_network(clip):
         gradient.copy_(g)
         ours.step(torch.tensor(ours.scalars(step + 1, 1.0), dtype=torch.float64), clip)
         for peer, optimiser, row in zip(peers, optimisers, g, strict=True):
-            peer.grad = row.clone()
+            peer[0].grad, peer[1].grad = row[decayed], row[~decayed]
             if clip:
-                torch.nn.utils.clip_grad_norm_([peer], clip)
+                torch.nn.utils.clip_grad_norm_(peer, clip)
             optimiser.step()
-    expected = torch.stack([p.detach() for p in peers])
-    expected[:, 4] = start[:, 4]
+    expected = torch.empty_like(start)
+    expected[:, decayed], expected[:, ~decayed] = (torch.stack([p[i].detach() for p in peers]) for i in (0, 1))
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+    assert torch.equal(weights[:, 4], start[:, 4])
 
 
 def test_plateau_is_torchs_scheduler_on_each_network_alone():

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from weightscope._util.environment import single_threaded
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.errors import UsageError
 from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
+from weightscope.statistics.index_effects import IndexEffect, described
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
@@ -27,6 +28,9 @@ class ExchangeableCovariance(Result):
     permutations: PermutationSpec  # that was averaged over
     n: int  # networks
     excluded: int  # networks left out because they diverged or are not finite
+    index_effects: tuple[
+        IndexEffect, ...
+    ]  # for each group: are its units exchangeable by distribution; () of one network
 
     @cached_property
     def _pairs(self) -> list[Pair]:
@@ -51,8 +55,10 @@ class ExchangeableCovariance(Result):
         """What crosses tensors, strongest first, in a table of at most so many rows."""
         lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
         kinds = [(found.kind, found.samples) for found in self.types]
-        cells = [(_label(kind.groups), kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
+        cells = [(kind.label, kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
         lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
+        if line := described(self.index_effects):
+            lines += [line]
         if self.n < 3:
             lines.append("fewer than 3 networks: channels are taken for independent samples, so this is exploratory")
         shown = [pair for pair in self._pairs if pair.p < 0.05][:most]
@@ -98,7 +104,8 @@ class ExchangeableCovariance(Result):
             | {"ci95": list(pair.ci95), "z": finite_or_none(pair.z), "p": pair.p}
             for pair in self._pairs
         ]
-        return {"networks": self.n, "excluded": self.excluded, "types": types, "pairs": pairs}
+        effects = [asdict(effect) for effect in self.index_effects]
+        return {"networks": self.n, "excluded": self.excluded, "types": types, "pairs": pairs, "index_effects": effects}
 
     def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
         """The correlation matrix over the copies of one type, tensors ruled off in network order.
@@ -112,7 +119,7 @@ class ExchangeableCovariance(Result):
         else:
             there = {frozenset(t.kind.groups): t for t in self.types}
             if frozenset(groups) not in there:
-                labels = "; ".join(_label(t.kind.groups) for t in self.types)
+                labels = "; ".join(t.kind.label for t in self.types)
                 raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
@@ -130,20 +137,22 @@ def exchangeable_covariance(
     source: WeightSamples,
     select: str | Sequence[str] = "*",
     *,
-    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
     Networks of one architecture have a distribution that does not change when hidden units are renumbered, so the
     raw covariance is averaged over these permutations. What remains is one small matrix for each set of permuted axes,
     estimated from N times thousands of samples (Shah and Chandrasekaran 2012). Memory and time are O(N D). Standard
-    errors come from the spread over networks; with one network they take its channels for independent samples.
+    errors come from the spread over networks; with one network they take its channels for independent samples. That
+    units are exchangeable by distribution, too, is tested (`weightscope.statistics.index_effects`).
 
     Args:
         source: a population, or an array with a spec. One network is enough: its channels are samples then.
         select: patterns of tensor names.
-        permutations: the permutation specification, or tensor name -> the group of each axis, of all tensors of the
-            source; by default that of their names. One's own is checked by function on a population's network
+        permutations: the permutation specification, tensor name -> the group of each axis, or a TOML file of rules
+            (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
+            One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
@@ -164,17 +173,13 @@ def exchangeable_covariance(
             excluded += diverged + int((~finite).sum())
             moments.update(rows if finite.all() else rows[finite])
     found = moments.covariances("networks" if moments.n > 1 else "zero")
-    return ExchangeableCovariance(found, moments.permutations, moments.n, excluded)
-
-
-def _label(groups: Sequence[str]) -> str:
-    return " x ".join(groups) or "means"
+    return ExchangeableCovariance(found, moments.permutations, moments.n, excluded, moments.index.effects())
 
 
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
     """The block that a view belongs to, and what of it is meant: `("blocks.1", "fc1.weight column means")`."""
     match = re.match(r"(.*?\d+(?:\.blocks\.\d+)?)\.(.+)", view.name)
-    block, name = (match[1], match[2]) if match and ("block" in match[1] or "layers" in match[1]) else ("", view.name)
+    block, name = (match[1], match[2]) if match and re.search(r"block|layer|\bh\.", match[1]) else ("", view.name)
     away = [i for i, axis in enumerate(view.axes) if axis is not None and axis not in groups]
     if not away:
         return block, name

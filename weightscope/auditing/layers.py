@@ -28,6 +28,7 @@ from weightscope.auditing.intervals import (
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of, each
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.mlp import MODES, correlated, first_and_last
+from weightscope.init.ssm import chosen_states
 
 # --- means in MLPs ----------------------------------------------------------------------------------------------------
 
@@ -261,6 +262,7 @@ def mimetic_ssm_checks(
     cb: bool,
     convolution: bool | None,
     layers: int | list[int] | None,
+    heads: int | list[int] | None,
 ) -> list[Check]:
     """Checks of every state-space layer.
 
@@ -273,10 +275,14 @@ def mimetic_ssm_checks(
     """
 
     def rows(part: SSMPart) -> list[Row]:
-        out = _decay(part, c) if a else []
+        some = chosen_states(part, heads)
+        out = _decay(part, c, some) if a else []
         if delta:
-            step = farthest(F.softplus(part.read("dt_bias").double()), 1.0)
-            out += [("W_Delta", float(part.read("dt_weight").abs().max()), (0.0, 0.0)), ("Delta", step, (0.99, 1.01))]
+            step = farthest(F.softplus(part.read("dt_bias")[some].double()), 1.0)
+            out += [
+                ("W_Delta", float(part.read("dt_weight")[some].abs().max()), (0.0, 0.0)),
+                ("Delta", step, (0.99, 1.01)),
+            ]
         out += _readout(part) if cb else []
         if part.version == 2 if convolution is None else convolution:
             taps = part.read("conv_weight").cpu()
@@ -288,18 +294,19 @@ def mimetic_ssm_checks(
     return each("mimetic_ssm", "ssm", chosen_layers(ssms(source, strict=None), layers), rows)
 
 
-def _decay(part: SSMPart, c: float) -> list[Row]:
+def _decay(part: SSMPart, c: float, some: list[int]) -> list[Row]:
     """The c estimated from A_log, given how A was initialised, and the range of A: from the largest start^-c to 1."""
-    a_log = part.read("A_log").cpu().double()
-    count = part.state if part.version == 1 else part.heads
-    slowest = 0.98 * (max(_A_RANGE, count) if part.version == 2 else count) ** -c
+    a_log = part.read("A_log").cpu().double()[some]
+    places = torch.arange(part.state) if part.version == 1 else torch.tensor(some)
+    count = len(places)
+    slowest = 0.98 * (max(_A_RANGE, part.heads) if part.version == 2 else count) ** -c
     mean, std = float(_LOG_A.mean()), float(_LOG_A.std())
     factor, sd = -float(a_log.mean()) / mean, c * std / (mean * math.sqrt(count))
     limits = normal(c, sd, slack=0.01 * c)
     if count > 1:
-        counted = torch.arange(1, count + 1, dtype=torch.float64).log()
+        counted = (places + 1).double().log()
         slope = -float((a_log * counted).sum() / (counted.square().sum() * (a_log.numel() / count)))
-        error = float((a_log + slope * counted).abs().max()) / (c * float(counted[-1]))
+        error = float((a_log + slope * counted).abs().max()) / (c * float(counted.max()))
         if part.version == 1 or error < 0.01:  # if large, A_log has no factor at all
             factor, sd, limits = slope if error <= 0.02 else math.nan, 0.0, (0.99 * c, 1.01 * c)
     power = {UNTOUCHED: outside(limits, -1.0, sd / c), error_in("c"): outside(limits, 1.2 * c, 1.2 * sd)}

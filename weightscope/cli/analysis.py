@@ -18,6 +18,7 @@ from weightscope.cli.options import (
     maybe_partial,
     out_option,
     partial_option,
+    permutations_option,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -112,6 +113,11 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
     help="Average over permutations of hidden units: what is correlated within and across layers of a whole network.",
 )
 @click.option(
+    "--at",
+    help="For a population with snapshots: the epoch (of sequences, the step) of training; with --exchangeable also "
+    "all, which draws the strongest entries against training.",
+)
+@click.option(
     "--means/--entries",
     default=None,
     help="For a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
@@ -147,10 +153,17 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 )
 @choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
+@permutations_option
 @partial_option
 @json_option
 def covariance(
-    sources: tuple[Any, ...], out: Path, matrix: Path | None, partial: bool, json_file: Path | None, **options: Any
+    sources: tuple[Any, ...],
+    out: Path,
+    matrix: Path | None,
+    at: str | None,
+    partial: bool,
+    json_file: Path | None,
+    **options: Any,
 ) -> None:
     """Compute and plot the joint covariance of tensors across a population, or covariances within networks.
 
@@ -164,20 +177,42 @@ def covariance(
       weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
           --computed "center(stages.0.blocks.0.conv_dw.weight)" --kind correlation
       weightscope covariance digits.pop --exchangeable -o exchangeable.png --json pairs.json
+      weightscope covariance digits.pop --exchangeable --at all -o emergence.png
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
     from weightscope.analysis.across_networks import covariance as compute
 
     found: Any
-    sources = tuple(maybe_partial(source, partial) for source in sources)
+    throughout = at == "all" and options["exchangeable"]
+    if at is not None and not at.isdigit() and not throughout:
+        raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
+    moment = None if at is None or throughout else int(at)
+    sources = tuple(maybe_partial(source, partial, moment) for source in sources)
+    own = options.pop("permutations")
+    if own is not None and (throughout or not options["exchangeable"]):
+        raise UsageError("--permutations requires --exchangeable, without --at all")
     if options.pop("exchangeable"):
-        given = ["matrix"] * (matrix is not None) + [key for key, value in options.items() if value and key != "select"]
+        given: Any = ["matrix"] * (matrix is not None) + [
+            key for key, value in options.items() if value and key != "select"
+        ]
         given += ["entries"] * (options["means"] is False)
         if given:
             named = "--" + given[0].replace("_", "-").replace("inits", "init")
-            raise UsageError(f"{named} cannot be combined with --exchangeable, which takes --select only")
-        found = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
+            raise UsageError(
+                f"{named} cannot be combined with --exchangeable, which takes --select and --permutations only"
+            )
+        if throughout:
+            from weightscope.analysis.emergence import emergence
+            from weightscope.population import Population, population_in
+
+            if len(sources) > 1:
+                raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
+            source = sources[0] if isinstance(sources[0], Population) else population_in(sources[0])
+            _show(emergence(source, options["select"] or "*"), out, json_file)
+            return
+        given = sources[0] if len(sources) == 1 else sources
+        found = compute(given, options["select"] or "auto", exchangeable=True, permutations=own)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}

@@ -87,13 +87,14 @@ data_option = click.option(
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
 
 
-def maybe_partial(source: str, partial: bool) -> Any:
-    """The source, or with `--partial` the population that it names, complete or not."""
-    if not partial:
+def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:
+    """The source; with `--partial` the population that it names, complete or not, with `--at` at a moment."""
+    if not partial and at is None:
         return source
     from weightscope.population import population_in
 
-    return population_in(source, partial=True)
+    population = population_in(source, partial=partial)
+    return population if at is None else population.at(at)
 
 
 class OutputFile(click.Path):
@@ -196,6 +197,13 @@ def figure_option(default: str) -> Callable[[Callable[..., Any]], Any]:
 def choice_option(name: str, values: str, help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """An option that takes one of some words."""
     return click.option(name, type=click.Choice(values.split()), default=default, help=help)
+
+
+permutations_option = click.option(
+    "--permutations",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A TOML file of rules for what may be permuted, where neither names nor the network's code tell.",
+)
 
 
 def write_json(path: Path | None, values: Mapping[str, Any]) -> None:

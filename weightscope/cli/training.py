@@ -17,6 +17,7 @@ from weightscope.cli.options import (
     out_option,
     overwriting,
     partial_option,
+    permutations_option,
     training_options,
     write_json,
 )
@@ -122,12 +123,13 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     "identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
-@click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--select", help="Which tensors the initialiser sets.  [default: *.mlp.fc?.weight, or all matrices]")
 @click.option(
     "--scale",
     type=Named(files=False),
     help="For networks with --structure exchangeable: default keeps each tensor's own deviation, source takes theirs.",
 )
+@click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -136,6 +138,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
 )
 @click.option("--seed", type=int, default=0, help="Seed that selects the held-out networks.")
+@permutations_option
 @click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
 @click.option("--gain-seeds", type=int, default=16, help="Networks for each gain, with --gain auto.")
 @click.option(
@@ -154,6 +157,7 @@ def fit_init(
     texts: tuple[str, ...],
     gain: str | None,
     standalone: Path | None,
+    at: int | None,
     partial: bool,
     json_file: Path | None,
     **settings: Any,
@@ -187,8 +191,8 @@ def fit_init(
     from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
-    if len(sources) > 1 and (partial or gain == "auto"):
-        option = "partial" if partial else "gain auto"
+    if len(sources) > 1 and (partial or at is not None or gain == "auto"):
+        option = "partial" if partial else "at" if at is not None else "gain auto"
         raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
     source: Any = sources[0] if len(sources) == 1 else list(sources)
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
@@ -209,13 +213,15 @@ def fit_init(
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
         select = fitting.pop("select", settings["select"])
-        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
+        choice = choose_gain(
+            maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
+        )
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
         options |= {} if number is None else {"gain": number}
-        result = run(maybe_partial(source, partial), structure, options=options or None, **given)
+        result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
         if not isinstance(result, PopulationFit) or result.scale is not None:
             raise UsageError("--standalone requires a population; apply the initialiser of networks with load_init")
@@ -267,7 +273,14 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
     "--control",
-    help="'scale': also train each initialiser's control: independent entries with its means and variances.",
+    multiple=True,
+    help="Also train each initialiser's controls: 'scale' for independent entries with its mean and variance of each "
+    "tensor, 'uncorrelated' for those of every part, without correlations; repeatable.",
+)
+@click.option(
+    "--contrast",
+    multiple=True,
+    help="What decides, tested at 5 % by itself: 'mean(INIT) - mean(INIT, FIELD=VALUE)'; repeatable.",
 )
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
@@ -300,7 +313,8 @@ def bench(
     Examples:
       weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
-      weightscope bench digits-convnext --init default --init mine:my_init --control scale
+      weightscope bench digits-convnext --init default --init mine:my_init --control scale --control uncorrelated \\
+          --contrast 'mean(my_init) - mean("my_init (uncorrelated)")'
       weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
           --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
       weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
@@ -341,3 +355,29 @@ def _write(result: Any, folder: Path) -> list[Path]:
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
     return written
+
+
+@command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("address")
+@click.option("--private", is_flag=True, help="Only the owner sees it.")
+@click.option("--update", is_flag=True, help="Add a commit to a repository that exists.")
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of a benchmark of this file, for the card.",
+)
+@click.option("--licence", help="The hub's identifier of a licence, such as apache-2.0.")
+def publish(artifact: Path, address: str, **options: Any) -> None:
+    """Upload an initialiser to the Hugging Face Hub, with a generated card.
+
+    ARTIFACT is a file of `fit-init`, ADDRESS hf://org/name. The token is that of `hf auth login` or HF_TOKEN. The card
+    says what it initialises, what it was fitted to, and with --bench what it showed.
+
+    \b
+    Example:
+      weightscope publish mlp.safetensors hf://me/digits-mlp --bench digits-bench --licence apache-2.0
+    """
+    from weightscope.benchmarking.publishing import publish as upload
+
+    click.echo(f'published {upload(artifact, address, **options)}; load_init("{address}") loads it')

@@ -46,7 +46,7 @@ GEOMETRY = ("translate_x", "translate_y", "shear_x", "shear_y", "rotate")
 def draws_needed(config: AugmentConfig) -> int:
     """P, the number of uniform numbers per image."""
     crop = 2 * (config.crop > 0) + 4 * (config.resized_crop > 0) + config.flip
-    each = 3 if config.magnitude_std > 0 else 2
+    each = 2 + (config.magnitude_std > 0) + (config.probability < 1)
     return crop + each * config.operations + 2 * (config.cutout > 0) + _ERASE_DRAWS * (config.erasing > 0)
 
 
@@ -69,7 +69,10 @@ def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
         prepared: Tables = tables(*images.shape[1:], *settings)
         for _ in range(config.operations):
             which, sign = next(numbers), next(numbers)
-            images = apply(images, which, sign, prepared, next(numbers) if config.magnitude_std > 0 else None)
+            changed = apply(images, which, sign, prepared, next(numbers) if config.magnitude_std > 0 else None)
+            if config.probability < 1:
+                changed = torch.where((next(numbers) < config.probability)[:, None, None, None], changed, images)
+            images = changed
     if config.cutout > 0:
         top, left = (whole(next(numbers), side) - config.cutout // 2 for side in images.shape[2:])
         side = torch.full_like(top, config.cutout)

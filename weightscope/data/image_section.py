@@ -65,14 +65,17 @@ def made_by(factory: Callable[[], Any], name: str) -> Arrays:
 class AugmentConfig(Section):
     """Augmentation of training images; the default does nothing. File formats describe the fields.
 
-    Timm's "m9-mstd0.5" is magnitude 0.9 and magnitude_std 0.05.
+    Timm's "rand-m9-mstd0.5" is magnitude 0.9, magnitude_std 0.05 and probability 0.5.
     """
+
+    added: ClassVar[tuple[str, ...]] = ("probability",)
 
     crop: Annotated[int, Field(ge=0)] = 0  # pixels of zero padding before a random crop of the original size
     flip: bool = False  # horizontally, with probability 1/2
     cutout: Annotated[int, Field(ge=0)] = 0  # side length in pixels of an erased square
     operations: Annotated[int, Field(ge=0, le=8)] = 0  # of RandAugment
     magnitude: Share = 0.3  # their strength
+    probability: Share = 1.0  # of each of them
     resized_crop: Share = 0.0
     magnitude_std: Share = 0.0
     sharpness: bool = False

@@ -31,6 +31,7 @@ from weightscope.statistics.exchangeable import (
     design_effect,
     invariant_parts,
 )
+from weightscope.statistics.index_effects import described
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped, nearest_correlation
 
@@ -251,10 +252,13 @@ class Exchangeable(Structure):
         """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
         amplification = Amplification(gain, denoise)
         moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
-        found = moments.permutations
-        return Accumulator(
-            moments.update, lambda: cls.of_covariances(moments.covariances(), spec, found, amplification, network)
-        )
+
+        def finish() -> "Exchangeable":
+            facts = {"exchangeability": described(moments.index.effects())}
+            found = moments.covariances()
+            return cls.of_covariances(found, spec, moments.permutations, amplification, network, facts)
+
+        return Accumulator(moments.update, finish)
 
     @classmethod
     def of_covariances(
@@ -264,10 +268,12 @@ class Exchangeable(Structure):
         permutations: PermutationSpec,
         options: Amplification,
         network: WeightSpec | None = None,
+        facts: Facts = None,
     ) -> Self:
-        """Fit to the covariance of each type, in the order of the specification."""
+        """Fit to the covariance of each type, in the order of the specification; `facts` are further diagnostics."""
         options.check([covariance.kind.label for covariance in found])
-        factors, parameters, notes, means = [], 0, {}, None
+        factors, parameters, means = [], 0, None
+        notes = dict(facts or {})
         for covariance in found:
             label = covariance.kind.label
             variances = covariance.covariance.diagonal()
@@ -329,6 +335,7 @@ class Exchangeable(Structure):
                 "correlations were enlarged on purpose: what is drawn from, and scored above, is no density of trained "
                 "networks, and its log-likelihood does not tell how well it initialises"
             )
+        lines += [line] if (line := self.diagnostics.get("exchangeability")) else []
         return [*lines, *self.diagnostics.get("resized", ())]
 
     def _arrays(self) -> dict[str, np.ndarray]:

@@ -352,7 +352,7 @@ def fit_conv_schedule(
     and S. Filters drawn from S itself have about `|S|^2 / (|S|^2 + ((tr S)^2 + |S|^2) / (n - 1))`, given as
     `attainable`, the most to expect of so few filters.
 
-    Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and by grid search (B.1).
+    Source: thesis Eq. 3.10-3.11, whose parameters were chosen by eye and refined by grid search (B.1).
 
     Example:
         >>> fit_conv_schedule(convnext).numbers.sigma0

@@ -182,7 +182,8 @@ def mimetic_attention_(
         heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
             rank is theirs; of heads that share a key all or none are chosen.
 
-    Source: thesis Eq. 3.12-3.18; attention paper, section 4 (both with the signs and roots of the text).
+    Source: thesis Eq. 3.12-3.18; attention paper, section 4. Eq. 3.15 prints no root for W_V and its indices are
+    exchanged; the signs and the roots on both sides are those of the text.
 
     Example:
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))

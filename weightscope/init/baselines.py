@@ -99,7 +99,9 @@ def trunc_normal_(
 ) -> M:
     """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
-    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing.
+    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. Timm's vision transformers
+    leave the convolution of the patch embedding at torch's default (0.167 for 2 x 2 patches of 3 channels):
+    `select="blocks.*,head.*"`.
 
     Args:
         module: changed in place: weights and biases of linear and convolutional layers.

@@ -35,9 +35,9 @@ def mimetic_mlp_(
         s = 1 / sqrt(3 n)
 
     W1 (p, n) is the weight of the first layer (fc1), with n inputs and p hidden units; W2 that of the second. s is the
-    standard deviation of torch's default entries, so that a number means the same at any width. The paper's b is
-    `b * s` and its sigma, a variance, is `(sigma * s) ** 2`; it prints neither value (Fig. 4 sweeps b at n = 256), and
-    0.3 here is its b = 0.01 or sigma = 1e-4 at n = 300.
+    standard deviation of torch's default entries: a number has the same size relative to an entry at any width, but
+    the singular value that it adds, b sqrt(p/3), grows faster than those of W1. The paper's b is `b * s`, its sigma, a
+    variance, `(sigma * s) ** 2`; it prints neither value, and 0.3 is this project's (an absolute b of 0.01 at n = 300).
 
     In the mode "rows" each layer draws one vector. After a LayerNorm with unit gain and zero bias the inputs of W1 sum
     to zero, and "scalar" changes only the gradients of the LayerNorm at the start.

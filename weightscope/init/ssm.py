@@ -27,6 +27,7 @@ def mimetic_ssm_(
     cb: bool = True,
     convolution: bool | None = None,
     layers: int | list[int] | None = None,
+    heads: int | list[int] | None = None,
     generator: Generator = None,
 ) -> M:
     """Make Mamba and Mamba-2 layers start close to linear attention between correlated tokens.
@@ -49,8 +50,9 @@ def mimetic_ssm_(
         delta: apply the second.
         cb: apply the third.
         convolution: apply the fourth; None applies it to Mamba-2 only, as published.
+        heads: of Mamba-2, the heads that get A and Delta; None for all. The others are of all heads of a group.
 
-    Source: thesis 3.3.2 and Fig. 3.26.
+    Source: thesis 3.3.2 and Fig. 3.26; 4.1 (a few layers or heads).
 
     Example:
         >>> mimetic_ssm_(mamba, c=8, layers=3)
@@ -61,11 +63,16 @@ def mimetic_ssm_(
     if convolution is not None:
         flag("convolution", convolution)
     for part in chosen_layers(ssms(module), layers):
+        some = chosen_states(part, heads)
         if a:
-            part.write("A_log", -c * part.read("A_log"))
+            rates = part.read("A_log").clone()
+            rates[some] *= -c
+            part.write("A_log", rates)
         if delta:
-            part.write("dt_weight", torch.zeros_like(part.read("dt_weight")))
-            part.write("dt_bias", torch.full_like(part.read("dt_bias"), UNIT_STEP))
+            weight, bias = part.read("dt_weight").clone(), part.read("dt_bias").clone()
+            weight[some], bias[some] = 0, UNIT_STEP
+            part.write("dt_weight", weight)
+            part.write("dt_bias", bias)
         if cb:
             part.write("C", (part.read("C") + part.read("B")) / 2)
         if part.version == 2 if convolution is None else convolution:
@@ -77,8 +84,20 @@ def mimetic_ssm_(
     return module
 
 
+def chosen_states(part: SSMPart, heads: int | list[int] | None) -> list[int]:
+    """The rows of A_log and of Delta's weights that `heads` selects: channels of Mamba, heads of Mamba-2."""
+    if heads is None:
+        return list(range(part.heads))
+    if part.version == 1:
+        raise UsageError(f"heads: `{part.name}` is a Mamba layer and has none; leave them out")
+    wanted = [heads] if isinstance(heads, int) else list(heads)
+    if not wanted or not all(type(h) is int and 0 <= h < part.heads for h in wanted):
+        raise UsageError(f"heads: expected some of 0 to {part.heads - 1}, found {heads!r} (`{part.name}`)")
+    return wanted
+
+
 @INITIALISERS.register(
-    "ssm_from_attention", source="thesis 3.3.2", needs="state-space layers; a network with attention"
+    "ssm_from_attention", source="thesis 3.3.2, 4.1", needs="state-space layers; a network with attention"
 )
 def ssm_from_attention_(
     module: M,
@@ -109,7 +128,7 @@ def ssm_from_attention_(
     Raises:
         SpecError: if the source has another width, or too few layers or heads.
 
-    Source: thesis 3.3.2, Eq. 3.38 (the correspondence); the transfer itself is this project's.
+    Source: thesis 4.1 (the transfer, without a formula) and 3.3.2, Eq. 3.38 (the correspondence).
 
     Example:
         >>> ssm_from_attention_(mimetic_ssm_(mamba, cb=False), trained_transformer, head=2)

@@ -20,6 +20,7 @@ from weightscope.plots.comparisons import (
     label_without,
     metric_along,
     metric_curves,
+    moment_curves,
     training_curves,
 )
 from weightscope.plots.covariance import covariance_map
@@ -50,6 +51,7 @@ __all__ = [
     "matrix_grid",
     "metric_along",
     "metric_curves",
+    "moment_curves",
     "paired_differences",
     "product_grid",
     "products_by_depth",

@@ -20,6 +20,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, p_value, places, signed, wrap
 
+_MOST_MOMENTS = 12  # of an axis, with a tick each
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
@@ -564,4 +565,37 @@ def training_curves(
     if longest > 1:
         ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
     ax.legend(loc="best")
+    return canvas.finish(title)
+
+
+@theme.themed()
+def moment_curves(
+    moments: Sequence[int],
+    lines: Mapping[str, Sequence[float]],
+    limits: Sequence[float],
+    ax: Axes | None = None,
+    *,
+    unit: str = "epoch",
+    title: str | None = None,
+) -> Axes:
+    """Correlations against moments of training, on a logarithmic axis with 0; dashed, +- the limits of chance.
+
+    `lines` has the values of each entry, `limits` one number for each moment; NaN is not drawn.
+    """
+    canvas, ax = theme.canvas(ax, 6.8, 3.4 + 0.2 * len(lines))
+    for order, (label, values) in enumerate(lines.items()):
+        ax.plot(moments, values, label=label, zorder=3, gid="curve", **theme.look(order, ms=4.5, ls="-"))
+    for sign in (-1, 1):
+        ax.plot(moments, sign * np.array(limits), color=theme.MUTED, ls="--", lw=1.0, zorder=2, gid="limit")
+    ax.axhline(0, color=theme.INK, lw=0.8, zorder=1)
+    ax.set_xscale("symlog", base=2, linthresh=next((m for m in moments if m), 1))
+    shown = moments if len(moments) <= _MOST_MOMENTS else moments[:: -(-len(moments) // _MOST_MOMENTS)]
+    ax.set_xticks(shown, [str(moment) for moment in shown])
+    ax.minorticks_off()
+    ax.grid(axis="y")
+    ax.set_xlabel(unit)
+    ax.set_ylabel("correlation")
+    handles = [line for line in ax.lines if line.get_gid() == "curve"]
+    chance = Line2D([], [], color=theme.MUTED, ls="--", lw=1.0, label="p = 0.05, adjusted for all pairs")
+    canvas.legend([*handles, chance])
     return canvas.finish(title)

@@ -19,9 +19,11 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
+from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.index_effects import IndexEffects
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
@@ -123,7 +125,7 @@ class TypeCovariance:
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
-        deviation = np.sqrt(self.covariance.diagonal())
+        deviation = np.sqrt(np.maximum(self.covariance.diagonal(), 0))  # rounding: that of constants may be negative
         inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
         return self.covariance * np.outer(inverse, inverse)
 
@@ -152,7 +154,15 @@ class ExchangeableMoments:
         if strangers := {view.tensor for view in permutations.views} ^ set(spec.names):
             raise DataError(f"the permutation specification and the spec differ in {listing(sorted(strangers))}")
         self.spec, self.permutations, self.n = spec, permutations, 0
+        self.index = IndexEffects(permutations)
         self._types = {kind.groups: kind for kind in permutations.types}
+        needed = 8 * 4 * sum(kind.copies**2 for kind in self._types.values())  # products, covariances, correlations
+        if needed > (free := available_memory()):
+            largest = max((view for view in permutations.views), key=lambda view: view.copies)
+            raise UsageError(
+                f"select: covariances between all fixed entries need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are "
+                f"available; leave out tensors such as `{largest.name}`, which has {largest.copies:,} fixed entries"
+            )
         self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
         self._single = {
             key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
@@ -173,6 +183,7 @@ class ExchangeableMoments:
         tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
         self._subtract_shift(views)
+        self.index.update(views)
         averages = _Averages(views)
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made

@@ -209,6 +209,10 @@ class PermutationSpec:
         """Of a group's non-trivial representation on R^n: n - 1, or n where signs flip."""
         return self.sizes[bare(label)] - (not is_signed(label))
 
+    def stays(self, group: str) -> bool:
+        """Whether each unit of a group keeps its place, so that at most its sign may change."""
+        return self.heads.get(group, (group, 1)) == (None, self.sizes[group])
+
     def restrict(self, names: Iterable[str]) -> "PermutationSpec":
         """The specification of some of the tensors."""
         names = set(names)

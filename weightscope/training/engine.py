@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from weightscope import networks
+from weightscope._util.names import matching
 from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.torch_random import seeded
@@ -150,12 +151,13 @@ class TileRun:
             np.array([swept(value, population.seed, k, position) for k in self.ids])
             for position, value in enumerate((training.learning_rate, training.weight_decay))
         )
-        trained = torch.zeros(self.nets.spec.size, dtype=torch.bool)
+        decayed, names = torch.zeros(self.nets.spec.size, dtype=torch.bool), self.nets.spec.names
+        exempt = {*left_out, *(matching(training.decay_exclude, names) if training.decay_exclude else ())}
         for tensor in self.nets.spec.tensors:
-            trained[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in left_out
+            decayed[self.nets.spec.slices[tensor.name]] = tensor.role == "parameter" and tensor.name not in exempt
         each = (torch.from_numpy(values).to(device, torch.float32) for values in (self.rates, self.decays))
         self.optimiser = BatchedAdamW(
-            self.nets.weights, self.nets.gradient, trained.to(device), *each, betas=training.betas, kernels=kernels
+            self.nets.weights, self.nets.gradient, decayed.to(device), *each, betas=training.betas, kernels=kernels
         )
         follows = training.schedule == "plateau"
         self.plateau = Plateau(self.rates, training.factor, training.patience) if follows else None

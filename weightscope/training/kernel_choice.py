@@ -238,15 +238,16 @@ def _check_compiled(nets: Networks, recipe: Recipe, batch: int, dtype: torch.dty
 
 
 def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, betas: tuple[float, float]) -> None:
-    """Compare three steps from random weights, of which every seventh is frozen."""
+    """Compare three steps from random weights, of which some are frozen and some do not decay."""
     generator = torch.Generator().manual_seed(0)
     start, *gradients = (torch.randn(*shape, generator=generator) for _ in range(1 + _STEPS))
     trained = (torch.arange(shape[1]) % 7 != 3).to(device)
+    decayed = trained & (torch.arange(shape[1]) % 5 != 1).to(device)
     results = []
     for backend, kind in ((kernels, torch.float32), ("torch", torch.float64)):
         weights, gradient = start.to(device, kind, copy=True), torch.empty(*shape, dtype=kind, device=device)
         rates, decays = (torch.tensor(values, dtype=kind, device=device) for values in (_RATES, _DECAYS))
-        optimiser = BatchedAdamW(weights, gradient, trained, rates, decays, betas=betas, kernels=backend)
+        optimiser = BatchedAdamW(weights, gradient, decayed, rates, decays, betas=betas, kernels=backend)
         update = by_kernels(optimiser.step, backend)
         for step in range(_STEPS):
             gradient.copy_(gradients[step].to(device) * trained)

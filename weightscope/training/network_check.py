@@ -32,16 +32,19 @@ _DRAWS = f"the forward code draws random numbers outside of the layers; {USE_LOO
 def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
     """Check that a recipe's own network can be trained by the recipe's engine.
 
-    Of any other network, only what `training.frozen` leaves to be trained is checked.
+    Of any other network, only the names in `training.frozen` and `training.decay_exclude` are checked.
     """
     if not isinstance(recipe.network, OwnNetworkConfig):
-        if recipe.training.frozen:
+        if recipe.training.frozen or recipe.training.decay_exclude:
             with torch.device("meta"):
-                frozen(networks.build_for(recipe), recipe.training.frozen)
+                network = networks.build_for(recipe)
+            frozen(network, recipe.training.frozen)
+            _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
         return
     with seeded(0):
         plain = [repeatable(lambda: networks.build_for(recipe), recipe.network.type) for _ in range(_NETWORKS)]
     _check_plain(plain[0], recipe)
+    _matching(plain[0], recipe.training.decay_exclude, "training.decay_exclude")
     if recipe.data.causal:
         _check_causal(plain[0], recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
@@ -52,10 +55,7 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
 def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors that are not trained: those that match a pattern, and parameters that need no gradient."""
     parameters = dict(network.named_parameters())
-    try:
-        names = matching(patterns, WeightSpec.of(network).names, "training.frozen") if patterns else []
-    except UsageError as error:
-        raise RecipeError(str(error)) from None
+    names = _matching(network, patterns, "training.frozen")
     names += [name for name, p in parameters.items() if not p.requires_grad and name not in names]
     if parameters and not parameters.keys() - set(names):
         given = f" by {shortened(', '.join(map(repr, patterns)))}" if patterns else ""
@@ -64,6 +64,13 @@ def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
             f"frozen{given}"
         )
     return tuple(names)
+
+
+def _matching(network: nn.Module, patterns: tuple[str, ...], setting: str) -> list[str]:
+    try:
+        return matching(patterns, WeightSpec.of(network).names, setting) if patterns else []
+    except UsageError as error:
+        raise RecipeError(str(error)) from None
 
 
 def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:

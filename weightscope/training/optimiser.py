@@ -18,7 +18,8 @@ class BatchedAdamW:
 
     Equal to `torch.optim.AdamW(model.parameters())` on each network alone: `m <- b1 m + (1 - b1) g`,
     `v <- b2 v + (1 - b2) g^2`, `w <- w - eta lambda w - eta (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)`.
-    Weights and gradient are (T, D), rates and decays (T,); what is not `trained` (D,) has gradient 0 and no decay.
+    Weights and gradient are (T, D), rates and decays (T,); weight decay is of what is `decayed` (D,),
+    and what is frozen has gradient 0.
 
     Source: Loshchilov and Hutter, Decoupled weight decay regularization, 2019, Algorithm 2.
     """
@@ -27,14 +28,14 @@ class BatchedAdamW:
         self,
         weights: Tensor,
         gradient: Tensor,
-        trained: Tensor,
+        decayed: Tensor,
         learning_rate: Tensor,
         weight_decay: Tensor,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         kernels: Kernels = "torch",
     ) -> None:
-        self.weights, self.gradient, self.trained = weights, gradient, trained
+        self.weights, self.gradient, self.decayed = weights, gradient, decayed
         self.rate, self.decay = learning_rate, weight_decay
         self.betas, self.kernels = betas, kernels
         self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
@@ -52,7 +53,7 @@ class BatchedAdamW:
             clip = (clip_norm / (row_norms(self.gradient) + 1e-6)).clamp_(max=1.0)
         if self.kernels == "c":
             moments, rates = (self.first, self.second), (self.rate, self.decay)
-            tensors = self.weights, self.gradient, moments, self.trained, rates, clip, scalars
+            tensors = self.weights, self.gradient, moments, self.decayed, rates, clip, scalars
             functions.adamw(*tensors, self.betas, _EPS)
             return
         b1, b2 = self.betas
@@ -64,7 +65,7 @@ class BatchedAdamW:
         self.second.mul_(b2).addcmul_(g, g, value=1 - b2)
         change = self.second.sqrt().mul_(root).add_(_EPS)
         torch.div(self.first, change, out=change)
-        self.weights.addcmul_(self.weights, rate * self.decay[:, None] * self.trained, value=-1)
+        self.weights.addcmul_(self.weights, rate * self.decay[:, None] * self.decayed, value=-1)
         self.weights.addcmul_(rate * mean, change, value=-1)
 
 

@@ -157,7 +157,7 @@ def adamw(
     weights: Tensor,
     gradient: Tensor,
     moments: tuple[Tensor, Tensor],
-    trained: Tensor,
+    decayed: Tensor,
     rates: tuple[Tensor, Tensor],
     clip: Tensor,
     scalars: Tensor,
@@ -165,7 +165,7 @@ def adamw(
     eps: float,
 ) -> None:
     """One step of `BatchedAdamW` in place, in C."""
-    tensors = (weights, gradient, *moments, trained.to(weights.dtype), *rates, clip, scalars)
+    tensors = (weights, gradient, *moments, decayed.to(weights.dtype), *rates, clip, scalars)
     _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
 
 

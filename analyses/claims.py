@@ -1,0 +1,194 @@
+"""What the studies say of each claim of the five texts: recomputed from their results, written into docs/claims.md.
+
+python analyses/claims.py
+"""
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "claims.md"
+MARK = "<!-- claims -->\n"
+MIMETIC, SCALE = "mimetic_attention", "mimetic_attention (scale only)"
+CLOSED = "conv_covariance (preset=cifar-patch2)"
+
+
+class Claim(NamedTuple):
+    """A claim, what was measured, and how the verdict follows from it."""
+
+    text: str
+    source: str
+    study: str
+    what: str  # the contrast
+    found: Any  # differences of the pairs (n,), or (estimate, low, high, n)
+    published: float | None = None  # the size of the effect there, in the same unit
+    sign: int = 1  # of the effect that is claimed; 0: none, within the margin
+    null: float = 0.0
+    margin: float = 1.0  # for sign 0: what counts as none
+    decide: str = ""
+
+
+@cache
+def load(file: str) -> Any:
+    return json.loads((HERE / file).read_text())
+
+
+def accuracy(study: str, init: str, metric: str = "accuracy", **where: Any) -> np.ndarray:
+    """Accuracies in % by seed (n,) of an arm, the mean over the cells and schedules that are not chosen."""
+    cells: dict[int, list[float]] = {}
+    for run in load(f"{study}/results.json")["runs"]:
+        cell = {key.rpartition(".")[2]: value for key, value in (run.get("cell") or {}).items()}
+        row = cell | (run.get("numbers") or {}) | {"epochs": run["epochs"]}
+        if run["init"] == init and all(row[key] == value for key, value in where.items()):
+            cells.setdefault(run["seed"], []).append(100 * run[metric])
+    if not cells or len(set(map(len, cells.values()))) != 1:
+        raise ValueError(f"{study}: expected the same cells of {init!r} with {where} for every seed, found {cells}")
+    return np.array([np.mean(cells[seed]) for seed in sorted(cells)])
+
+
+def less(study: str, one: str, other: str, **where: Any) -> np.ndarray:
+    """Differences of two arms by seed, in points (n,)."""
+    return accuracy(study, one, **where) - accuracy(study, other, **where)
+
+
+def start(condition: str, one: str, other: str) -> np.ndarray:
+    """The same in the study of mimetic attention's start."""
+    found = load("vit_start/results.json")[condition]["accuracies"]
+    return 100 * (np.array(found[one]) - np.array(found[other]))
+
+
+def entry(network: str, scheme: str, block: str) -> tuple[float, ...]:
+    """A row of the table of one structure: value, interval, number of networks."""
+    rows = load("one_structure/table.json")[network]
+    (row,) = (r for r in rows["rows"] if r["scheme"] == scheme and f"{r['a']} {r.get('b')}".count(block))
+    return row["value"], *row["ci95"], rows["networks"]
+
+
+def effect(switch: str) -> tuple[float, ...]:
+    """The effect of a component of the mimetic start of Mamba, in points."""
+    rows = load("copying/components/effects.json")
+    (row,) = (r for r in rows if r["switches"] == [switch] and r["metric"] == "accuracy")
+    return 100 * row["difference"], *(100 * end for end in row["difference_ci95"]), row["n"]
+
+
+def share(successes: int, n: int) -> tuple[float, ...]:
+    """A share in %, with Clopper and Pearson's interval."""
+    return 100 * successes / n, *(100 * end for end in stats.binomtest(successes, n).proportion_ci()), n
+
+
+def claims() -> list[Claim]:
+    """Every claim with its contrast."""
+    products = load("attention_products/results.json")["counts"]["ViT-S, with LayerScale"]
+    (stripe,) = (
+        row
+        for row in load("mlp_stripes/results.json")["stripes"]
+        if (row["block"], row["matrix"], row["means"]) == (0, "fc1", "column")
+    )
+    stripes, trends = load("mlp_stripes/results.json"), load("filter_covariances/results.json")["trends"]
+    (wider,) = (row for row in trends if (row["kernel"], row["statistic"]) == (5, "relative_spread"))
+    quotient = stripes["contrasts"][0]
+    networks = stripes["networks"] - stripes["diverged"]
+    bs = [less("mlp_inits", f"mimetic_mlp (b={b})", "default", epochs=10, learned_sum=None) for b in (-0.6, 0.6)]
+    interaction = start("digits", "mimetic", "default") - start("learned positions", "mimetic", "default")
+    size, paper = "the papers' size and schedule", "the paper's size"
+    last = "stages.0.blocks.0.mlp.fc2.weight stages.0.blocks.3.mlp.fc2.weight"
+    return [
+        Claim("Mimetic attention trains small ViTs to higher accuracy", "attention paper, Table 1", "attention_inits", "mimetic - default, mean of six settings", less("attention_inits", MIMETIC, "default"), 3.15, decide=f"{size}"),
+        Claim("the same", "attention paper, Table 1", "vit_start", "digits, 4 epochs", start("digits", "mimetic", "default"), 3.15),
+        Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15, decide="photographs"),
+        Claim("More than the scale of its weights (not claimed, implied)", "attention paper", "attention_inits", "mimetic - scale, mean of six settings", less("attention_inits", MIMETIC, SCALE), decide="ViT-96/6 on 5,000 images at 32 pixels"),
+        Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
+        Claim("Queries and keys are needed as well", "attention paper, Table 2", "vit_start", "mimetic - vo", start("digits", "mimetic", "vo"), 4.15),
+        Claim("Values and outputs are needed as well", "attention paper, Table 2", "vit_start", "mimetic - qk", start("digits", "mimetic", "qk"), 2.21),
+        Claim("Mimetic attention gains more with sinusoidal positions", "attention paper, Table 2", "vit_start", "gain with sinusoidal - gain with learned positions", interaction, 2.03),
+        Claim("Pretrained ViTs have positive diagonals of W_Q W_K^T", "thesis Fig. 3.17", "attention_products", "share of heads, %", share(products["qk_heads"]["positive"], products["qk_heads"]["n"]), null=50, decide="more models"),
+        Claim("and negative ones of W_V W_O", "thesis Fig. 3.17", "attention_products", "share of layers, LayerScale counted, %", share(products["vo_layers"]["negative"], products["vo_layers"]["n"]), null=50, decide="more models"),
+        Claim("Impulse attention is better than a random start", "impulse paper, Table 2", "impulse_inits", "3x3 - default, 10 epochs", less("impulse_inits", "impulse_attention", "default", epochs=10), 5.26, decide="9 heads or more; the targets' weight on images"),
+        Claim("Impulse attention is better than mimetic attention", "impulse paper, Table 2", "impulse_inits", "impulse - mimetic, 10 epochs", less("impulse_inits", "impulse_attention", MIMETIC, epochs=10), 0.46, decide="hundreds of seeds"),
+        Claim("Closed-form filters help where they are trained", "thesis Table B.9", "filter_inits", "mean of 3x3, 7x7, 15x15 and two schedules", less("filter_inits", CLOSED, "default"), 1.6, decide="feature maps larger than the filters"),
+        Claim("and more where they are frozen", "thesis Table B.9", "filter_inits", "the same, frozen", less("filter_inits", f"{CLOSED} (frozen)", "default (frozen)"), 4.0, decide="feature maps larger than the filters"),
+        Claim("Covariances of a small network start a larger one", "thesis Fig. 3.4", "transfer_inits", "frozen, 3 epochs", less("transfer_inits", "filters (frozen)", "default (frozen)"), decide="a trained source, 16 seeds"),
+        Claim("Filters' covariances become more diffuse with depth", "thesis Fig. 3.1", "filter_covariances", "rank correlation of spread and depth, 5x5", (wider["rank_correlation"], *fisher(wider["rank_correlation"], len(wider["layers"])), len(wider["layers"])), decide="more networks"),
+        Claim("Frozen random filters do as well as trained ones", "impulse paper, section 5.6", "filter_inits", "3x3 default, frozen - trained, 10 epochs", less("filter_inits", "default (frozen)", "default", kernel_size=3, epochs=10), -1.04, 0, decide=paper),
+        Claim("Frozen box filters are worse than random ones", "impulse paper, Table 5", "frozen_filter_inits", "box - random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters", width=32, epochs=10), -9.02, -1, decide="random filters of one sign: `frozen_filter_inits`"),
+        Claim("MLPs with a mean start better after short training", "MLP paper, Fig. 4", "mlp_inits", "mean of b = -0.6 and 0.6, 10 epochs", np.mean(bs, 0), decide="wider networks, b to 3"),
+        Claim("fc1 is striped: means of columns vary more than independent entries allow", "MLP paper, Fig. 1a", "mlp_stripes", "ratio, block 0", (stripe["ratio"], *stripe["ci95"], networks), null=1),
+        Claim("and more than fc2", "MLP paper, Fig. 1a", "mlp_stripes", "quotient of the ratios, block 0", (quotient["quotient"], *quotient["ci95"], networks), null=1),
+        Claim("W1 and W2 are anticorrelated in ViTs", "MLP paper, section 2", "one_structure", "correlation of one unit and channel, block 1", entry("vit", "fc1 and fc2, one unit and channel", "blocks.1."), sign=-1),
+        Claim("not in ConvNeXts", "MLP paper, section 2", "one_structure", "the same, block 1", entry("convnext", "fc1 and fc2, one unit and channel", "blocks.1."), sign=0, margin=0.04),
+        Claim("W2 of the last and first block are anticorrelated", "thesis Fig. 3.39", "one_structure", "correlation of row means", entry("convnext", "across layers: fc2 row means of two blocks", last), sign=-1, decide="16,000 networks on CIFAR-10"),
+        Claim("Selected weights of a larger network are a better start", "selection paper, Table 3", "selection_inits", "selection - default, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "default", alpha=0, epochs=10), 9.1, decide="a teacher that saw other labels"),
+        Claim("and better than mimetic attention", "selection paper, Table 10", "selection_inits", "selection - mimetic on sinusoidal positions, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "sinusoidal_positions+mimetic_attention", alpha=0, epochs=10), 3.7, decide="a teacher that saw other labels, 16 seeds"),
+        Claim("Distillation adds to selection", "selection paper, Table 3", "selection_inits", "with - without distillation, 10 epochs", accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=1, epochs=10) - accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=0, epochs=10), 2.5),
+        Claim("Mimetic Mambas learn to copy", "thesis Fig. 3.24", "copying/start", "width 32, 600 steps", less("copying/start", "mimetic_ssm", "default", width=32, epochs=12)),
+        Claim("and copy strings of twice the length", "thesis Fig. 3.24", "copying/start", "accuracy at 2x, width 32, against 50 %", accuracy("copying/start", "mimetic_ssm", "accuracy_2x", width=32, epochs=12), null=50, decide="strings of varying length, Mamba-2"),
+        Claim("Slow decay is what helps", "thesis Fig. 3.26", "copying/components", "A near 0", effect("a")),
+        Claim("Unit steps do not help Mamba-1", "thesis Fig. 3.26", "copying/components", "Delta = 1", effect("delta"), sign=0),
+        Claim("The identity convolution harms Mamba-1", "thesis Fig. 3.26", "copying/components", "convolution", effect("convolution"), sign=-1, decide="more seeds"),
+        Claim("One layer of attention copies perfectly", "thesis Fig. 3.25", "copying/hybrid", "accuracy, against 95 %", accuracy("copying/hybrid", "default", layers=["default", "attention"]), null=95),
+        Claim("and at twice the length", "thesis Fig. 3.25", "copying/hybrid", "accuracy at 2x, against 95 %", accuracy("copying/hybrid", "default", "accuracy_2x", layers=["default", "attention"]), null=95),
+        Claim("Mimetic Mambas learn associative recall", "thesis Fig. 3.27", "copying/recall", "600 steps", less("copying/recall", "mimetic_ssm", "default")),
+    ]  # fmt: skip
+
+
+def fisher(r: float, n: int) -> tuple[float, float]:
+    """Fisher's interval of a rank correlation, with the variance 1.06 / (n - 3)."""
+    spread = 1.96 * (1.06 / (n - 3)) ** 0.5
+    return float(np.tanh(np.arctanh(r) - spread)), float(np.tanh(np.arctanh(r) + spread))
+
+
+def summary(claim: Claim) -> dict[str, Any]:
+    """Estimate, pointwise 95 % interval, n, the power for the published effect, and the verdict."""
+    power = None
+    if isinstance(claim.found, tuple):
+        value, low, high, n = claim.found
+    else:
+        n, value, spread = len(claim.found), claim.found.mean(), claim.found.std(ddof=1) / len(claim.found) ** 0.5
+        t = stats.t.ppf(0.975, n - 1)
+        low, high = value - t * spread, value + t * spread
+        if claim.published is not None and claim.sign:
+            shift = (claim.published / spread) ** 2
+            power = float(stats.ncf.sf(t**2, 1, n - 1, shift)) if shift < 1000 else 1.0  # t^2 is F; there it overflows
+    if claim.sign:
+        least, most = sorted((claim.sign * (low - claim.null), claim.sign * (high - claim.null)))
+        half = abs(claim.published or 0) / 2
+        verdict = "holds" if least > 0 else "refuted" if most < half else "undecided"
+    else:
+        verdict = "holds" if -claim.margin < low and high < claim.margin else "undecided"
+        verdict = "refuted" if high < -claim.margin or low > claim.margin else verdict
+    return {"value": float(value), "low": float(low), "high": float(high), "n": n, "power": power, "verdict": verdict}
+
+
+def table() -> str:
+    """The table of docs/claims.md."""
+    lines = [
+        "| claim | source | here | n | effect (95 %) | published | power | verdict | what would decide it |",
+        "|" + "---|" * 9,
+    ]
+    for claim in claims():
+        row: Mapping[str, Any] = summary(claim)
+        form = f"{{:{'+' if claim.null == 0 else ''}.{3 if abs(row['value']) < 0.1 else 2}f}}"
+        cells = [
+            claim.text, claim.source, f"`{claim.study}`: {claim.what}", str(row["n"]),
+            f"{form} ({form} to {form})".format(*(row[key] for key in ("value", "low", "high"))),
+            "" if claim.published is None else f"{claim.published:+g}",
+            "" if row["power"] is None else f"{row['power']:.2f}",
+            row["verdict"], claim.decide,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    before, _, after = PAGE.read_text().split(MARK)
+    PAGE.write_text(f"{before}{MARK}{table()}{MARK}{after}")
+
+
+if __name__ == "__main__":
+    main()
