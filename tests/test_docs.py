@@ -153,7 +153,9 @@ def test_the_code_for_another_library_runs(page, block):
     there = [b for b in blocks(page) if b.section == block.section and b.package in (None, block.package)]
     names = {}
     for one in there[: there.index(block) + 1]:
+        before = set(names)
         exec(one.code, names)
+    assert set(names) > before, "the block defines something, and raises nothing"
 
 
 def _paths() -> str:

@@ -43,6 +43,7 @@ def test_originals_are_read(name: str, kinds: dict[str, mutate.Kind]) -> None:
 @FEW
 @given(edits=st.lists(EDIT, min_size=1, max_size=4), which=st.integers(0, 100))
 def test_changed_bytes(name: str, edits: list[tuple[float, int, bytes]], which: int, kinds: dict) -> None:
+    """`attempt` fails unless they are read or refused with one line, and if a hashed file is read that was changed."""
     kind = kinds[name]
     data = bytearray(kind.originals[which % len(kind.originals)])
     for where, length, new in edits:
@@ -54,6 +55,7 @@ def test_changed_bytes(name: str, edits: list[tuple[float, int, bytes]], which: 
 @FEW
 @given(data=st.data())
 def test_changed_values_of_manifests(data: st.DataObject, kinds: dict) -> None:
+    """As `test_changed_bytes`, for JSON that stays valid."""
     kind = kinds["manifest"]
     values = json.loads(kind.originals[0])
     holder, key = values, data.draw(st.sampled_from(sorted(values)))
@@ -66,6 +68,7 @@ def test_changed_values_of_manifests(data: st.DataObject, kinds: dict) -> None:
 @FEW
 @given(start=st.integers(0, 400), stop=st.integers(0, 400), text=st.text(max_size=20))
 def test_recipes_with_other_text(start: int, stop: int, text: str, kinds: dict) -> None:
+    """As `test_changed_bytes`; and what is read as a recipe equals itself after it is written."""
     kind = kinds["recipe"]
     raw = kind.originals[0].decode()
     mutate.attempt(kind, (raw[:start] + text + raw[max(start, stop) :]).encode())

@@ -38,10 +38,11 @@ class Result:
         return []
 
     def text(self) -> str:
-        """The result as text for the terminal: the summary, the table of the rows, and the notes."""
-        rows = self.rows()
-        columns = self.columns or {key: f"{{{key}}}" for key in (rows[0] if rows else ())}
-        return "\n".join([self.summary(), "", row_table(columns, rows, left=self.left), *self.notes()])
+        """The result as text for the terminal: the summary, the table of the rows if there are any, and the notes."""
+        table = []
+        if rows := self.rows():
+            table = ["", row_table(self.columns or {key: f"{{{key}}}" for key in rows[0]}, rows, left=self.left)]
+        return "\n".join([self.summary(), *table, *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
         """The result as plain JSON types."""

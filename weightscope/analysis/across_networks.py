@@ -12,7 +12,7 @@ from scipy import stats
 
 from weightscope._util import atomic, outputs
 from weightscope._util.checks import choice
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result
 from weightscope._util.sources import is_population
 from weightscope.analysis.exchangeable import ExchangeableCovariance, exchangeable_covariance
 from weightscope.errors import DataError, UsageError
@@ -51,6 +51,12 @@ class PopulationCovariance(Result):
     stripes: dict[str, StripeResult] = field(default_factory=dict)  # by tensor with two axes
     # name of an MLP of which both matrices were selected -> the mean correlation of W1[i, j] with W2[j, i]
     transposed: dict[str, TransposedCorrelation] = field(default_factory=dict)
+    columns: ClassVar = {
+        "tensor": "{tensor}",
+        "variance of": "{means} means",
+        "÷ independent (95 %)": "{ratio:.2f} ({low:.2f} to {high:.2f})",
+    }
+    left = (0, 1)
 
     @property
     def blocks(self) -> dict[str, slice]:
@@ -76,30 +82,21 @@ class PopulationCovariance(Result):
             for kind, ratio in result.ratios.items()
         ]
 
-    def text(self) -> str:
-        """Counts, and a table of stripe ratios."""
-        lines = [f"{self.n} networks, {self.spec.size} coordinates in {len(self.spec)} tensors"]
-        if self.excluded:
-            lines.append(f"{self.excluded} networks are left out: they diverged or contain non-finite numbers")
-        if constant := self.diagnostics.get("constant"):
-            lines.append(f"{constant} coordinates do not vary over the networks")
+    def notes(self) -> list[str]:
+        out = []
         if self.stripes:
-            lines += ["", "variance of group means relative to independent entries (95 % interval):"]
-            cells = [
-                (name, *(f"{x.value:.2f} ({x.ci95[0]:.2f} to {x.ci95[1]:.2f})" for x in result.ratios.values()))
-                for name, result in self.stripes.items()
-            ]
-            lines.append(text_table(("", "column means", "row means", "grand mean"), cells))
-            lines.append("column means: over outputs, one per input; row means: over inputs, one per output")
-        if self.transposed:
-            lines += ["", "mean correlation of fc1[i, j] with fc2[j, i] over networks (95 % interval):"]
-            found = [(name, x.value, *x.ci95) for name, x in self.transposed.items()]
-            cells = [(name, f"{value:+.4f} ({low:+.4f} to {high:+.4f})") for name, value, low, high in found]
-            lines.append(text_table(("", "correlation"), cells))
+            out.append("column means: over outputs, one per input; row means: over inputs, one per output")
+        for name, x in self.transposed.items():
+            ends = f"{x.value:+.4f} ({x.ci95[0]:+.4f} to {x.ci95[1]:+.4f})"
+            out.append(f"mean correlation of fc1[i, j] with fc2[j, i] of {name} over networks: {ends}")
+        if self.excluded:
+            out.append(f"{self.excluded} networks are left out: they diverged or contain non-finite numbers")
+        if constant := self.diagnostics.get("constant"):
+            out.append(f"{constant} coordinates do not vary over the networks")
         for key, what in (("transposed", "correlation of fc1 and fc2"), ("stripes", "stripe ratios")):
             problems = self.diagnostics.get(f"without_{key}", {})
-            lines += [f"no {what} of `{name}`: {why}" for name, why in problems.items()]
-        return "\n".join(lines)
+            out += [f"no {what} of `{name}`: {why}" for name, why in problems.items()]
+        return out
 
     def to_dict(self) -> dict[str, Any]:
         out = {"n": self.n, "excluded": self.excluded, "kind": self.kind, "diagnostics": self.diagnostics}
@@ -435,6 +432,7 @@ def covariance(
     *,
     network: int | None = None,
     exchangeable: bool = False,
+    permutations: Any = None,
     **options: Any,
 ) -> "PopulationCovariance | NetworkCovariances | ExchangeableCovariance":
     """Covariances over the networks of a population, or within one or several trained networks.
@@ -452,6 +450,7 @@ def covariance(
             network that has them and all tensors of another one; None for computed coordinates only.
         network: index of one network of a population's folder, whose layers are analysed.
         exchangeable: average over permutations of hidden units; `select` is then "*" by default.
+        permutations: with `exchangeable`: those of one's own, see `exchangeable_covariance`.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, `separability`, see `weightscope.analysis.within_network.covariance_within`.
@@ -473,7 +472,9 @@ def covariance(
             given = ", ".join([*options, *(["network"] if network is not None else [])])
             raise UsageError(f"exchangeable: takes `select` only, found {given}")
         samples = _one_network(source) if population is None else population
-        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select)
+        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select, permutations=permutations)
+    if permutations is not None:
+        raise UsageError("permutations: requires exchangeable")
     if population is not None and not within:
         return covariance_across(population, select, **options)
     if across := [name for name in ACROSS if name in options] + ["select"] * (select != "auto"):

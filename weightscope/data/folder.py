@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from weightscope._util.names import listing, shortened
-from weightscope.data.images import SUFFIXES, check_memory, read_images, resize
+from weightscope._util.names import listing
+from weightscope.data.images import SUFFIXES, check_memory, read_images, reading, resize
 from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, SourceConfig, first_place, places
 from weightscope.errors import DataError, UsageError
 
@@ -371,15 +371,9 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
 
 @contextmanager
 def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An open .npz file; zipfile, zlib and NumPy raise many kinds of errors for damaged ones."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            yield archive
-    except DataError:
-        raise
-    except Exception as error:
-        why = shortened(f"{type(error).__name__}: {error}", 200)
-        raise DataError(f"{path}: cannot be read as an .npz file ({why})") from error
+    """An open .npz file."""
+    with reading(path, "an .npz file", "write it again with numpy.savez"), zipfile.ZipFile(path) as archive:
+        yield archive
 
 
 def _stored(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> _Stored:

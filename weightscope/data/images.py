@@ -3,8 +3,9 @@
 import io
 import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from tqdm import tqdm
 
 from weightscope._util.environment import available_memory, usable_cores
+from weightscope._util.names import shortened
 from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
@@ -91,6 +93,18 @@ def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
     return out
 
 
+@contextmanager
+def reading(where: object, what: str, then: str = "download it again") -> Iterator[None]:
+    """Within the block, whatever a reader raises for a damaged file is a DataError."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        why = shortened(f"{type(error).__name__}: {error}", 200)
+        raise DataError(f"{where}: cannot be read as {what} ({why}); {then}") from error
+
+
 def check_memory(wanted: int, what: str, items: str) -> None:
     """Raise DataError if so many bytes are not free."""
     there = available_memory()
@@ -109,14 +123,16 @@ def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
             bar.update()
 
 
-class _Bar(tqdm):
-    _lock = threading.RLock()  # tqdm's own is a semaphore shared between processes, which would leak
+class Bar(tqdm):
+    """A progress bar whose lock is not tqdm's, a semaphore shared between processes that would leak if killed."""
+
+    _lock = threading.RLock()
 
 
 def progress(total: int, doing: str, unit: str) -> tqdm:
     """A progress bar that appears after 2 seconds if standard error is a terminal; only in the main process."""
     main = multiprocessing.parent_process() is None
-    return _Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
+    return Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
 
 
 def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:

@@ -9,7 +9,6 @@ import gzip
 import importlib.util
 import io
 import re
-import zlib
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from weightscope._util.names import listing, shortened
 from weightscope._util.restricted_pickle import load_arrays, uint8_array
 from weightscope._util.sources import read_regular
-from weightscope.data.images import check_memory, read_images
+from weightscope.data.images import check_memory, read_images, reading
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, places
 from weightscope.errors import DataError
 
@@ -220,21 +219,18 @@ def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.n
     header is compared with what is expected before anything is read, so at most `most` items are allocated.
     """
     magic, header = bytes([0, 0, _UBYTE, 1 + len(shape)]), 8 + 4 * len(shape)
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-            head = stream.read(header)
-            if head[:4] != magic:
-                found = head[:4].hex(" ") or "nothing"
-                raise DataError(f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {found}")
-            if len(head) != header:
-                raise DataError(f"{path}: expected a header of {header} bytes, found {len(head)}; download it again")
-            items, *axes = (int(n) for n in np.frombuffer(head[4:], ">u4"))
-            if tuple(axes) != shape or not count <= items <= most:
-                number = f"{most}" if count == most else f"{count} to {most}"
-                raise DataError(f"{path}: expected {number} items of shape {shape}, found {items} of {tuple(axes)}")
-            data = stream.read(items * prod(shape) + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: cannot be read ({error}); it is damaged or truncated; download it again") from error
+    with reading(path, "an IDX file"), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
+        head = stream.read(header)
+        if head[:4] != magic:
+            found = head[:4].hex(" ") or "nothing"
+            raise DataError(f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {found}")
+        if len(head) != header:
+            raise DataError(f"{path}: expected a header of {header} bytes, found {len(head)}; download it again")
+        items, *axes = (int(n) for n in np.frombuffer(head[4:], ">u4"))
+        if tuple(axes) != shape or not count <= items <= most:
+            number = f"{most}" if count == most else f"{count} to {most}"
+            raise DataError(f"{path}: expected {number} items of shape {shape}, found {items} of {tuple(axes)}")
+        data = stream.read(items * prod(shape) + 1)
     wanted, there = header + items * prod(shape), header + len(data)
     if wanted != there:
         more = there if there < wanted else "more"
@@ -295,7 +291,7 @@ def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
     from scipy.io import loadmat, whosmat
 
     image = info.size, info.size, info.channels
-    try:
+    with reading(path, "a MATLAB file"):
         shapes = {name: shape for name, shape, _ in whosmat(path)}  # by the header, before anything is read
         x, y = shapes.get("X", ()), shapes.get("y", ())
         if x[:3] != image or y != (*x[3:], 1) or not count <= y[0] <= most:
@@ -304,11 +300,6 @@ def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
                 f"{y or 'no y'}"
             )
         values = loadmat(path, variable_names=["X", "y"])
-    except DataError:
-        raise
-    except Exception as error:  # the reader raises whatever it meets in a damaged file
-        reason = f"{type(error).__name__}: {error}"
-        raise DataError(f"{path}: cannot be read as a MATLAB file ({reason}); download it again") from error
     pixels, labels = values["X"], values["y"][:count, 0]
     if pixels.dtype != np.uint8 or labels.dtype.kind not in "ui":
         raise DataError(f"{path}: expected X of uint8 and y of integers, found {pixels.dtype} and {labels.dtype}")
@@ -435,27 +426,24 @@ def _download(location: Location, part: str) -> Path:
 
 def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, count: int) -> Part:
     """The first images and labels of one file, whose header is compared with what is expected before it is read."""
-    from pyarrow import ArrowException, parquet
+    from pyarrow import parquet
 
     columns = [location.image, location.label]
-    try:
-        with parquet.ParquetFile(path) as file:
-            meta, names = file.metadata, file.schema_arrow.names
-            if meta.num_rows != rows or not {*columns} <= {*names}:
-                raise DataError(
-                    f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
-                    f"found {meta.num_rows} of {listing(names)}"
-                )
-            held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-            check_memory(held, str(path), f"{rows} compressed images")
-            images = np.empty((count, info.channels, info.size, info.size), np.uint8)
-            labels = np.empty(count, np.int64)
-            batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
-            for i, row in zip(range(count), (row for batch in batches for row in batch.to_pylist()), strict=False):
-                images[i] = _decoded(row[location.image], info, f"{path}: row {i}")
-                labels[i] = row[location.label]
-    except (ArrowException, OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error}); delete it to download it again") from error
+    with reading(path, "Parquet", "delete it to download it again"), parquet.ParquetFile(path) as file:
+        meta, names = file.metadata, file.schema_arrow.names
+        if meta.num_rows != rows or not {*columns} <= {*names}:
+            raise DataError(
+                f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
+                f"found {meta.num_rows} of {listing(names)}"
+            )
+        held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
+        check_memory(held, str(path), f"{rows} compressed images")
+        images = np.empty((count, info.channels, info.size, info.size), np.uint8)
+        labels = np.empty(count, np.int64)
+        batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
+        for i, row in zip(range(count), (row for batch in batches for row in batch.to_pylist()), strict=False):
+            images[i] = _decoded(row[location.image], info, f"{path}: row {i}")
+            labels[i] = row[location.label]
     return checked_part(images, labels, info, path)
 
 
@@ -464,11 +452,8 @@ def _decoded(cell: dict[str, Any], info: DatasetInfo, where: str) -> np.ndarray:
     from PIL import Image
 
     size = (info.size, info.size)
-    try:
-        with Image.open(io.BytesIO(cell["bytes"])) as image:
-            if image.size != size:  # by its header; a huge image is not decoded
-                raise DataError(f"{where}: expected an image of {size} pixels, found {image.size}")
-            pixels = np.asarray(image.convert("L" if info.channels == 1 else "RGB"))
-    except (OSError, TypeError, KeyError, ValueError, SyntaxError) as error:
-        raise DataError(f"{where}: expected an image, found something else ({error})") from error
+    with reading(where, "an image"), Image.open(io.BytesIO(cell["bytes"])) as image:
+        if image.size != size:  # by its header; a huge image is not decoded
+            raise DataError(f"{where}: expected an image of {size} pixels, found {image.size}")
+        pixels = np.asarray(image.convert("L" if info.channels == 1 else "RGB"))
     return pixels.reshape(*size, info.channels).transpose(2, 0, 1)

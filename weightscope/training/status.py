@@ -154,10 +154,6 @@ class Status(Result):
             for m in self.marks
         ]  # fmt: skip
 
-    def text(self) -> str:
-        """The summary, and a table of the tiles in training."""
-        return super().text() if self.marks else "\n".join([self.summary(), *self.notes()])
-
     def notes(self) -> list[str]:
         """Which of the last shards are damaged."""
         return self.damaged
