@@ -1,5 +1,6 @@
-"""A hub on the loopback interface: revision API, HEAD with ETag and X-Repo-Commit, ranges, redirects, and faults."""
+"""A hub on the loopback interface: revision API, HEAD with ETag and X-Repo-Commit, ranges, redirects, uploads."""
 
+import base64
 import hashlib
 import json
 import re
@@ -35,6 +36,8 @@ class Hub:
     moved: str = COMMIT  # the commit that answers claim
     answer: bytes | None = None  # body of the API's answers; None for a correct one
     redirect: str | None = None  # Location of every answer about a file
+    exists: bool = True  # whether the repository is there; uploads create it
+    private: bool = False  # as it was created
     requests: list[tuple] = field(default_factory=list)  # (method, path, range or None, status, authorised)
     sent: int = 0  # bytes of the bodies of files
     url: str = ""
@@ -71,6 +74,36 @@ class _Handler(BaseHTTPRequestHandler):
         return self._file(match[1], stored)
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Create the repository, say that files are no LFS files, and take a commit of them."""
+        hub, path = self.hub, unquote(self.path.partition("?")[0])
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.authorised = self.headers.get("Authorization") == f"Bearer {hub.token}"
+        if not self.authorised:
+            return self._answer(401, b"", {})
+        step = (path.removeprefix(f"/api/models/{REPOSITORY}/").removeprefix("/api/")).partition("/main")[0]
+        if hub.fail.get(step):
+            return self._answer(hub.fail[step].pop(0), b"", {})
+        if step == "validate-yaml":  # of a README.md
+            found: dict[str, object] = {"errors": [], "warnings": []}
+        elif step == "repos/create":
+            asked = json.loads(body)
+            if f"{asked.get('organization')}/{asked['name']}" != REPOSITORY:
+                return self._answer(403, b"", {})
+            if hub.exists:
+                return self._answer(409, hub.answer or json.dumps({"url": f"{hub.url}/{REPOSITORY}"}).encode(), {})
+            hub.exists, hub.private = True, bool(asked.get("private") or asked.get("visibility") == "private")
+            found = {"url": f"{hub.url}/{REPOSITORY}"}
+        elif step == "preupload":
+            names = [file["path"] for file in json.loads(body)["files"]]
+            found = {"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]}
+        else:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            found = {"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{REPOSITORY}/commit/{COMMIT}"}
+        return self._answer(200, json.dumps(found).encode(), {})
 
     def _file(self, name: str, stored: bool) -> None:
         hub, body = self.hub, self.hub.files[name]

@@ -53,8 +53,9 @@ def arm(init: str, difference: float | None, beyond: float | None = None) -> dic
         "p_holm": difference and 1e-9,
     }
     interval = beyond and [beyond - 0.01, beyond + 0.01]
-    more = {"beyond_scale": beyond, "beyond_scale_ci_holm": interval, "beyond_scale_p_holm": beyond and 0.4}
-    return row | more | {"beyond_scale_pairs": beyond and 64}
+    for key in ("beyond_scale", "correlations"):
+        row |= {key: beyond, f"{key}_ci_holm": interval, f"{key}_p_holm": beyond and 0.4, f"{key}_pairs": beyond and 64}
+    return row
 
 
 def page(path: Path, pairs: int = 20) -> Parsed:

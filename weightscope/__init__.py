@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.analysis.inspection import inspect, verify
     from weightscope.anatomy.permutation_groups import permutation_spec
     from weightscope.auditing import audit, track
-    from weightscope.benchmarking import bench
+    from weightscope.benchmarking import bench, publish
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
@@ -51,6 +51,7 @@ _HOMES = {
     "load_init": "init",
     "permutation_spec": "anatomy.permutation_groups",
     "products": "analysis.attention_products",
+    "publish": "benchmarking",
     "status": "training.status",
     "track": "auditing",
     "verify": "analysis.inspection",

@@ -20,14 +20,29 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
-from huggingface_hub import HfApi, constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import (
+    CommitOperationAdd,
+    HfApi,
+    constants,
+    get_hf_file_metadata,
+    get_token,
+    hf_hub_download,
+    hf_hub_url,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils import build_hf_headers, get_session
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    build_hf_headers,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+)
 
 from weightscope._util import atomic
 from weightscope._version import __version__
@@ -53,6 +68,12 @@ _ADVICE = {
     404: "no such model, revision or file: check the name",
     429: "too many requests: wait, or set HF_TOKEN",
 }
+_WRITE_ADVICE = {
+    401: "the token is not valid; run `hf auth login`, or set HF_TOKEN",
+    403: "the token may not write there; make one with write access, or name a repository of your own",
+    409: "it exists; name another one, or add --update to add a commit to it",
+}
+ARTIFACT_FILE = "initialiser.safetensors"  # of a repository that holds an initialiser
 
 log = logging.getLogger(__name__)
 
@@ -67,10 +88,71 @@ class _Dropped(Exception):
 
 def open_hub(address: str, key: str | None = None) -> Store:
     """The tensors of a model at the hub: `hf://org/name[@revision]`, where a revision is a branch, tag or commit."""
+    return open_folder(HubFolder(*_parsed(address)), key)
+
+
+def artifact_file(address: str) -> Path:
+    """The cached file of the initialiser at `hf://org/name[@revision]`, downloaded if it is not there."""
+    folder = HubFolder(*_parsed(address))
+    if ARTIFACT_FILE not in folder.names():
+        there = ", ".join(folder.names()[:6]) or "no files"
+        raise DataError(f"{address}: expected {ARTIFACT_FILE}, which `weightscope publish` writes, found {there}")
+    return folder.whole(ARTIFACT_FILE)
+
+
+def upload(address: str, files: Mapping[str, bytes], *, private: bool = False, update: bool = False) -> str:
+    """Create the model repository `hf://org/name` with some files, as one commit; returns the address.
+
+    With `update`, the commit may be one to a repository that exists. UsageError without a token, or if the repository
+    exists; DataError if the hub refuses or cannot be reached.
+    """
+    repository, _ = _parsed(address)
+    if "@" in address or "/" not in repository:
+        raise UsageError(f"expected hf://org/name, found {address}")
+    if constants.HF_HUB_OFFLINE:
+        raise UsageError(f"{address}: HF_HUB_OFFLINE forbids uploads; unset it")
+    if not _encrypted():
+        raise UsageError(f"{address}: HF_ENDPOINT is not https, and a token is not sent in the clear")
+    if get_token() is None:
+        raise UsageError(f"{address}: no token; run `hf auth login`, or set HF_TOKEN to one that may write")
+    api = HfApi(constants.ENDPOINT, user_agent=USER_AGENT)
+    changes = [CommitOperationAdd(name, content) for name, content in files.items()]
+    message, there = f"weightscope {__version__}", ""
+    with _without_bars():
+        try:
+            _tried(address, lambda: api.create_repo(repository, private=private, exist_ok=update), _WRITE_ADVICE)
+            there = "" if update else "; the repository is there now, so that the next try needs --update"
+            _tried(address, lambda: api.create_commit(repository, changes, commit_message=message), _WRITE_ADVICE)
+        except (ValueError, TypeError, KeyError) as error:  # hostile or broken
+            raise DataError(f"{address}: cannot read the hub's answer: {ascii(str(error))[:100]}{there}") from error
+        except DataError as error:
+            raise DataError(f"{error}{there}") from error
+    return address
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bars()
+
+
+def _parsed(address: str) -> tuple[str, str]:
+    """Repository and revision of `hf://org/name[@revision]`."""
     match = _SOURCE.fullmatch(address)
     if not match or ".." in address or "--" in address or address.endswith("/"):
         raise UsageError(f"expected hf://org/name or hf://org/name@revision, found {ascii(address)[:200]}")
-    return open_folder(HubFolder(match[1], match[2] or "main"), key)
+    return match[1], match[2] or "main"
+
+
+def _encrypted() -> bool:
+    """Whether nobody else reads what is sent: https, or this machine."""
+    address = urlsplit(constants.ENDPOINT)
+    return address.scheme == "https" or address.hostname in ("localhost", "127.0.0.1", "::1")
 
 
 class HubFolder(Folder):
@@ -81,9 +163,7 @@ class HubFolder(Folder):
         self.repository = repository
         root = Path(os.environ.get("WEIGHTSCOPE_CACHE") or Path(constants.HF_HOME, "weightscope")).expanduser()
         self.cache = root / _hash(constants.ENDPOINT.rstrip("/"))[:12] / repository.replace("/", "--")
-        address = urlsplit(constants.ENDPOINT)
-        private = address.scheme == "https" or address.hostname in ("localhost", "127.0.0.1", "::1")
-        self.token = None if private else False  # None: huggingface_hub's token; none is sent in the clear
+        self.token = None if _encrypted() else False  # None: huggingface_hub's token; none is sent in the clear
         self.fetched = 0
         self._ranged: dict[str, HubFile] = {}
         self._whole: dict[str, Path] = {}
@@ -97,8 +177,13 @@ class HubFolder(Folder):
         path = try_to_load_from_cache(self.repository, name, revision=self.commit)
         if parts and not isinstance(path, str):
             return self._ranged.setdefault(name, HubFile(self, name))
+        return LocalFile(self.whole(name), f"{self.where}: {name}")
+
+    def whole(self, name: str) -> Path:
+        """The file in huggingface_hub's cache, downloaded if it is not there."""
+        path = try_to_load_from_cache(self.repository, name, revision=self.commit)
         self._whole[name] = Path(path) if isinstance(path, str) else self.download(name)
-        return LocalFile(self._whole[name], f"{self.where}: {name}")
+        return self._whole[name]
 
     def received(self) -> int:
         return self.fetched
@@ -287,7 +372,7 @@ class HubFile:
         yield digest.digest()
 
 
-def _tried(what: str, call: Callable[[], T]) -> T:
+def _tried(what: str, call: Callable[[], T], advice: Mapping[int, str] = _ADVICE) -> T:
     """The result of a call of the hub; transient failures are tried again, others are DataErrors of one line."""
     if constants.HF_HUB_OFFLINE:
         raise _Unreachable(f"{what}: it is in no cache, and HF_HUB_OFFLINE forbids downloads")
@@ -298,8 +383,8 @@ def _tried(what: str, call: Callable[[], T]) -> T:
             status, code = error.response.status_code, error.response.headers.get("X-Error-Code", "")
             if pause is None or status not in _TRANSIENT:
                 shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else status
-                advice = _ADVICE.get(403 if code == "GatedRepo" else status, "it was refused; try again later")
-                raise DataError(f"{what}: the hub answered {shown}: {advice}") from error
+                step = advice.get(403 if code == "GatedRepo" else status, "it was refused; try again later")
+                raise DataError(f"{what}: the hub answered {shown}: {step}") from error
         except (HTTPError, ConnectionError, LocalEntryNotFoundError, _Dropped) as error:
             if pause is None:
                 text = " ".join(ascii(str(error))[1:-1].split())[:150] or type(error).__name__

@@ -47,7 +47,8 @@ def run_demo(
     """Collect a population, find what is correlated in it, draw initial weights from it, and write the report.
 
     The initialiser is benchmarked on the population's data, at twice the width, and on Fashion-MNIST if its files are
-    there; against the default, the same means and variances without structure, and hand-made initialisers. There are
+    there; against the default, its two controls (moments of each tensor, and of every part without correlations), and
+    hand-made initialisers. There are
     half as many seeds at the other width and on the other data. `options` are those of `collect`, such as `workers`.
     Returns the path of `report.html`.
     """
@@ -112,7 +113,8 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     """The comparisons by folder: `benchmark`, `benchmark-width` and, where its files are, `benchmark-fashion`."""
     recipe = recipe.replace({"training.epochs": EPOCHS})
     artifact = str(out / "fitted.safetensors")
-    arms: list[Init] = ["default", artifact, InitConfig(artifact=artifact, control="scale")]
+    arms: list[Init] = ["default", artifact]
+    arms += [InitConfig(artifact=artifact, control="scale"), InitConfig(artifact=artifact, control="uncorrelated")]
     hand_made = [InitConfig.model_validate(table) for table in HAND_MADE]
     fewer = max(2, seeds // 2)
     found = {"benchmark": bench(recipe, [*arms, *hand_made], out / "benchmark", seeds=seeds, **options)}

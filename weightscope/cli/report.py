@@ -12,7 +12,7 @@ from weightscope.benchmarking.statistics import tells
 from weightscope.plots.text import interval, p_value, places, signed
 
 PAIRS = 12  # rows of the table of correlated pairs
-FITTED, CONTROL = "fitted", "fitted (scale only)"
+FITTED, CONTROL, UNCORRELATED = "fitted", "fitted (scale only)", "fitted (uncorrelated)"
 HEADINGS = {
     "benchmark": "On the population's data",
     "benchmark-width": "At twice the width",
@@ -50,10 +50,11 @@ def write_report(
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
-        beyond = verdict(*(row[f"beyond_scale{key}"] for key in ("", "_ci_holm", "_p_holm", "_pairs")))
+        keys = ("", "_ci_holm", "_p_holm", "_pairs")
+        beyond, own = (verdict(*(row[f"{kind}{key}"] for key in keys)) for kind in ("beyond_scale", "correlations"))
         default = verdict(row["difference"], row["difference_ci_holm"], row["p_holm"], row["pairs"])
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
-        sections.append(about | {"beyond": beyond, "default": default})
+        sections.append(about | {"beyond": beyond, "correlations": own, "default": default})
     text = environment.get_template("report.html").render(
         pictures={name: _embedded(png) for name, png in pictures.items()},
         contents=contents,
@@ -64,6 +65,7 @@ def write_report(
         gain=gain,
         drawn=drawn,
         control=CONTROL,
+        uncorrelated=UNCORRELATED,
         fitted=FITTED,
     )
     atomic.write(path, text.encode())

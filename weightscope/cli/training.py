@@ -17,6 +17,7 @@ from weightscope.cli.options import (
     out_option,
     overwriting,
     partial_option,
+    permutations_option,
     training_options,
     write_json,
 )
@@ -121,7 +122,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     help="For a population: auto, NAME or MODULE:CLASS. For one network: filters, conv_schedule, identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
-@click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--select", help="Which tensors the initialiser sets.  [default: *.mlp.fc?.weight, or all matrices]")
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
@@ -131,6 +132,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
 )
 @click.option("--seed", type=int, default=0, help="Seed that selects the held-out networks.")
+@permutations_option
 @click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
 @click.option("--gain-seeds", type=int, default=16, help="Networks for each gain, with --gain auto.")
 @click.option(
@@ -258,7 +260,14 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
     "--control",
-    help="'scale': also train each initialiser's control: independent entries with its means and variances.",
+    multiple=True,
+    help="Also train each initialiser's controls: 'scale' for independent entries with its mean and variance of each "
+    "tensor, 'uncorrelated' for those of every part, without correlations; repeatable.",
+)
+@click.option(
+    "--contrast",
+    multiple=True,
+    help="What decides, tested at 5 % by itself: 'mean(INIT) - mean(INIT, FIELD=VALUE)'; repeatable.",
 )
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
@@ -291,7 +300,8 @@ def bench(
     Examples:
       weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
-      weightscope bench digits-convnext --init default --init mine:my_init --control scale
+      weightscope bench digits-convnext --init default --init mine:my_init --control scale --control uncorrelated \\
+          --contrast 'mean(my_init) - mean("my_init (uncorrelated)")'
       weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
           --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
       weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
@@ -332,3 +342,29 @@ def _write(result: Any, folder: Path) -> list[Path]:
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
     return written
+
+
+@command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.argument("address")
+@click.option("--private", is_flag=True, help="Only the owner sees it.")
+@click.option("--update", is_flag=True, help="Add a commit to a repository that exists.")
+@click.option(
+    "--bench",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of a benchmark of this file, for the card.",
+)
+@click.option("--licence", help="The hub's identifier of a licence, such as apache-2.0.")
+def publish(artifact: Path, address: str, **options: Any) -> None:
+    """Upload an initialiser to the Hugging Face Hub, with a generated card.
+
+    ARTIFACT is a file of `fit-init`, ADDRESS hf://org/name. The token is that of `hf auth login` or HF_TOKEN. The card
+    says what it initialises, what it was fitted to, and with --bench what it showed.
+
+    \b
+    Example:
+      weightscope publish mlp.safetensors hf://me/digits-mlp --bench digits-bench --licence apache-2.0
+    """
+    from weightscope.benchmarking.publishing import publish as upload
+
+    click.echo(f'published {upload(artifact, address, **options)}; load_init("{address}") loads it')

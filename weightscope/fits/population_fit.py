@@ -321,6 +321,8 @@ def _row_text(row: Mapping[str, Any]) -> str:
 def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationFit | NetworkFit:
     """Read an artifact that `PopulationFit.save` or `NetworkFit.save` wrote; everything that it states is checked.
 
+    `hf://org/name[@revision]` is one that `publish` uploaded; it is downloaded once, into huggingface_hub's cache.
+
     An artifact whose structure is not part of weightscope names it as `"package.module:Class"`, with the hash of its
     source. A file cannot make weightscope import anything: such an artifact is read only if the caller lists the
     structure in `structures` (as the class or that text), and only if its source is unchanged.
@@ -334,6 +336,10 @@ def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure
         'dense'
         >>> load_artifact("own.safetensors", structures=[MyStructure])
     """
+    if str(path).startswith("hf://"):
+        from weightscope.checkpoint.hub import artifact_file  # imports huggingface_hub
+
+        return load_artifact(artifact_file(str(path)), structures=structures)
     header, arrays = read_contents(path)
     try:
         if isinstance(header, dict) and header.get("format") == NETWORK_FORMAT:

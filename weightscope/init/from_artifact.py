@@ -161,7 +161,7 @@ class NetworkInit(FittedInit):
 def load_init(
     path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
 ) -> PopulationInit | NetworkInit:
-    """The initialiser in an artifact that `weightscope fit-init` wrote.
+    """The initialiser in an artifact that `weightscope fit-init` wrote: a file, or `hf://org/name[@revision]`.
 
     A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
     part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
@@ -170,6 +170,7 @@ def load_init(
     Example:
         >>> init = load_init("digits-mlp.safetensors")
         >>> network = init(network, generator=torch.Generator().manual_seed(0))
+        >>> init = load_init("hf://org/digits-mlp@v1")  # that `weightscope publish` uploaded
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """

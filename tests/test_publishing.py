@@ -1,0 +1,162 @@
+"""Initialisers at a hub: uploaded with their card, loaded as from a file, and everything that can go wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
+from programs import run
+from safetensors.torch import save
+
+from weightscope import Population, Recipe, bench, collect, fit, load_init, publish
+from weightscope.checkpoint import hub as hub_module
+from weightscope.errors import DataError
+from weightscope.networks import build_for
+
+ADDRESS = f"hf://{REPOSITORY}"
+TOKEN = "hf_secretsecretsecret"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact, a population that it was fitted to, and a benchmark of it with the control of scale."""
+    path = tmp_path_factory.mktemp("publishing")
+    small = {"network.width": 8, "data.train": 100, "data.test": 50, "training.epochs": 1, "population.tile": 4}
+    recipe = Recipe.load("digits-convnext").replace(small)
+    population = collect(recipe, path / "a.pop", networks=8, workers=1)
+    fit(population, "*.mlp.fc?.weight", structure="diagonal").save(path / "mlp.safetensors")
+    arms = ["default", path / "mlp.safetensors"]
+    bench(recipe, arms, path / "bench", seeds=3, seed=99, workers=1, control="scale")
+    bench(recipe, ["default", "mimetic_mlp"], path / "other", seeds=3, workers=1)
+    return path
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    isolate(monkeypatch, tmp_path / "cache")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with serving(Hub({}, token=TOKEN, exists=False)) as hub:
+        connect(monkeypatch, hub.url)
+        yield hub
+
+
+def test_what_is_published_loads_as_the_file_does(folder: Path, hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--private", "--bench", folder / "bench", "--licence", "apache-2.0")
+    code, out, err = run("publish", folder / "mlp.safetensors", ADDRESS, *options, capsys=capsys)
+    assert (code, out) == (0, f'published {ADDRESS}; load_init("{ADDRESS}") loads it\n')
+    assert hub.private
+    assert hub.files["initialiser.safetensors"] == (folder / "mlp.safetensors").read_bytes()
+    assert TOKEN not in out + err
+    recipe = Population(folder / "a.pop").recipe
+    found = []
+    for source in (folder / "mlp.safetensors", ADDRESS, f"{ADDRESS}@v1"):
+        network = recipe_network(recipe)
+        found.append(load_init(source)(network, generator=torch.Generator().manual_seed(3)).state_dict())
+    for state in found[1:]:
+        assert all(torch.equal(state[name], value) for name, value in found[0].items())
+    card = hub.files["README.md"].decode()
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    for text in (
+        "`stages.0.blocks.0.mlp.fc1.weight`",
+        "8 networks of a.pop: convnext on digits",
+        "diagonal",
+        f'load_init("{ADDRESS}")',
+        "structure beyond scale",
+        "mlp (scale only)",
+    ):
+        assert text in card, text
+    assert str(folder) not in card
+
+
+def recipe_network(recipe: Recipe) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_for(recipe)
+
+
+def test_the_code_of_the_card_runs(folder: Path, hub: Hub) -> None:
+    publish(folder / "mlp.safetensors", ADDRESS)
+    card = hub.files["README.md"].decode()
+    assert "bench --control scale" in card
+    names = {"network": recipe_network(Population(folder / "a.pop").recipe)}
+    before = {name: value.clone() for name, value in names["network"].state_dict().items()}
+    exec(re.search(r"```python\n(.*?)```", card, re.DOTALL)[1], names)
+    changed = {name for name, value in names["network"].state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".mlp.fc" in name and name.endswith("weight")}
+
+
+def test_an_existing_repository_is_updated_on_request(
+    folder: Path, hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.exists = True
+    code, _, err = run("publish", folder / "mlp.safetensors", ADDRESS, capsys=capsys)
+    assert (code, hub.files) == (3, {})
+    assert "409: it exists; name another one, or add --update" in err
+    code, _, err = run("publish", folder / "mlp.safetensors", ADDRESS, "--update", capsys=capsys)
+    assert code == 0, err
+    assert set(hub.files) == {"initialiser.safetensors", "README.md"}
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "code", "message"),
+    [
+        ("no token", (), 2, "no token; run `hf auth login`, or set HF_TOKEN"),
+        ("wrong token", (), 3, "the hub answered 401: the token is not valid"),
+        ("forbidden", (), 3, "the hub answered 403: the token may not write there"),
+        ("no commit", (), 3, "the repository is there now, so that the next try needs --update"),
+        ("no JSON", ("--update",), 3, "cannot read the hub's answer"),
+        ("no network", (), 3, "no answer from the hub"),
+        ("offline", (), 2, "HF_HUB_OFFLINE forbids uploads"),
+        ("in the clear", (), 2, "a token is not sent in the clear"),
+        ("a model", (), 3, "expected an initialiser's artifact"),
+        ("", ("--licence", "my own: x"), 2, "licence: expected an identifier"),
+        ("", ("--bench", "other"), 2, "no arm of this benchmark was initialised by this very file"),
+        ("", ("--bench", "nowhere"), 3, "No such file"),
+        ("address", (), 2, "expected hf://org/name"),
+    ],
+)
+def test_every_failure_is_one_line_and_publishes_nothing(
+    change: str,
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+    folder: Path,
+    hub: Hub,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    file, address = folder / "mlp.safetensors", f"{ADDRESS}@v1" if change == "address" else ADDRESS
+    if change == "no token":
+        monkeypatch.delenv("HF_TOKEN")
+    if change == "wrong token":
+        monkeypatch.setenv("HF_TOKEN", "hf_other")
+    if change == "forbidden":
+        address = "hf://others/model"
+    if change == "no commit":
+        hub.fail["commit"] = [403]
+    if change == "no JSON":
+        hub.exists, hub.answer = True, b"<html>"
+    if change == "no network":
+        connect(monkeypatch, "http://127.0.0.1:9")
+    if change == "offline":
+        go_offline(monkeypatch)
+    if change == "in the clear":
+        connect(monkeypatch, "http://example.com")
+    if change == "a model":
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(save({"w": torch.zeros(2)}))
+    found, out, err = run("publish", file, address, *arguments, capsys=capsys)
+    assert (found, hub.files) == (code, {}), err
+    assert message in err
+    assert len(err.splitlines()) == 1
+    assert TOKEN not in out + err
+
+
+@pytest.mark.parametrize("files", [{}, {"model.safetensors": b"x"}, {"initialiser.safetensors": b"x" * 40}])
+def test_a_repository_without_an_initialiser_is_refused(files: dict[str, bytes], hub: Hub) -> None:
+    hub.exists, hub.files = True, files
+    with pytest.raises(DataError, match=r"expected initialiser\.safetensors|expected an initialiser's artifact"):
+        load_init(ADDRESS)
+    assert hub_module.ARTIFACT_FILE in files or hub.sent == 0
