@@ -41,6 +41,7 @@ NOT_RUN = {
     "initialisers.md": 1,
     "tutorial.md": 1,
     "own-initialiser.md": 1,
+    "own-networks-as-a-population.md": 2,
     "clusters.md": 3,
     "whole-network.md": 1,
 }
