@@ -353,7 +353,7 @@ def test_a_specification_of_ones_own_is_checked_by_function() -> None:
     )
     with torch.random.fork_rng():
         module = build_for(recipe)
-    source = SimpleNamespace(spec=WeightSpec.of(module), recipe=recipe)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, torch.randn(4, 1, 8, 8)))
     right = own_axes(module)
     assert permutations_of(source, right).views == permutation_spec(module).views
     assert permutations_of(source).views == permutation_spec(module).views
@@ -403,7 +403,8 @@ def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_i
             "training": {"epochs": 1},
         }
     )
-    source = SimpleNamespace(spec=WeightSpec.of(build_for(recipe)), recipe=recipe)
+    module, inputs = build_for(recipe), recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, inputs))
     with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):
         permutations_of(SimpleNamespace(spec=source.spec))
     derived = permutations_of(source)

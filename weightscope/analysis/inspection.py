@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tomli_w
 
-from weightscope._util.names import unverified
+from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import is_population, population_member
 from weightscope.data.metrics import metric_named
@@ -96,14 +96,15 @@ class PopulationContents(Result):
     diverged: int  # trained networks that diverged
     dimension: int  # D, the length of one network's weight vector
     tile: int | None  # T
-    root_seed: int  # of the population
+    root_seed: int | None  # of the population; None of imported networks, which have no seeds
     first_seeds: tuple[int, ...]  # the torch seeds of the first few networks' initial weights
     tensors: tuple[TensorRow, ...]  # the spec
     quantiles: dict[str, dict[str, float]]  # metric -> {"0.05": value, ...} over the networks that did not diverge
     made_on: dict[str, int]  # "torch VERSION on DEVICE" -> number of shards
     bytes_on_disk: int  # of all its files
     environment: dict[str, Any]  # versions and machine with which it was begun
-    recipe: dict[str, Any]  # as nested dictionaries
+    recipe: dict[str, Any]  # as nested dictionaries; empty without one
+    imported: dict[str, Any] | None  # where imported networks are from, and how they were read
     sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
     hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
 
@@ -121,13 +122,22 @@ class PopulationContents(Result):
         """Everything as text for a terminal, sections separated by blank lines."""
         columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
         seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
-        origin = [f"root seed {self.root_seed}{seeds}"]
+        origin = [f"root seed {self.root_seed}{seeds}"] if self.imported is None else [self._origin(self.imported)]
         origin += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
         for key, value in self.environment.items():
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             origin.append(f"{key}: {text}")
         table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
-        return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe))
+        return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe)).rstrip()
+
+    def _origin(self, imported: dict[str, Any]) -> str:
+        kept = "read by reference" if imported["by_reference"] else "imported"
+        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(
+            imported["network"]
+        )
+        return "; ".join(
+            [f"{kept} from {joined((each[0] for each in imported['sources']), most=4) or 'memory'}", *options]
+        )
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""
@@ -154,7 +164,9 @@ class PopulationContents(Result):
         counts = (
             f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged"
         )
-        again = ["run `weightscope collect` again to train the missing ones"] * bool(missing)
+        again = [f"run `weightscope {'import' if self.imported else 'collect'}` again for the missing ones"] * bool(
+            missing
+        )
         return "\n".join([f"{self.summary()}, {size}", counts, *again])
 
     def _metrics(self, most: int | None = None) -> str:
@@ -174,25 +186,26 @@ class PopulationContents(Result):
 def population_contents(path: Path) -> PopulationContents:
     """The contents of a population, complete or not."""
     population = Population(path, partial=True)
-    spec = population.spec
+    manifest, spec, recipe = population.manifest, population.spec, getattr(population, "recipe", None)
     return PopulationContents(
         path=str(path),
-        networks=population.recipe.population.networks,
+        networks=manifest.networks,
         done=len(population),
         missing_tiles=population.missing,
         diverged=int(population.diverged.sum()),
         dimension=spec.size,
-        tile=population.recipe.population.tile,
-        root_seed=population.recipe.population.seed,
-        first_seeds=tuple(int(seed) for seed in population.seeds[:4]),
+        tile=manifest.tile,
+        root_seed=None if recipe is None else recipe.population.seed,
+        first_seeds=() if recipe is None else tuple(int(seed) for seed in population.seeds[:4]),
         tensors=_tensors(spec),
         quantiles=_quantiles(population.metrics),
         made_on=population.provenance(),
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
         environment=population.environment,
-        recipe=population.recipe.to_dict(),
-        sources=population.manifest.sources,
-        hashes=population.manifest.inputs,
+        recipe={} if recipe is None else recipe.to_dict(),
+        imported=manifest.imported.to_dict() if manifest.imported else None,
+        sources=manifest.sources,
+        hashes=manifest.inputs,
     )
 
 
@@ -260,7 +273,7 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
     kept = ~metrics["diverged"]
     found = {}
     for name, values in sorted(metrics.items()):
-        if values.ndim == 1 and name not in ("diverged", "init"):
+        if values.ndim == 1 and name not in ("diverged", "duplicate", "init"):
             finite = values[kept & np.isfinite(values)]
             if len(finite):
                 numbers = np.quantile(finite.astype(np.float64), _QUANTILES)
@@ -331,8 +344,8 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     """
     if is_population(source):
         return _population(Path(str(source)))
-    if hasattr(source, "recipe"):
-        return _population(source.path)  # type: ignore[union-attr]
+    if isinstance(source, Population):
+        return _population(source.path)
     from weightscope.checkpoint import Checkpoint
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
@@ -357,7 +370,10 @@ def _population(path: Path) -> Verification:
         if shards.hash_file(file).exists() and not file.exists():
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
-            rows.append(_row(file.name, "missing", detail="not trained yet, or removed"))
+            rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
+    rows += [
+        _row(name, "damaged" if error else "verified", "sha256", error) for name, error in population.check_sources()
+    ]
     return Verification(str(path), tuple(rows))
 
 

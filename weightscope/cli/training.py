@@ -121,7 +121,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     help="For a population: auto, NAME or MODULE:CLASS. For one network: filters, conv_schedule, identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
-@click.option("--select", default="*.mlp.fc?.weight", help="Which tensors the initialiser sets.")
+@click.option("--select", help="Which tensors the initialiser sets.  [default: *.mlp.fc?.weight, or all matrices]")
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(

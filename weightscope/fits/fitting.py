@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,7 +25,7 @@ from weightscope.fits.structure import STRUCTURES, Structure, structure_class
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.statistics.samples import WeightSamples, usable_chunks
+from weightscope.statistics.samples import WeightSamples, literal, usable_chunks
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -34,11 +36,13 @@ Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of 
 HELD = 1 << 28  # bytes of selected weights that are kept in memory, so that a source is read once
 _BLOCK = 256  # rows; fixed, so that results do not depend on the chunks of the source
 _CHOSEN = "chosen in each group"
+_MLP = "*.mlp.fc?.weight"
+_log = logging.getLogger(__name__)
 
 
 def fit(
     source: WeightSamples,
-    select: str | Sequence[str] = "*.mlp.fc?.weight",
+    select: str | Sequence[str] | None = None,
     *,
     structure: str | type[Structure] | Sequence[str | type[Structure]] = "auto",
     joint: Joint = "block",
@@ -61,7 +65,8 @@ def fit(
 
     Args:
         source: a `Population` or a `WeightArray`.
-        select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set.
+        select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set; by default the matrices
+            of MLPs (`*.mlp.fc?.weight`), or of a network without such names all tensors with two axes or more.
         structure: `"auto"` for all structures, or one or several: registered names, `"package.module:Class"`, classes.
         joint: which tensors have a joint distribution: each `"tensor"` alone, each `"block"` (tensors whose names
             agree up to the last two parts: `stages.0.blocks.0.mlp`), or `"all"`.
@@ -92,6 +97,7 @@ def fit(
         names = ", ".join(item.name for item in classes)
         raise UsageError(f"permutations: not used by {names}, only by exchangeable")
     choice("joint", joint, get_args(Joint))
+    select = _default_select(source.spec) if select is None else select
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
         raise UsageError(f"`{empty[0]}` has no entries; select tensors with entries")
@@ -131,6 +137,15 @@ def fit(
     table += _totals(table, scores)
     facts = networks.n, networks.excluded, settings, _provenance(source)
     return PopulationFit(spec, tuple(groups), tuple(table), *facts)
+
+
+def _default_select(spec: WeightSpec) -> str | list[str]:
+    """The matrices of MLPs, or all matrices and filters of a network whose tensors have other names."""
+    if any(fnmatchcase(name, _MLP) for name in spec.names):
+        return _MLP
+    matrices = [tensor.name for tensor in spec if len(tensor.shape) > 1]
+    _log.warning("no tensor is named %s: fitting all %d with two axes or more (--select)", _MLP, len(matrices))
+    return literal(matrices)
 
 
 def grouped(spec: WeightSpec, joint: Joint) -> dict[str, WeightSpec]:
