@@ -431,3 +431,18 @@ def test_what_a_manifest_says_is_on_one_line_of_an_error(tmp_path: Path) -> None
             Population(tmp_path / "a.pop")
         assert str(error.value).isprintable()
         assert len(str(error.value)) < 600
+
+
+def test_a_field_that_recipes_get_later_changes_no_population(tmp_path):
+    """`training.label_smoothing` and all of `data.augment` as if they had not been there when it was collected."""
+    fake.write_population(tmp_path / "a.pop", fake.recipe())
+    file = tmp_path / "a.pop" / "population.json"
+    values = json.loads(file.read_text())
+    assert values["recipe"]["training"].pop("label_smoothing") == 0
+    del values["recipe"]["data"]["augment"]
+    file.write_text(json.dumps(values))
+    assert Population(tmp_path / "a.pop").weights().shape == (20, fake.SPEC.size)
+    values["recipe"]["training"]["label_smoothing"] = 0.1
+    file.write_text(json.dumps(values))
+    with pytest.raises(DataError, match="was it edited"):
+        Population(tmp_path / "a.pop")
