@@ -3,6 +3,7 @@
 import hashlib
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,13 +16,15 @@ from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import is_population, population_member
 from weightscope.data.metrics import metric_named
-from weightscope.errors import DataError
+from weightscope.errors import AnatomyError, DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY, read_contents
 from weightscope.population import Population, open_network, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
-from weightscope.spec import WeightSpec
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutation_rules import permutations_by_name
+from weightscope.statistics.permutations import is_signed
 
 if TYPE_CHECKING:
     from weightscope.checkpoint import Checkpoint
@@ -59,10 +62,11 @@ def inspect(
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)
-    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
+    rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
+    groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
     label = str(source if member else checkpoint.source)
-    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint))
+    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint), groups)
 
 
 class TensorRow(NamedTuple):
@@ -83,6 +87,31 @@ def _tensors(spec: WeightSpec) -> tuple[TensorRow, ...]:
 def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """The records with their shapes as text."""
     return [row | {"shape": "x".join(map(str, row["shape"])) or "scalar"} for row in tensors]
+
+
+def _groups(spec: WeightSpec) -> dict[str, dict[str, Any]]:
+    """Group of units that may be permuted -> its size, whether signs flip, its tensors; empty for unknown names."""
+    try:
+        found = permutations_by_name(spec)
+    except AnatomyError:
+        return {}
+    signed = {label[1:] for view in found.views for label in view.labels if is_signed(label)}
+    out: dict[str, dict[str, Any]] = {
+        g: {"size": n, "signed": g in signed, "tensors": []} for g, n in found.sizes.items()
+    }
+    for view in found.views:
+        for label in sorted(view.labels):
+            out[label.removeprefix("~")]["tensors"].append(view.name)
+    return out
+
+
+def _permuted(groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line: `permuted together: 32 channels; 3 x 128 hidden; with signs 3 x 32 qk`."""
+    if not groups:
+        return "permutations are not known from these names: derived from code, or given by --permutations FILE.toml"
+    kinds = Counter((g["signed"], g["size"], name.partition(".")[0]) for name, g in groups.items())
+    texts = [f"{f'{many} x ' if many > 1 else ''}{n} {'~' * signed}{kind}" for (signed, n, kind), many in kinds.items()]
+    return f"permuted together (~ with signs): {', '.join(texts)}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +136,7 @@ class PopulationContents(Result):
     imported: dict[str, Any] | None  # where imported networks are from, and how they were read
     sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
     hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
+    groups: dict[str, dict[str, Any]]  # units that may be permuted together, by name: size, whether signed, tensors
 
     def summary(self) -> str:
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
@@ -128,7 +158,8 @@ class PopulationContents(Result):
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             origin.append(f"{key}: {text}")
         table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
-        return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe)).rstrip()
+        parts = self._counts(), table, _permuted(self.groups), self._metrics(), "\n".join(origin), recipe
+        return "\n\n".join(parts).rstrip()
 
     def _origin(self, imported: dict[str, Any]) -> str:
         kept = "read by reference" if imported["by_reference"] else "imported"
@@ -206,6 +237,7 @@ def population_contents(path: Path) -> PopulationContents:
         imported=manifest.imported.to_dict() if manifest.imported else None,
         sources=manifest.sources,
         hashes=manifest.inputs,
+        groups=_groups(spec),
     )
 
 
@@ -245,6 +277,7 @@ class CheckpointContents(Result):
     unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
     unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `PopulationContents`
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
@@ -262,6 +295,7 @@ class CheckpointContents(Result):
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
         lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
+        lines.append(_permuted(self.groups))
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())

@@ -17,6 +17,7 @@ from weightscope.cli.options import (
     out_option,
     overwriting,
     partial_option,
+    permutations_option,
     training_options,
     write_json,
 )
@@ -131,6 +132,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     help="Share of networks held out to choose the structure, or a number of folds, 2 or more.",
 )
 @click.option("--seed", type=int, default=0, help="Seed that selects the held-out networks.")
+@permutations_option
 @click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
 @click.option("--gain-seeds", type=int, default=16, help="Networks for each gain, with --gain auto.")
 @click.option(

@@ -49,7 +49,7 @@ def fit(
     holdout: float = 0.2,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
 ) -> PopulationFit:
     """Fit structures to selected tensors and choose one for each group by held-out log-likelihood.
 
@@ -74,8 +74,8 @@ def fit(
         seed: selects the held-out networks.
         options: of the structure, if there is one: `{"rank": 8}`. By default its candidates are compared.
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
-            each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
-            source is a population. By default that of the tensors' names.
+            each axis (`PermutationSpec.from_axes`), or a TOML file of rules, of all tensors of the source. It is
+            checked by function if the source is a population. By default that of the tensors' names.
 
     Raises:
         UsageError: if an argument is invalid or a pattern matches nothing.
@@ -408,7 +408,7 @@ def fit_init(
         options: the structure's.
         trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
             (docs/what-runs-when.md).
-        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
+        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`, `permutations`.
 
     Raises:
         UsageError: if the structure is for the other kind of source, or `settings` are given for one network.

@@ -107,15 +107,12 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of what a network's bits depend on: recipe without N, or how it was imported; spec, inputs.
-
-        Of the recipe what differs from the defaults, so that a field that is added later changes no fingerprint.
-        """
+        """16 hex digits of what a network's bits depend on: recipe without N, or how it was imported; spec, inputs."""
         if isinstance(self.made, Import):
             values = replace(self.made, sources=()).to_dict()
         else:
-            values = self.made.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-            values.get("population", {}).pop("networks", None)
+            values = self.made.to_dict()
+            del values["population"]["networks"]
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
