@@ -16,10 +16,9 @@ from scipy.stats import ttest_rel
 
 from weightscope import plots, training
 from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
-from weightscope.benchmarking import plan as plans
+from weightscope.benchmarking import run as plans
 from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
-from weightscope.benchmarking.plan import _makespan
-from weightscope.benchmarking.run import Design
+from weightscope.benchmarking.run import Design, _makespan
 from weightscope.cli import cli
 from weightscope.errors import RecipeError, Resumable, UsageError
 from weightscope.fits import PopulationFit

@@ -19,7 +19,7 @@ from scipy import stats
 from weightscope import plots
 from weightscope.benchmarking import BenchResult, bench, mean_curves, summarise
 from weightscope.benchmarking.gain import curve_of
-from weightscope.benchmarking.pictures import finding, scale_finding
+from weightscope.benchmarking.pictures import control_finding, finding
 from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import mean_interval, paired
 from weightscope.cli import cli
@@ -219,9 +219,11 @@ def test_an_arm_that_lost_networks_is_not_the_best_of_its_column(unstable: Bench
 
 @pytest.mark.slow
 def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) -> None:
-    amount = f"{-unstable.arms[1]['difference']:.3f}"
-    said = f"unstable is {amount} bits per token better than default; 5 of 8 diverged"
+    """Three networks are better than default; the five that diverged have the worst ranks."""
+    said = "more is 0.050 bits per token worse than default"
+    assert unstable.arms[1]["difference_ci_holm"][1] < 0, "of those three"
     assert finding(unstable.arms, BITS) == said
+    assert "a network without a finite value has the worst rank (Wilcoxon)" in unstable.text()
     pictures = {name: words(draw(None)) for name, draw in unstable.figures().items()}
     assert list(pictures) == ["convergence", "differences", "curves"]
     assert all(said in text for text in pictures.values())
@@ -239,14 +241,14 @@ def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) 
 
 def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) -> None:
     assert str(finding(lost_reference.arms, BITS)).endswith("; 6 of 8 of default diverged")
-    assert str(scale_finding(lost_reference.arms, BITS)) == "Better than its scale alone: a", "of which none diverged"
+    assert str(control_finding(lost_reference.arms, BITS)) == "Better than its scale alone: a", "of which none diverged"
     scale = words(lost_reference.figures()["scale"](None))
     assert "2 to 8 seeds; lower is better; 6 of 8 of default diverged" in scale
     convergence = words(lost_reference.figures()["convergence"](None))
     assert "difference from default, 2 seeds of both; 6 of 8 of default diverged" in convergence
     assert "paired difference from the first row on 2 seeds of both;" in lost_reference.table()
     runs = lost_reference.runs[:SEEDS] + diverged(lost_reference.runs[SEEDS : 2 * SEEDS], 7) + lost_reference.runs[-8:]
-    assert str(scale_finding(summarise(runs, BITS), BITS)).endswith("alone: a; 1 of 8 of a diverged")
+    assert str(control_finding(summarise(runs, BITS), BITS)).endswith("scale alone; 1 of 8 of a diverged")
 
 
 def test_maps_say_the_pairs_and_what_diverged() -> None:
@@ -258,7 +260,7 @@ def test_maps_say_the_pairs_and_what_diverged() -> None:
     result = result_of(runs_of("default", BASE), *arms[:3], diverged(arms[3], 0, 1))
     text = words(next(draw for name, draw in result.figures().items() if name.startswith("map-"))(None))
     assert "(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of x (alpha=1, beta=1) diverged" in text
-    assert "better than default; 2 of 8 diverged" in text
+    assert "x (alpha=1, beta=0) is 0.101 bits per token better than default" in text, "of which none diverged"
 
 
 def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
@@ -290,8 +292,8 @@ def test_scale_and_structure_follow_the_direction() -> None:
     text = finding(result.arms, BITS)
     beyond = f"{-result.arms[1]['beyond_scale']:.3f} of them beyond scale"
     assert text == f"a is {0.05 - NOISE[1].mean():.3f} bits per token better than default, {beyond}"
-    assert scale_finding(result.arms, BITS) == "Better than its scale alone: a"
-    assert scale_finding(result.arms, replace(BITS, higher_is_better=True)) == "Worse than scale alone: a"
+    assert control_finding(result.arms, BITS) == "Better than its scale alone: a"
+    assert control_finding(result.arms, replace(BITS, higher_is_better=True)) == "Worse than scale alone: a"
     ax = result.figures()["scale"](None).axes[0]
     label = ax.get_xlabel().replace("\n", " ")
     assert label == "difference of test cross entropy on the same seed (bits per token), 8 seeds; lower is better"
@@ -509,8 +511,8 @@ def test_a_benchmark_compares_the_primary_metric_of_its_task(text_task: Any, tmp
     assert result.runs[1]["curve"] == [2.1]
     assert result.arms[1]["difference"] == pytest.approx(-0.11)
     assert (result.arms[1]["n"], result.arms[1]["diverged"]) == (3, 1)
-    lost = "1 of 4 of mimetic_mlp, 1 of 4 of default diverged"
-    assert finding(result.arms, result.metric) == f"mimetic_mlp is 0.110 bits per token better than default; {lost}"
+    lost = "1 of 4 of default, 1 of 4 of mimetic_mlp diverged"
+    assert finding(result.arms, result.metric) == f"No initialiser differs significantly from default; {lost}"
     written = json.loads((tmp_path / "a" / "results.json").read_text())
     assert written["metric"] == "test_bits"
     assert written["metrics"]["test_bits"] | {"bounds": None} == BITS.to_dict() | {"bounds": None}

@@ -98,6 +98,12 @@ def test_a_checkpoint_says_which_parts_are_recognised_and_counts_its_layers(tmp_
     assert isinstance(found, CheckpointContents)
     assert found.parts["attention modules"] == found.parts["MLPs"] == 11
     assert "recognised attention modules: 11, MLPs: 11, patch embeddings: 1" in found.text()
+    line = next(line for line in found.text().splitlines() if line.startswith("permuted together (~ with signs): "))
+    assert {"8 channels", "11 x 8 ~qk", "11 x 8 ~vo"} < set(line.partition(": ")[2].split(", "))
+    group = found.to_dict()["groups"]["vo.3"]
+    assert (group["size"], group["signed"]) == (8, True)
+    names = ("proj.weight", "qkv.bias[v]", "qkv.weight[v]")
+    assert sorted(group["tensors"]) == [f"blocks.3.attn.{name}" for name in names]
     biases = [name for name, _, _ in found.tensors if name.endswith("norm1.bias")]
     assert biases == [f"blocks.{i}.norm1.bias" for i in range(11)]
     save_file({"a.weight": np.zeros((2, 3), np.float32)}, tmp_path / "a.safetensors")

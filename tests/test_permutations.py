@@ -1,13 +1,17 @@
 """Permutation specifications, proved by function: renumbering units must not change what a network computes."""
 
 import copy
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import shims
 import torch
+from programs import run
+from safetensors.torch import save_file
 from torch import nn
 
 from weightscope.analysis.exchangeable import exchangeable_covariance
@@ -25,6 +29,7 @@ from weightscope.networks.building import build_for
 from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutation_rules import read_permutations
 from weightscope.statistics.permutations import PermutationSpec, View, bare
 from weightscope.statistics.samples import WeightArray
 
@@ -353,7 +358,7 @@ def test_a_specification_of_ones_own_is_checked_by_function() -> None:
     )
     with torch.random.fork_rng():
         module = build_for(recipe)
-    source = SimpleNamespace(spec=WeightSpec.of(module), recipe=recipe)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, torch.randn(4, 1, 8, 8)))
     right = own_axes(module)
     assert permutations_of(source, right).views == permutation_spec(module).views
     assert permutations_of(source).views == permutation_spec(module).views
@@ -403,7 +408,8 @@ def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_i
             "training": {"epochs": 1},
         }
     )
-    source = SimpleNamespace(spec=WeightSpec.of(build_for(recipe)), recipe=recipe)
+    module, inputs = build_for(recipe), recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+    source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, inputs))
     with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):
         permutations_of(SimpleNamespace(spec=source.spec))
     derived = permutations_of(source)
@@ -418,3 +424,89 @@ def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_i
     assert permutations_of(source, right).sizes == {"hidden": 32}
     with pytest.raises(SpecError, match="expected renumbering to leave the network's outputs unchanged"):
         permutations_of(source, right | {"blocks.0.mlp.fc2.weight": [None, None]})
+
+
+RULES = """
+[axes]
+"enter@" = "units ."
+"layers.<i>.up@" = "a:~left.{i}+b:right.{i} units"
+"layers.<i>.left" = "~left.{i}"
+"leave.weight" = ". units"
+"leave.bias" = "."
+
+[heads]
+"right.1" = ["heads", 2]
+"""
+RULED = WeightSpec(
+    TensorSpec(name, shape)
+    for name, shape in {
+        "enter.weight": (6, 2, 1),
+        "enter.bias": (6,),
+        "layers.0.up.weight": (7, 6),
+        "layers.0.left": (3,),
+        "layers.1.up.weight": (8, 6),
+        "layers.1.up.bias": (8,),
+        "layers.1.left": (4,),
+        "leave.weight": (5, 6),
+        "leave.bias": (5,),
+    }.items()
+)
+
+
+def test_a_file_of_rules(tmp_path: Path) -> None:
+    """Parts take the length that their group has elsewhere; what is left is the others'."""
+    (tmp_path / "own.toml").write_text(RULES)
+    found = read_permutations(tmp_path / "own.toml", RULED)
+    assert found.sizes == {"units": 6, "left.0": 3, "right.0": 4, "left.1": 4, "right.1": 4}
+    assert found.heads == {"right.1": ("heads", 2)}
+    axes = {view.name: (view.offset, view.shape, view.axes) for view in found.views}
+    assert axes["enter.weight"] == ((), (6, 2, 1), ("units", None, None))
+    assert axes["layers.0.up.weight[b]"] == ((3, 0), (4, 6), ("right.0", "units"))
+    assert axes["layers.1.up.bias[a]"] == ((0,), (4,), ("~left.1",))
+    array = SimpleNamespace(spec=RULED)
+    assert permutations_of(array, tmp_path / "own.toml") == found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("[axes]", "[axis]", r"own\.toml: unknown table 'axis'"),
+        ("[axes]\n", "", r"own\.toml: .*no table \[axes\]|own\.toml: unknown table"),
+        ('"leave.bias" = "."', "", r"no axes that fit `leave\.bias \(5,\)`; add a rule for each"),
+        ('"leave.bias" = "."', '"leave.bias" = ". ."', r"no axes that fit `leave\.bias"),
+        ('"leave.bias" = "."', '"leave.bias" = 3', "expected a text such as"),
+        ('"leave.bias" = "."', '"leave.(bias" = "."', "missing \\)"),
+        ('"leave.bias" = "."', '"leave.bias" = "."\n"left" = "."', "no tensor matches `left`"),
+        ('". units"', '"units ."', r"group units has 6 members elsewhere, found 5"),
+        ('"~left.{i}"', '"~left.{j}"', r"'j' in '~left\.\{j\}' is not a number of the name"),
+        ('b:right.{i} units"', 'b:~left.{i} units"', r"no axes that fit `layers\.0\.up\.weight"),
+        ('["heads", 2]', '["heads", 3]', r"heads: right\.1: expected .* of 4 units"),
+        ('"right.1"', '"wrong"', "heads: wrong: expected"),
+        ("[heads]", "[heads", r"own\.toml: "),
+    ],
+)
+def test_a_damaged_file_of_rules_is_one_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in RULES
+    (tmp_path / "own.toml").write_text(RULES.replace(old, new, 1))
+    with pytest.raises(SpecError, match=message) as raised:
+        read_permutations(tmp_path / "own.toml", RULED)
+    assert "\n" not in str(raised.value)
+    assert str(tmp_path / "own.toml") in str(raised.value)
+
+
+def test_the_command_takes_a_file_of_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    network, own, json_file = (tmp_path / name for name in ("net.safetensors", "own.toml", "a.json"))
+    generator = torch.Generator().manual_seed(0)
+    save_file({t.name: torch.randn(t.shape, generator=generator) for t in RULED.tensors}, network)
+    own.write_text(RULES)
+    source = ["covariance", network, "-o", tmp_path / "a.png", "--json", json_file]
+    for options, code in (
+        (["--exchangeable"], 3),  # the names are not known
+        (["--permutations", own], 2),
+        (["--exchangeable", "--permutations", tmp_path / "none.toml"], 3),
+        (["--exchangeable", "--permutations", own], 0),
+    ):
+        assert run(*source, *options, capsys=capsys)[0] == code
+        assert json_file.exists() == (code == 0)
+    assert ["units"] in [kind["groups"] for kind in json.loads(json_file.read_text())["types"]]
+    assert "permutations are not known from these names" in run("inspect", network, capsys=capsys)[1]

@@ -59,7 +59,7 @@ def test_a_pipe_or_a_device_in_place_of_a_file_is_refused(folder: Path, name: st
 def test_a_manifest_that_plans_millions_of_networks_is_read_at_once(folder: Path) -> None:
     fake.write_population(folder, fake.recipe(networks=24))
     manifest = manifests.read(folder)
-    huge = replace(manifest, recipe=manifest.recipe.replace({"population.networks": 10_000_000}), sizes=(10_000_000,))
+    huge = replace(manifest, made=manifest.recipe.replace({"population.networks": 10_000_000}), sizes=(10_000_000,))
     (folder / "population.json").write_bytes(huge.to_bytes())
     began = time.process_time()
     population = Population(folder, partial=True)
@@ -297,9 +297,10 @@ def test_a_folder_that_is_no_population(tmp_path: Path) -> None:
         (lambda v: "{", "damaged, expected JSON"),
         (lambda v: [], "found another file"),
         (
-            lambda v: v | {"schema": 2},
-            "expected schema version 1, found 2; a newer version of weightscope wrote it: upgrade",
+            lambda v: v | {"schema": 3},
+            "expected schema version 1 or 2, found 3; a newer version of weightscope wrote it: upgrade",
         ),
+        (lambda v: v | {"schema": 2}, "'import' is missing"),
         (lambda v: {k: x for k, x in v.items() if k != "spec"}, "'spec' is missing"),
         (lambda v: v | {"spec": [["a", [-1], "parameter"]]}, "damaged"),
         (lambda v: v | {"recipe": v["recipe"] | {"more": 1}}, "more: unknown key"),

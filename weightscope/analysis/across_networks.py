@@ -432,6 +432,7 @@ def covariance(
     *,
     network: int | None = None,
     exchangeable: bool = False,
+    permutations: Any = None,
     **options: Any,
 ) -> "PopulationCovariance | NetworkCovariances | ExchangeableCovariance":
     """Covariances over the networks of a population, or within one or several trained networks.
@@ -449,6 +450,7 @@ def covariance(
             network that has them and all tensors of another one; None for computed coordinates only.
         network: index of one network of a population's folder, whose layers are analysed.
         exchangeable: average over permutations of hidden units; `select` is then "*" by default.
+        permutations: with `exchangeable`: those of one's own, see `exchangeable_covariance`.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, `separability`, see `weightscope.analysis.within_network.covariance_within`.
@@ -470,7 +472,9 @@ def covariance(
             given = ", ".join([*options, *(["network"] if network is not None else [])])
             raise UsageError(f"exchangeable: takes `select` only, found {given}")
         samples = _one_network(source) if population is None else population
-        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select)
+        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select, permutations=permutations)
+    if permutations is not None:
+        raise UsageError("permutations: requires exchangeable")
     if population is not None and not within:
         return covariance_across(population, select, **options)
     if across := [name for name in ACROSS if name in options] + ["select"] * (select != "auto"):

@@ -95,7 +95,7 @@ def emergence(population: Population, select: str | Sequence[str] = "*") -> Emer
     if not population.snapshots:
         raise UsageError(f"{population.path}: no snapshots; collect it with [population] snapshots = [0, 1, 2, 4]")
     found = {moment: exchangeable_covariance(population.at(moment), select) for moment in population.snapshots}
-    return Emergence(found, population.recipe.data.moment)
+    return Emergence(found, population.unit)
 
 
 def _threshold(pair: Pair | None, one: ExchangeableCovariance) -> float:

@@ -137,7 +137,7 @@ def exchangeable_covariance(
     source: WeightSamples,
     select: str | Sequence[str] = "*",
     *,
-    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
@@ -150,8 +150,9 @@ def exchangeable_covariance(
     Args:
         source: a population, or an array with a spec. One network is enough: its channels are samples then.
         select: patterns of tensor names.
-        permutations: the permutation specification, or tensor name -> the group of each axis, of all tensors of the
-            source; by default that of their names. One's own is checked by function on a population's network
+        permutations: the permutation specification, tensor name -> the group of each axis, or a TOML file of rules
+            (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
+            One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
@@ -178,7 +179,7 @@ def exchangeable_covariance(
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
     """The block that a view belongs to, and what of it is meant: `("blocks.1", "fc1.weight column means")`."""
     match = re.match(r"(.*?\d+(?:\.blocks\.\d+)?)\.(.+)", view.name)
-    block, name = (match[1], match[2]) if match and ("block" in match[1] or "layers" in match[1]) else ("", view.name)
+    block, name = (match[1], match[2]) if match and re.search(r"block|layer|\bh\.", match[1]) else ("", view.name)
     away = [i for i, axis in enumerate(view.axes) if axis is not None and axis not in groups]
     if not away:
         return block, name

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,17 +12,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import tomli_w
 
-from weightscope._util.names import unverified
+from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import is_population, population_member
 from weightscope.data.metrics import metric_named
-from weightscope.errors import DataError
+from weightscope.errors import AnatomyError, DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY, read_contents
 from weightscope.population import Population, open_network, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
-from weightscope.spec import WeightSpec
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.permutation_rules import permutations_by_name
+from weightscope.statistics.permutations import is_signed
 
 if TYPE_CHECKING:
     from weightscope.checkpoint import Checkpoint
@@ -59,10 +62,11 @@ def inspect(
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)
-    rows = ((n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names)
+    rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
+    groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
     facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
     label = str(source if member else checkpoint.source)
-    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint))
+    return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint), groups)
 
 
 class TensorRow(NamedTuple):
@@ -85,6 +89,31 @@ def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row | {"shape": "x".join(map(str, row["shape"])) or "scalar"} for row in tensors]
 
 
+def _groups(spec: WeightSpec) -> dict[str, dict[str, Any]]:
+    """Group of units that may be permuted -> its size, whether signs flip, its tensors; empty for unknown names."""
+    try:
+        found = permutations_by_name(spec)
+    except AnatomyError:
+        return {}
+    signed = {label[1:] for view in found.views for label in view.labels if is_signed(label)}
+    out: dict[str, dict[str, Any]] = {
+        g: {"size": n, "signed": g in signed, "tensors": []} for g, n in found.sizes.items()
+    }
+    for view in found.views:
+        for label in sorted(view.labels):
+            out[label.removeprefix("~")]["tensors"].append(view.name)
+    return out
+
+
+def _permuted(groups: Mapping[str, Mapping[str, Any]]) -> str:
+    """One line: `permuted together: 32 channels; 3 x 128 hidden; with signs 3 x 32 qk`."""
+    if not groups:
+        return "permutations are not known from these names: derived from code, or given by --permutations FILE.toml"
+    kinds = Counter((g["signed"], g["size"], name.partition(".")[0]) for name, g in groups.items())
+    texts = [f"{f'{many} x ' if many > 1 else ''}{n} {'~' * signed}{kind}" for (signed, n, kind), many in kinds.items()]
+    return f"permuted together (~ with signs): {', '.join(texts)}"
+
+
 @dataclass(frozen=True, repr=False)
 class PopulationContents(Result):
     """The contents of a population."""
@@ -96,16 +125,18 @@ class PopulationContents(Result):
     diverged: int  # trained networks that diverged
     dimension: int  # D, the length of one network's weight vector
     tile: int | None  # T
-    root_seed: int  # of the population
+    root_seed: int | None  # of the population; None of imported networks, which have no seeds
     first_seeds: tuple[int, ...]  # the torch seeds of the first few networks' initial weights
     tensors: tuple[TensorRow, ...]  # the spec
     quantiles: dict[str, dict[str, float]]  # metric -> {"0.05": value, ...} over the networks that did not diverge
     made_on: dict[str, int]  # "torch VERSION on DEVICE" -> number of shards
     bytes_on_disk: int  # of all its files
     environment: dict[str, Any]  # versions and machine with which it was begun
-    recipe: dict[str, Any]  # as nested dictionaries
+    recipe: dict[str, Any]  # as nested dictionaries; empty without one
+    imported: dict[str, Any] | None  # where imported networks are from, and how they were read
     sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
     hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
+    groups: dict[str, dict[str, Any]]  # units that may be permuted together, by name: size, whether signed, tensors
 
     def summary(self) -> str:
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
@@ -121,13 +152,23 @@ class PopulationContents(Result):
         """Everything as text for a terminal, sections separated by blank lines."""
         columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
         seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
-        origin = [f"root seed {self.root_seed}{seeds}"]
+        origin = [f"root seed {self.root_seed}{seeds}"] if self.imported is None else [self._origin(self.imported)]
         origin += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
         for key, value in self.environment.items():
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             origin.append(f"{key}: {text}")
         table, recipe = row_table(columns, self.rows()), tomli_w.dumps(self.recipe).rstrip()
-        return "\n\n".join((self._counts(), table, self._metrics(), "\n".join(origin), recipe))
+        parts = self._counts(), table, _permuted(self.groups), self._metrics(), "\n".join(origin), recipe
+        return "\n\n".join(parts).rstrip()
+
+    def _origin(self, imported: dict[str, Any]) -> str:
+        kept = "read by reference" if imported["by_reference"] else "imported"
+        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(
+            imported["network"]
+        )
+        return "; ".join(
+            [f"{kept} from {joined((each[0] for each in imported['sources']), most=4) or 'memory'}", *options]
+        )
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""
@@ -154,7 +195,9 @@ class PopulationContents(Result):
         counts = (
             f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged"
         )
-        again = ["run `weightscope collect` again to train the missing ones"] * bool(missing)
+        again = [f"run `weightscope {'import' if self.imported else 'collect'}` again for the missing ones"] * bool(
+            missing
+        )
         return "\n".join([f"{self.summary()}, {size}", counts, *again])
 
     def _metrics(self, most: int | None = None) -> str:
@@ -174,25 +217,27 @@ class PopulationContents(Result):
 def population_contents(path: Path) -> PopulationContents:
     """The contents of a population, complete or not."""
     population = Population(path, partial=True)
-    spec = population.spec
+    manifest, spec, recipe = population.manifest, population.spec, getattr(population, "recipe", None)
     return PopulationContents(
         path=str(path),
-        networks=population.recipe.population.networks,
+        networks=manifest.networks,
         done=len(population),
         missing_tiles=population.missing,
         diverged=int(population.diverged.sum()),
         dimension=spec.size,
-        tile=population.recipe.population.tile,
-        root_seed=population.recipe.population.seed,
-        first_seeds=tuple(int(seed) for seed in population.seeds[:4]),
+        tile=manifest.tile,
+        root_seed=None if recipe is None else recipe.population.seed,
+        first_seeds=() if recipe is None else tuple(int(seed) for seed in population.seeds[:4]),
         tensors=_tensors(spec),
         quantiles=_quantiles(population.metrics),
         made_on=population.provenance(),
         bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
         environment=population.environment,
-        recipe=population.recipe.to_dict(),
-        sources=population.manifest.sources,
-        hashes=population.manifest.inputs,
+        recipe={} if recipe is None else recipe.to_dict(),
+        imported=manifest.imported.to_dict() if manifest.imported else None,
+        sources=manifest.sources,
+        hashes=manifest.inputs,
+        groups=_groups(spec),
     )
 
 
@@ -232,6 +277,7 @@ class CheckpointContents(Result):
     unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
     unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `PopulationContents`
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, type."""
@@ -249,6 +295,7 @@ class CheckpointContents(Result):
         found = ", ".join(f"{kind}: {number}" for kind, number in self.parts.items() if number)
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
         lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
+        lines.append(_permuted(self.groups))
         if self.unverified:
             lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())
@@ -260,7 +307,7 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
     kept = ~metrics["diverged"]
     found = {}
     for name, values in sorted(metrics.items()):
-        if values.ndim == 1 and name not in ("diverged", "init"):
+        if values.ndim == 1 and name not in ("diverged", "duplicate", "init"):
             finite = values[kept & np.isfinite(values)]
             if len(finite):
                 numbers = np.quantile(finite.astype(np.float64), _QUANTILES)
@@ -331,8 +378,8 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     """
     if is_population(source):
         return _population(Path(str(source)))
-    if hasattr(source, "recipe"):
-        return _population(source.path)  # type: ignore[union-attr]
+    if isinstance(source, Population):
+        return _population(source.path)
     from weightscope.checkpoint import Checkpoint
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
@@ -357,7 +404,10 @@ def _population(path: Path) -> Verification:
         if shards.hash_file(file).exists() and not file.exists():
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
-            rows.append(_row(file.name, "missing", detail="not trained yet, or removed"))
+            rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
+    rows += [
+        _row(name, "damaged" if error else "verified", "sha256", error) for name, error in population.check_sources()
+    ]
     return Verification(str(path), tuple(rows))
 
 

@@ -13,12 +13,9 @@ from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing
 from weightscope._util.plugins import is_reference
-from weightscope._util.torch_random import seeded
 from weightscope.anatomy.operations import Recorder, call, tensors_in
 from weightscope.anatomy.permutation_graph import derive_permutations
 from weightscope.errors import AnatomyError, SpecError, UsageError
-from weightscope.networks.building import build_for
-from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutation_rules import permutations_by_name, read_permutations
 from weightscope.statistics.permutations import PermutationSpec, bare
@@ -142,22 +139,29 @@ OwnPermutations = PermutationSpec | Mapping[str, Sequence[str | None]] | str | P
 def permutations_of(source: Any, given: OwnPermutations | None = None) -> PermutationSpec:
     """The permutation specification of the tensors of a source: that of their names, derived, or one's own, checked.
 
-    Where the names are not known it is derived from a network of the source's recipe, if it has one. One's own may be
+    Where the names are not known it is derived from the network of a population that has its code. One's own may be
     tensor name -> the group of each axis (`PermutationSpec.from_axes`), for all tensors, or a file of rules
-    (`weightscope.statistics.permutation_rules`). It is checked by function if the source has a recipe, as a population
-    has: a network of the recipe with random weights in all its tensors must have the same outputs after renumbering; a
-    SpecError if not.
+    (`weightscope.statistics.permutation_rules`). It is checked by function if the source is such a population: its
+    network with random weights in all its tensors must have the same outputs after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
-    recipe = getattr(source, "recipe", None)
     if given is None:
         try:
             named = permutation_spec(spec)
-        except AnatomyError:
-            if recipe is None:
+        except AnatomyError as error:
+            if not hasattr(source, "template"):
                 raise
-            return derived(_built(recipe), _inputs(recipe))
-        return named if recipe is None or is_reference(recipe.network.type) else permutation_spec(_built(recipe))
+            template = source.template()
+            if template is None or template[1] is None:
+                raise AnatomyError(
+                    f"{error}; or import the networks with --network MODULE:FUNCTION that returns the network and "
+                    "example inputs, to derive it"
+                ) from None
+            return derived(*template)
+        recipe = getattr(source, "recipe", None)
+        if recipe is None or not hasattr(source, "template") or is_reference(recipe.network.type):
+            return named
+        return permutation_spec(source.template()[0])
     if isinstance(given, str | Path):
         found = read_permutations(given, spec)
     else:
@@ -165,8 +169,10 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     described = {view.tensor for view in found.views}
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
-    if recipe is not None:
-        change, tolerance = change_of_function(_built(recipe), _inputs(recipe), found)
+    template = source.template() if hasattr(source, "template") else None
+    if template is not None and template[1] is not None:
+        module, inputs = template
+        change, tolerance = change_of_function(module, inputs, found)
         if not change < tolerance:
             raise SpecError(
                 "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
@@ -174,15 +180,6 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
                 "attention heads `PermutationSpec.from_axes(spec, axes, heads)`"
             )
     return found
-
-
-def _built(recipe: Recipe) -> nn.Module:
-    with seeded(0):
-        return build_for(recipe)
-
-
-def _inputs(recipe: Recipe) -> torch.Tensor:
-    return recipe.data.inputs(torch.Generator().manual_seed(0), 4)
 
 
 @torch.no_grad()

@@ -24,8 +24,8 @@ from weightscope.recipe import InitConfig, Recipe
 from weightscope.recipe.base import validated
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
-CONTROLS = ("scale",)
-CONTROL = " (scale only)"  # suffix of the label of a control arm, before that of a frozen one
+# control -> suffix of the label of such an arm, before that of a frozen one
+CONTROLS = {"scale": " (scale only)", "uncorrelated": " (uncorrelated)"}
 FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
@@ -175,7 +175,7 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
         if init.artifact is not None:
             stem = Path(init.artifact).stem
             label = stem if init.name == "default" else f"{stem}+{label}"
-        return label + (CONTROL if init.control else ""), init
+        return label + (CONTROLS[init.control] if init.control else ""), init
     if isinstance(init, str | Path):
         path = Path(init)
         if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
@@ -257,7 +257,7 @@ def _literal(node: ast.expr) -> Any:
 class Arm:
     """One initialiser in one cell at one training length."""
 
-    init: str  # the name of the initialiser or function or the file's stem, and perhaps `CONTROL` and `FROZEN`
+    init: str  # the name of the initialiser or function or the file's stem, perhaps with one of `CONTROLS` and `FROZEN`
     epochs: int  # a full schedule
     recipe: Recipe  # what `collect` trains
     cell: Mapping[str, Any] = field(default_factory=dict)  # the recipe's fields that vary, and their values here
@@ -289,7 +289,7 @@ def plan_arms(
     epochs: Sequence[int] = (),
     seeds: int | None = None,
     frozen: str | None = None,
-    control: str | None = None,
+    control: str | Sequence[str] = (),
     vary: Mapping[str, Any] | Sequence[Axis] = (),
     grid: Mapping[str, Any] | Sequence[Axis] = (),
 ) -> list[Arm]:
@@ -304,15 +304,16 @@ def plan_arms(
         epochs: training lengths; the recipe's if empty.
         seeds: networks in each arm, at least 2; the recipe's if None.
         frozen: pattern of tensors; if given, each arm is also trained with these frozen at their initial values.
-        control: "scale" for a control arm of every initialiser but the default: independent Gaussian entries with its
-            mean and variance of each tensor.
+        control: controls that every initialiser but the default gets: "scale" for independent Gaussian entries with its
+            mean and variance of each tensor, "uncorrelated" for its means and variances of every part without its
+            correlations; see `weightscope.init.controls`.
         vary: fields of [network], [data], [training] and [distillation] and their values,
             `{"network.kernel_size": [3, 7]}`; a cell is a combination of them. Names joined by commas vary together:
             `{"network.width,network.heads": [[96, 3]]}`.
         grid: numbers of initialisers and their values, `{"mimetic_mlp.sigma": [0.1, 0.2]}`: each initialiser with this
             name is compared with each value. Ranges may be given as text, `"0:1:0.1"`.
     """
-    candidates = _candidates(inits, axes_of(grid or ()), control)
+    candidates = _candidates(inits, axes_of(grid or ()), [control] if isinstance(control, str) else control)
     networks = recipe.population.networks if seeds is None else count("seeds", seeds)
     if networks < 2:
         raise UsageError(f"seeds: a paired comparison needs at least 2 seeds, found {networks}")
@@ -343,7 +344,7 @@ _Candidate = tuple[str, InitConfig, Mapping[str, Any]]
 
 
 def _candidates(
-    inits: Sequence[Init] | Mapping[str, Init], grid: Sequence[Axis], control: str | None
+    inits: Sequence[Init] | Mapping[str, Init], grid: Sequence[Axis], controls: Sequence[str]
 ) -> list[_Candidate]:
     if isinstance(inits, Mapping):
         given = [(label, labelled(init)[1]) for label, init in inits.items()]
@@ -362,11 +363,15 @@ def _candidates(
         raise UsageError(
             f"inits: expected initialisers with different names, found {what}; in Python, a mapping names them"
         )
-    if control is not None:
+    for control in controls:
         choice("control", control, CONTROLS)
-        default = [config.control or (config.artifact is None and config.name == "default") for _, config, _ in found]
-        return [arm for each, alone in zip(found, default, strict=True) for arm in ([each] if alone else _pair(*each))]
-    return found
+    out = []
+    for label, config, numbers in found:
+        out.append((label, config, numbers))
+        if not config.control and (config.artifact is not None or config.name != "default"):  # which changes nothing
+            for control in dict.fromkeys(controls):
+                out.append((label + CONTROLS[control], config.model_copy(update={"control": control}), numbers))
+    return out
 
 
 def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Candidate]:
@@ -378,11 +383,6 @@ def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Ca
         numbers = {name.rpartition(".")[2]: value for name, value in point.items()}
         out.append((*with_numbers(label, config, numbers), point))
     return out
-
-
-def _pair(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> list[_Candidate]:
-    """An initialiser and its control; the default has none, because it changes nothing."""
-    return [(label, config, numbers), (label + CONTROL, config.model_copy(update={"control": "scale"}), numbers)]
 
 
 def _cells(vary: Sequence[Axis], epochs: tuple[int, ...]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:

@@ -8,7 +8,15 @@ from typing import Any
 
 from weightscope._util.divergence import divergence
 from weightscope.benchmarking.design import FROZEN, point_text
-from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
+from weightscope.benchmarking.statistics import (
+    COMPARED_WITH,
+    LEVEL,
+    cell_key,
+    control_of,
+    mean_curves,
+    seed_differences,
+    summarise,
+)
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
@@ -31,8 +39,10 @@ def of(
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
     if arms and not axes:
         out["convergence"] = partial(plots.convergence, with_variants(arms), metric=metric), found
-    if any(row.get("control") for row in arms):
-        out["scale"] = partial(plots.scale_and_structure, arms, metric=metric), scale_finding(arms, metric)
+    for kind, name, key in COMPARED_WITH:
+        if any(row.get(name) for row in arms):
+            said, shown = control_finding(arms, metric, kind), "scale" if kind == "scale" else key
+            out[shown] = partial(plots.scale_and_structure, arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
@@ -140,8 +150,9 @@ def _frontier(
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     """In one sentence, the best significant difference from the reference, or the worst if none is an improvement.
 
-    Where the initialiser has a control, the sentence says what of the difference is beyond scale, or that it is not
-    significantly different from its control, which does not show that they are equal. It ends with how many networks
+    Where the initialiser has a control, the sentence says what of the difference is beyond scale or, if its control
+    is uncorrelated, by correlations; or that it is not significantly different from its control, which does not show
+    that they are equal. It ends with how many networks
     of the arms that it is about diverged, and names the initialisers of which none is left.
     """
     text, about = _finding(arms, metric)
@@ -173,31 +184,41 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
         where += f" after {best['epochs']} epoch{'s'[: best['epochs'] != 1]}"
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
-    if more == "worse" or best.get("beyond_scale_p_holm") is None:
+    kinds = [kind for kind, _, key in COMPARED_WITH if best.get(f"{key}_p_holm") is not None]
+    if more == "worse" or not kinds:
         return text, best
-    if best["beyond_scale_p_holm"] >= LEVEL:
-        return f"{text}, not significantly more than its scale alone", best
-    if not metric.better(best["beyond_scale"]):
-        return f"{text}, less than its scale alone", best
-    amount = metric.amount(best["beyond_scale"]).split()[0]
-    return f"{text}, {amount} of {'them' if metric.unit else 'it'} beyond scale", best
+    key, without, of_it = _CONTROLLED[kinds[-1]]
+    if best[f"{key}_p_holm"] >= LEVEL:
+        return f"{text}, not significantly more than {without}", best
+    if not metric.better(best[key]):
+        return f"{text}, less than {without}", best
+    amount = metric.amount(best[key]).split()[0]
+    return f"{text}, {amount} of {'them' if metric.unit else 'it'} {of_it}", best
 
 
-def scale_finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
-    """In one sentence, which structures add something to their scale at an adjusted level of 0.05."""
-    rows = [row for row in arms if row.get("beyond_scale_p_holm") is not None]
+_CONTROLLED = {
+    "scale": ("beyond_scale", "its scale alone", "beyond scale"),
+    "uncorrelated": ("correlations", "without its correlations", "by correlations"),
+}
+
+
+def control_finding(arms: Rows, metric: Metric = ACCURACY, kind: str = "scale") -> str | None:
+    """In one sentence, which initialisers are better than their controls at an adjusted level of 0.05."""
+    name, key = next((name, key) for one, name, key in COMPARED_WITH if one == kind)
+    without = _CONTROLLED[kind][1]
+    rows = [row for row in arms if row.get(f"{key}_p_holm") is not None]
     if not rows:
         return None
-    sure = [row for row in rows if row["beyond_scale_p_holm"] < LEVEL]
-    better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row["beyond_scale"])))
-    worse = list(dict.fromkeys(row["init"] for row in sure if metric.better(-row["beyond_scale"])))
+    sure = [row for row in rows if row[f"{key}_p_holm"] < LEVEL]
+    better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row[key])))
+    worse = list(dict.fromkeys(row["init"] for row in sure if metric.better(-row[key])))
     if better:
-        text = f"Better than {'its' if len(better) == 1 else 'their'} scale alone: {', '.join(better)}"
+        text = f"Better than {without if len(better) == 1 else without.replace('its', 'their')}: {', '.join(better)}"
     elif worse:
-        text = f"Worse than scale alone: {', '.join(worse)}"
+        text = f"Worse than {without.replace('its ', '')}: {', '.join(worse)}"
     else:
-        text = "No initialiser is significantly better than its scale alone"
+        text = f"No initialiser is significantly better than {without}"
     named = rows if not sure else [row for row in sure if row["init"] in (better or worse)]
-    labels = {(cell_key(row), row["epochs"], name) for row in named for name in (row["init"], row["control"])}
+    labels = {(cell_key(row), row["epochs"], label) for row in named for label in (row["init"], row[name])}
     lost = divergence([row for row in arms if (cell_key(row), row["epochs"], row["init"]) in labels])
     return f"{text}; {lost}" if lost else text

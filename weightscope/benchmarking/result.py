@@ -14,8 +14,9 @@ from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
+from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note, tells
+from weightscope.benchmarking.statistics import COMPARED_WITH, LEVEL, between_cells, cell_key, chance_note, tells
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -26,10 +27,19 @@ FORMATS = ("text", "markdown", "latex")
 _LARGEST = 2**31  # bytes of a results.json
 TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
-_SCALE_HEADER = (
-    *("initialiser", "epochs", "pairs", "effect of scale", "interval (Holm)", "p (Holm)"),
-    *("beyond scale", "interval (Holm)", "p (Holm)"),
-)
+_CONTROL_HEADERS = {
+    "scale": (
+        "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same mean and "
+        "variance of each tensor",
+        "effect of scale",
+        "beyond scale",
+    ),
+    "uncorrelated": (
+        "correlations: an initialiser minus its control, with the same means and variances of every part",
+        "effect of moments",
+        "correlations",
+    ),
+}
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,6 +60,7 @@ class BenchResult(Result):
     environment: dict[str, Any] = field(default_factory=dict)  # versions, machine, device and the recipe
     metric: Metric = ACCURACY  # that is compared; all of `arms` and the differences are in its stored unit
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)  # all that the task reports
+    contrasts: list[dict[str, Any]] = field(default_factory=list)  # that were declared, see `contrast_tests`
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
@@ -70,7 +81,8 @@ class BenchResult(Result):
         if strange := [name for name in found if name not in known]:
             raise DataError(f"{path}: {unknown('metric', strange[0], METRICS)}")
         metrics = tuple(known[name] for name in values["metrics"])
-        return cls(values["runs"], values["summary"], values["environment"], known[values["metric"]], metrics)
+        metric, contrasts = known[values["metric"]], values.get("contrasts", [])
+        return cls(values["runs"], values["summary"], values["environment"], metric, metrics, contrasts)
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies."""
@@ -89,32 +101,45 @@ class BenchResult(Result):
         return f"{len(self.arms)} arms, {len(self.runs)} networks{data}"
 
     def text(self) -> str:
-        """A table with one line for each arm; with the number of pairs where it is not that of the seeds."""
+        """Contrasts, and a table with one line for each arm; with the pairs where they are not all of the seeds."""
         cells, metric = any(row.get("cell") for row in self.arms), self.metric
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
         pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
         compared = (("pairs",) if pairs else ()) + _COMPARED
         header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, "95 % interval", *compared)
         table = _ruled(header, (_in_cell(row, _cells(row, metric, pairs), cells) for row in self.arms))
+        if self.contrasts:
+            table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
         if not metric.higher_is_better:
             table += f"\n{metric.title}{metric.direction}"
         if guesses := chance_note(self.arms):
             table += f"\n{guesses}"
-        controlled = [row for row in self.arms if row["control"] is not None]
-        if not controlled:
-            return table
+        if any(row["n"] < row["networks"] for row in self.arms):
+            table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
         scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
-        lines = [_scale_cells(row, scale[cell_key(row), row["epochs"], row["control"]], metric) for row in controlled]
-        lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
-        beyond = (
-            "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same "
-            "mean and variance of each tensor"
-        )
-        return f"{table}\n\n{beyond}\n{_ruled(('cell', *_SCALE_HEADER) if cells else _SCALE_HEADER, lines)}"
+        for kind, name, key in COMPARED_WITH:
+            controlled = [row for row in self.arms if row.get(name) is not None]
+            lines = [
+                _control_cells(row, scale[cell_key(row), row["epochs"], row[name]], key, metric) for row in controlled
+            ]
+            lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
+            head = _CONTROL_HEADERS[kind]
+            header = ("initialiser", "epochs", "pairs", head[1], *_COMPARED[1:3], head[2], *_COMPARED[1:3])
+            if lines:
+                table += f"\n\n{head[0]}\n{_ruled(('cell', *header) if cells else header, lines)}"
+        return table
 
     def table(self, form: str = "text") -> str:
         """A table like those of the papers, in "text", "markdown" or "latex" (booktabs); see `paper_table`."""
         return paper_table(self.arms, form, self.metric)
+
+    def contrast(self, text: str) -> dict[str, Any]:
+        """The test of one contrast of these arms, such as `"mean(a) - mean(b)"`, see `Contrast`.
+
+        It is post hoc: what decides is declared beforehand, as `bench(contrast=...)`.
+        """
+        arms = [(row["cell"], row["epochs"], row["init"]) for row in self.arms]
+        return contrast_tests([Contrast.parse(text, arms)], self.runs, self.metric)[0]
 
     def between(self, field: str) -> list[dict[str, Any]]:
         """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
@@ -131,7 +156,8 @@ class BenchResult(Result):
         """JSON types."""
         described = {metric.name: metric.to_dict() for metric in self.metrics}
         compared = {"metric": self.metric.name, "metrics": described}
-        return {"runs": self.runs, "summary": self.arms, **compared, "environment": self.environment}
+        found = {"contrasts": self.contrasts} if self.contrasts else {}
+        return {"runs": self.runs, **found, "summary": self.arms, **compared, "environment": self.environment}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
         """The metric against what was varied: the first axis, else the training length, else the initialiser."""
@@ -140,10 +166,10 @@ class BenchResult(Result):
     def figures(self, *, title: str | None = None, only: int | None = None) -> "dict[str, Callable[..., Figure]]":
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
-        `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` (with controls), `along-AXIS`
-        for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for alpha and beta of mimetic
-        attention, `accuracy-by-length` where the task evaluates sequences of several lengths. By default each has a
-        title of its own; `only` is how many of them are wanted.
+        `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
+        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for
+        alpha and beta of mimetic attention, `accuracy-by-length` where the task evaluates sequences of several lengths.
+        By default each has a title of its own; `only` is how many of them are wanted.
         """
         network = self.environment.get("recipe", {}).get("network", {})
         found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
@@ -173,23 +199,42 @@ def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
     return [*cells, f"({row['diverged']} diverged)" if row["diverged"] else ""]
 
 
+def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
+    """The contrasts as a table, and which of them were not declared before the results."""
+    several = len(contrasts) > 1
+    kind = "interval (Holm)" if several else f"{100 - 100 * LEVEL:g} % interval"
+    lines = []
+    for row in contrasts:
+        p = p_text(row["p_holm" if several else "p"])
+        shown = _interval(row["ci"], metric, "+") if tells(row["ci"], metric) else TOO_FEW
+        late = "" if row["declared"] else "post hoc"
+        lines.append([row["contrast"], f"{row['pairs']}", _number(row["difference"], metric, "+"), shown, p, late])
+    header = ("declared contrast", "seeds", "difference", kind, "p (Holm)" if several else "p", "")
+    return _ruled(header, lines)
+
+
+def p_text(p: float) -> str:
+    """A p-value with two digits."""
+    return f"{p:.2g}".replace("e-0", "e-")
+
+
 def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
     left = (0, 1) if header[0] == "cell" else (0,)
     head, *lines = text_table(header, rows, left=left).split("\n")
     return "\n".join([head, "-" * len(head), *lines])
 
 
-def _scale_cells(row: dict[str, Any], control: dict[str, Any], metric: Metric) -> list[str]:
-    pairs = dict.fromkeys((control["pairs"], row["beyond_scale_pairs"]))
+def _control_cells(row: dict[str, Any], control: dict[str, Any], key: str, metric: Metric) -> list[str]:
+    pairs = dict.fromkeys((control["pairs"], row[f"{key}_pairs"]))
     cells = [row["init"], f"{row['epochs']}", ", ".join(str(n) for n in pairs if n is not None)]
-    return cells + _difference(control, "difference", metric) + _difference(row, "beyond_scale", metric)
+    return cells + _difference(control, "difference", metric) + _difference(row, key, metric)
 
 
 def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     """A difference, its interval and adjusted p-value; empty without one."""
     if row[key] is None:
         return ["", "", ""]
-    p = f"{row['p_holm' if key == 'difference' else f'{key}_p_holm']:.2g}".replace("e-0", "e-")
+    p = p_text(row["p_holm" if key == "difference" else f"{key}_p_holm"])
     interval = row[f"{key}_ci_holm"]
     shown = _interval(interval, metric, "+") if tells(interval, metric) else TOO_FEW
     return [_number(row[key], metric, "+"), shown, p]

@@ -1,4 +1,4 @@
-"""`bench`: compare initialisers on paired seeds.
+"""`bench`: compare initialisers on paired seeds; `plan_bench`: what that costs, from short measurements of its tiles.
 
 Every arm (cell x length x initialiser x frozen or not) is a population, whose tiles are trained side by side with those
 of the others. So a benchmark can be resumed, and network k of every arm of a cell starts from the same default weights,
@@ -7,7 +7,7 @@ sees the same batches in the same order with the same augmentation, and differs 
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -17,30 +17,33 @@ import torch
 
 from weightscope._util import atomic
 from weightscope._util.checks import count
-from weightscope._util.environment import environment
+from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
-from weightscope._util.results import finite_or_none
+from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
+from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, cell_key, chance_of, summarise
 from weightscope.data.metrics import Metric
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
-from weightscope.population import Population, recipe_of
+from weightscope.population import Population, recipe_of, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.measuring import choose_tile
+from weightscope.training.measuring import TileCost, choose_tile
+from weightscope.training.planning import tile_costs
 from weightscope.training.request import Request, check_sources
 from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
 RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
+_COUNTED = ("arms", "networks", "tiles", "done")
 Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None]
 """Of an arm the metrics of its networks (n,), the environment, and the seconds of each (n,)."""
 
@@ -54,7 +57,8 @@ def bench(
     seeds: int | None = None,
     seed: int | None = None,
     frozen: str | None = None,
-    control: str | None = None,
+    control: str | Sequence[str] = (),
+    contrast: str | Sequence[str] = (),
     vary: Mapping[str, Any] | Sequence[Axis] = (),
     grid: Mapping[str, Any] | Sequence[Axis] = (),
     metric: str | None = None,
@@ -72,8 +76,11 @@ def bench(
 
     `recipe` is a recipe, a .toml file, the name of a shipped one, or the folder of a population; what is not given here
     is taken from its [bench] table. `inits`, `epochs`, `seeds`, `frozen`, `control`, `vary` and `grid` are those of
-    `plan_arms`; the first initialiser is the reference of the others, and `control="scale"` tells what structure adds
-    beyond its scale. `workers`, `backend`, `scheduler`, `device`, `data`, `progress` and `trust` are those of
+    `plan_arms`; the first initialiser is the reference of the others, and `control=("scale", "uncorrelated")` tells
+    what structure adds beyond its scale, and what of it correlations add. `contrast` has contrasts of the arms, such as
+    `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
+    exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
+    `workers`, `backend`, `scheduler`, `device`, `data`, `progress` and `trust` are those of
     `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
@@ -91,16 +98,133 @@ def bench(
         >>> result.plot("bench.png")
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
-    asked = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control, "vary": vary}
+    given: dict[str, Any] = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control}
+    given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
     where: dict[str, Any] = {"workers": workers, "backend": backend, "scheduler": scheduler, "device": device}
     with trusting(trust):
-        design = Design.of(recipe, inits, out, data=data, grid=grid, metric=metric, overwrite=overwrite, **asked)
         if collector is None:
-            return train_arms(design, *design.requests(**where), progress=progress)
+            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(progress=progress)
+        design = Design.of(recipe, inits, out, **given)
     design.check()
     options = {**where, "data": data, "progress": progress}
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
     return design.result([(found.metrics, found.environment, None) for found in populations])
+
+
+@dataclass(frozen=True, repr=False)
+class BenchPlan(Result):
+    """A benchmark that is checked, and its planned cost.
+
+    One row of `cells` for each cell: `cell`, `arms`, `networks`, `tiles`, `done` (tiles that are on disk), and, if
+    measured, the `seconds` of one worker that the others take.
+    """
+
+    cells: list[dict[str, Any]]
+    workers: int  # processes
+    seconds: float | None  # expected wall time; None if not measured
+    design: "Design" = field(compare=False)  # what is compared
+    requests: Sequence[Request] = field(compare=False)  # the populations of the arms
+    on: Workers = field(compare=False)  # where they are trained
+
+    def run(self, *, progress: bool = True) -> BenchResult:
+        """Train the tiles of all arms that are not on disk, and compare the arms."""
+        folder = self.design.folder
+        train(self.requests, self.on, progress=progress, label="bench", finished=partial(_keep_seconds, folder))
+        check_sources(self.requests)
+        populations = [Population(request.path, partial=True) for request in self.requests]
+        seconds = [_seconds_of(folder, request) for request in self.requests]
+        return self.design.result([(p.metrics, p.environment, s) for p, s in zip(populations, seconds, strict=True)])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The cells."""
+        return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        contrasts = [contrast.text for contrast in self.design.contrasts]
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
+
+    def summary(self) -> str:
+        """Numbers of cells, arms, networks and tiles, and the expected time."""
+        arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
+        counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
+        words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
+        text = f"{', '.join(words[:3])} in {words[3]}"
+        text += f", {done} of them done" if done else ""
+        if self.seconds is not None:
+            text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+        for contrast in self.design.contrasts:
+            late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
+            text += f"\ndeclared contrast: {contrast.text}{late}"
+        if several := len(self.design.contrasts):
+            rule = "at 5 %" if several == 1 else f"at 5 % for the {several} of them (Holm)"
+            text += f"\ntested {rule}; all other comparisons are exploratory, adjusted for one another (Holm)"
+        return text
+
+    def text(self) -> str:
+        """A line for each cell, and the sum."""
+        if len(self.cells) == 1 and not self.cells[0]["cell"]:
+            return self.summary()
+        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
+        rows = [
+            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
+            for r in self.cells
+        ]
+        return f"{text_table(header, rows)}\n{self.summary()}"
+
+
+def plan_bench(
+    recipe: Recipe | str | Path,
+    inits: Sequence[Init] | Mapping[str, Init] = (),
+    out: str | Path | None = None,
+    *,
+    workers: int | None = None,
+    backend: str = "loky",
+    scheduler: str | None = None,
+    device: str = "auto",
+    data: str | Path | None = None,
+    progress: bool = True,
+    measure: bool = True,
+    **given: Any,
+) -> BenchPlan:
+    """What `bench` with the same arguments will cost.
+
+    A tile of every initialiser in every cell is trained for a few steps and evaluated, as many at a time as there are
+    workers. Nothing is kept of it.
+
+        seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
+                            + evaluations x seconds of an evaluation
+
+    The arguments are those of `bench`, of which `progress` has no effect. Tiles in `out` are not counted again. Without
+    `measure`, only the numbers of arms, networks and tiles are returned.
+
+    Example:
+        >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
+    """
+    design = Design.of(recipe, inits, out, data=data, **given)
+    requests, on = design.requests(workers, backend, scheduler, device)
+    missing = [_missing(request) for request in requests]
+    on = on.on_device(requests[0].device, sum(missing))
+    kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
+    timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left)) if measure else []
+    costs: dict[str, TileCost] = {}
+    if timed:
+        found = tile_costs([requests[kinds.index(kind)] for kind in timed], on)
+        costs = dict(zip(timed, found, strict=True))
+    rows: dict[str, dict[str, Any]] = {}
+    seconds: list[float] = []
+    for arm, request, left, kind in zip(design.arms, requests, missing, kinds, strict=True):
+        each = costs[kind].seconds(request.recipe.training) if kind in costs else 0.0
+        seconds += [each] * left
+        row = rows.setdefault(arm.place, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
+        tiles = request.manifest.tiles
+        for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
+            row[key] += more
+        known = row["seconds"] is not None and (kind in costs or not left)
+        row["seconds"] = row["seconds"] + each * left if known else None
+    number = on.count or usable_cores()
+    expected = _makespan(seconds, number) if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), number, expected, design, requests, on)
 
 
 @dataclass(frozen=True)
@@ -113,6 +237,8 @@ class Design:
     metric: Metric
     metrics: tuple[Metric, ...]
     data: str | Path | None = None
+    contrasts: tuple[Contrast, ...] = ()
+    late: frozenset[str] = frozenset()  # texts of contrasts that were not declared before the results
 
     @classmethod
     def of(
@@ -130,7 +256,7 @@ class Design:
         _check_folder(folder)
         given = {key: value for key, value in {**given, "init": inits}.items() if value not in (None, (), [], {})}
         wanted = (recipe.bench or BenchConfig()).model_dump() | given
-        own, inits, metric = (wanted.pop(key) for key in ("seed", "init", "metric"))
+        own, inits, metric, contrast = (wanted.pop(key) for key in ("seed", "init", "metric", "contrast"))
         if not inits:
             raise UsageError(
                 "--init: expected at least one initialiser, here or in the recipe's [bench] table, found none"
@@ -151,15 +277,20 @@ class Design:
         while seed in used:
             seed += SEED_OFFSET
             arms = arms_with(seed)
-        design = cls(folder, recipe.replace({"population.seed": seed}), tuple(arms), *metrics, data)
-        if not overwrite and (folder / RESULTS).exists():
-            design._check_results()
+        places = [(arm.cell, arm.epochs, arm.init) for arm in arms]
+        contrasts = [Contrast.parse(text, places) for text in ([contrast] if isinstance(contrast, str) else contrast)]
+        stored = BenchResult.load(folder) if not overwrite and (folder / RESULTS).exists() else None
+        declared = {row["contrast"] for row in stored.contrasts if row["declared"]} if stored else set()
+        late = frozenset(one.text for one in contrasts if stored and one.text not in declared)
+        trained = recipe.replace({"population.seed": seed})
+        design = cls(folder, trained, tuple(arms), *metrics, data, tuple(contrasts), late)
+        if stored is not None:
+            design._check_results(stored)
         return design
 
-    def _check_results(self) -> None:
+    def _check_results(self, stored: BenchResult) -> None:
         """UsageError unless these results will hold all that is in the stored ones."""
-        stored = BenchResult.load(self.folder)
-        there, here = (json.loads(json.dumps(e)) for e in (stored.environment["recipe"], self.recipe.to_dict()))
+        there, here = Recipe.parse(stored.environment["recipe"]).to_dict(), self.recipe.to_dict()
         for recipe in (there, here):  # of which arms have their own
             recipe["training"].pop("epochs"), recipe["population"].pop("networks")
         if "auto" in (
@@ -229,7 +360,12 @@ class Design:
         for arm, (found, device, seconds) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
             runs += self._rows(arm, found, seconds)
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
-        result = BenchResult(runs, summarise(runs, self.metric, self._chances()), about, self.metric, self.metrics)
+        arms, declared = (
+            summarise(runs, self.metric, self._chances()),
+            [c.text not in self.late for c in self.contrasts],
+        )
+        contrasts = contrast_tests(self.contrasts, runs, self.metric, declared)
+        result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts)
         atomic.make_folder(self.folder)
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False)
         atomic.write(self.folder / RESULTS, text.encode() + b"\n")
@@ -273,15 +409,6 @@ def _check_folder(folder: Path) -> None:
         raise UsageError(
             f"{folder}: expected a new folder for the results, or that of a benchmark, found {found}; give another (-o)"
         )
-
-
-def train_arms(design: Design, requests: Sequence[Request], workers: Workers, *, progress: bool = True) -> BenchResult:
-    """Train the tiles of all arms that are not on disk, and compare the arms."""
-    train(requests, workers, progress=progress, label="bench", finished=partial(_keep_seconds, design.folder))
-    check_sources(requests)
-    populations = [Population(request.path, partial=True) for request in requests]
-    seconds = [_seconds_of(design.folder, request) for request in requests]
-    return design.result([(p.metrics, p.environment, s) for p, s in zip(populations, seconds, strict=True)])
 
 
 def metrics_of(arms: Sequence[Arm], name: str | None) -> tuple[Metric, tuple[Metric, ...]]:
@@ -337,3 +464,27 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
             share = None
         out += [share] * request.manifest.rows(tile)
     return out
+
+
+def _missing(request: Request) -> int:
+    """The number of tiles that are not on disk."""
+    path, manifest = request.path, request.manifest
+    there = shards.tiles_on_disk(path, manifest) if path.exists() else []
+    return manifest.tiles - sum(shards.state(path, manifest, tile).kind == "done" for tile in there)
+
+
+def _makespan(seconds: Sequence[float], workers: int) -> float:
+    """Wall time of tasks that are given in turn to the worker that is free first."""
+    busy = [0.0] * workers
+    for each in seconds:
+        busy[busy.index(min(busy))] += each
+    return max(busy)
+
+
+def duration(seconds: float | None) -> str:
+    """`45 s`, `12 min`, `3.5 h`."""
+    if seconds is None:
+        return "not measured"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope._util.names import unknown
-from weightscope.benchmarking.design import CONTROL, FROZEN, point_text
+from weightscope.benchmarking.design import CONTROLS, FROZEN, point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
@@ -17,6 +17,8 @@ from weightscope.recipe import Recipe
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 Runs = Sequence[dict[str, Any]]
+# a control, the key of a row's arm of this control, and that of the difference from it
+COMPARED_WITH = (("scale", "control", "beyond_scale"), ("uncorrelated", "uncorrelated", "correlations"))
 
 
 class Chance(NamedTuple):
@@ -58,34 +60,37 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    A network that diverged counts with the metric that it reached, and is left out where that is not finite; `n` is the
-    number of the others, `networks` that of all. `pairs` is the number of seeds that a difference is over: those with a
-    finite value of both arms. Differences keep their sign, whichever direction is better. The reference of an arm is
-    the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm with a control is
-    also compared with it: `beyond_scale` is the mean paired difference of the two, and the control's own `difference`
-    the effect of scale. For the intervals see `mean_interval` and `paired`.
+    A network that diverged counts with the metric that it reached. Where that is not finite, it has the worst rank in
+    the tests and is left out of means and intervals: `n` is the number of the others, `networks` that of all, `pairs`
+    the number of seeds that a difference is over, those with a finite value of both arms. Differences keep their sign,
+    whichever direction is better. The reference of an arm is the first initialiser in its cell at its length, that of a
+    frozen arm the first frozen one. An arm is also compared with its controls: `beyond_scale` is the mean paired
+    difference from the arm in `control`, the scale control, and `correlations` that from the arm in `uncorrelated`; a
+    control's own `difference` is what its moments do. For the intervals see `mean_interval` and `paired`.
 
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
-    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05. `chances` maps cells (`cell_key`) to
-    chance levels; rows then have `chance` and `chance_p`, see `above_chance`.
+    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05, if all networks are finite. `chances`
+    maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`.
     """
     groups, rows, tests = _groups(runs), list[dict[str, Any]](), list[_Test]()
-    controls = {(*key[:2], control_of(key[2])): key for key in groups}  # an arm -> its control
+    controls = {(*key[:2], *found): key for key in groups if (found := control_of(key[2]))}
     for (cell, epochs, init), group in groups.items():
         values, first = _values(group, metric), _reference(groups, (cell, epochs, init))
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
-        row |= {"epochs": epochs, **mean_interval(np.array(list(values.values())), metric)}
+        finite = np.array([value for value in values.values() if np.isfinite(value)])
+        row |= {"epochs": epochs, **mean_interval(finite, metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
         base = _values(groups[first], metric) if first[2] != init else {}
         row["reference"] = first[2] if first[2] != init else None
         _compare(row, "difference", values, base, metric, tests)
-        control = controls.get((cell, epochs, init))
-        row["control"] = control and control[2]
-        _compare(row, "beyond_scale", values, _values(groups[control], metric) if control else {}, metric, tests)
+        for kind, name, key in COMPARED_WITH:
+            control = controls.get((cell, epochs, init, kind))
+            row[name] = control and control[2]
+            _compare(row, key, values, _values(groups[control], metric) if control else {}, metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
-            p = above_chance(np.array(list(values.values())), level) if values else None
+            p = above_chance(finite, level) if len(finite) else None
             row |= {"chance": level.accuracy, "chance_p": p}
         rows.append(row)
     _adjust(tests, metric)
@@ -106,8 +111,8 @@ def _reference(groups: Mapping[tuple[str, int, str], Runs], arm: tuple[str, int,
 
 
 def _values(runs: Runs, metric: Metric) -> dict[int, float]:
-    """Seed -> value, of the runs that have a finite one."""
-    return {run["seed"]: run[metric.key] for run in runs if run.get(metric.key) is not None}
+    """Seed -> value, NaN for runs without a finite one."""
+    return {run["seed"]: np.nan if run.get(metric.key) is None else run[metric.key] for run in runs}
 
 
 _Test = tuple[dict[str, Any], str, np.ndarray, np.ndarray]
@@ -120,12 +125,13 @@ def _compare(
     """Write `paired` and `pairs`, the number of seeds that both have, into the row; None, and False, without any."""
     shared, p = [k for k in values if k in base], "" if key == "difference" else f"{key}_"
     mine, others = (np.array([each[k] for k in shared]) for each in (values, base))
-    found = paired(mine, others, metric) if shared else dict.fromkeys(("difference", "difference_ci95", "p"))
+    pairs = int(np.isfinite(mine - others).sum())
+    found = paired(mine, others, metric) if pairs else dict.fromkeys(("difference", "difference_ci95", "p"))
     row |= {key: found["difference"], f"{key}_ci95": found["difference_ci95"], f"{p}p": found["p"]}
-    row |= {f"{p}pairs": len(shared) or None, f"{p}p_holm": None, f"{p}level": None, f"{key}_ci_holm": None}
-    if shared:
+    row |= {f"{p}pairs": pairs or None, f"{p}p_holm": None, f"{p}level": None, f"{key}_ci_holm": None}
+    if pairs:
         tests.append((row, key, mine, others))
-    return bool(shared)
+    return bool(pairs)
 
 
 def _adjust(tests: Sequence[_Test], metric: Metric) -> None:
@@ -229,10 +235,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(np.mean(known)) if known else None
 
 
-def control_of(init: str) -> str | None:
-    """The label of the initialiser that a control arm is the control of; None for other arms."""
+def control_of(init: str) -> tuple[str, str] | None:
+    """The label of the initialiser that a control arm is the control of, and which; None for other arms."""
     bare = init.removesuffix(FROZEN)
-    return bare.removesuffix(CONTROL) + init[len(bare) :] if bare.endswith(CONTROL) else None
+    found = [kind for kind, suffix in CONTROLS.items() if bare.endswith(suffix)]
+    return (bare.removesuffix(CONTROLS[found[0]]) + init[len(bare) :], found[0]) if found else None
 
 
 def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:
@@ -277,7 +284,14 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     Differences that are equal up to rounding have no s. Their p is that of the sign test, 2^(1 - n), and 1 if they are
     zero; the interval has no width where 2^(1 - n) is below the level, and is the possible range otherwise (None
     without an upper bound), as for a single difference.
+
+    Pairs of which one is not finite, because the network diverged, are left out of the mean and the interval, not of
+    the test: p is then that of Wilcoxon's signed ranks over all pairs, in which the network without a finite value is
+    worse than all others, and two of them are equal (worst-rank scores, Lachin 1999).
     """
+    finite = np.isfinite(values - base)
+    if not finite.all():
+        return paired(values[finite], base[finite], metric, level) | {"p": _worst_ranks(values, base, metric)}
     differences = values - base
     n, mean = len(differences), float(differences.mean())
     if same_differences(values, base):
@@ -290,6 +304,15 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     most = metric.bounds[1] - metric.bounds[0]
     ends = [max(-most, mean - half), min(most, mean + half)]
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
+
+
+def _worst_ranks(values: np.ndarray, base: np.ndarray, metric: Metric) -> float:
+    """The p-value of Wilcoxon's signed ranks, with what is not finite worse than all else."""
+    differences = values - base
+    lost = ~np.isfinite(differences)
+    worst = 1.0 + 2 * np.abs(differences[~lost]).max(initial=0.0)
+    differences[lost] = metric.sign * worst * (1.0 * np.isfinite(values[lost]) - np.isfinite(base[lost]))
+    return float(stats.wilcoxon(differences, zero_method="zsplit").pvalue) if differences.any() else 1.0
 
 
 def tells(interval: Sequence[float] | None, metric: Metric = ACCURACY) -> bool:

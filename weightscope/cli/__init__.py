@@ -13,6 +13,7 @@ from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
 from weightscope.cli.catalogue import list_
+from weightscope.cli.importing import import_
 from weightscope.cli.training import bench, collect, demo, fit_init, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
 
@@ -52,6 +53,7 @@ def cli(debug: bool) -> None:
     \b
     weightscope demo                              the whole chain on embedded data, in minutes
     weightscope collect RECIPE -o NAME.pop        train a population
+    weightscope import ZOO/ -o NAME.pop           make one of networks that were trained elsewhere
     weightscope covariance NAME.pop               analyse its structure
     weightscope fit-init NAME.pop -o INIT         turn the structure into an initialiser
     weightscope bench RECIPE --init default --init INIT
@@ -67,8 +69,8 @@ _TRUST = click.Option(
     callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
     help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
 )
-_RUNNING = (collect, inspect, covariance, products, attention_maps, fit_init, bench, audit)
-for _command in (demo, collect, show_status, inspect, verify, export, *_RUNNING[2:], publish, list_):
+_RUNNING = (collect, import_, inspect, covariance, products, attention_maps, fit_init, bench, audit)
+for _command in (demo, collect, import_, show_status, inspect, verify, export, *_RUNNING[3:], publish, list_):
     if _command in _RUNNING:
         _command.params.append(_TRUST)
     cli.add_command(_command)

@@ -18,6 +18,7 @@ from weightscope.cli.options import (
     maybe_partial,
     out_option,
     partial_option,
+    permutations_option,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -152,6 +153,7 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 )
 @choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
+@permutations_option
 @partial_option
 @json_option
 def covariance(
@@ -187,12 +189,19 @@ def covariance(
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
+    own = options.pop("permutations")
+    if own is not None and (throughout or not options["exchangeable"]):
+        raise UsageError("--permutations requires --exchangeable, without --at all")
     if options.pop("exchangeable"):
-        given = ["matrix"] * (matrix is not None) + [key for key, value in options.items() if value and key != "select"]
+        given: Any = ["matrix"] * (matrix is not None) + [
+            key for key, value in options.items() if value and key != "select"
+        ]
         given += ["entries"] * (options["means"] is False)
         if given:
             named = "--" + given[0].replace("_", "-").replace("inits", "init")
-            raise UsageError(f"{named} cannot be combined with --exchangeable, which takes --select only")
+            raise UsageError(
+                f"{named} cannot be combined with --exchangeable, which takes --select and --permutations only"
+            )
         if throughout:
             from weightscope.analysis.emergence import emergence
             from weightscope.population import Population, population_in
@@ -202,7 +211,8 @@ def covariance(
             source = sources[0] if isinstance(sources[0], Population) else population_in(sources[0])
             _show(emergence(source, options["select"] or "*"), out, json_file)
             return
-        found = compute(sources[0] if len(sources) == 1 else sources, options["select"] or "auto", exchangeable=True)
+        given = sources[0] if len(sources) == 1 else sources
+        found = compute(given, options["select"] or "auto", exchangeable=True, permutations=own)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
@@ -377,7 +387,8 @@ def attention_maps(
 @click.option(
     "--init",
     type=Named("initialisers"),
-    help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.",
+    help="NAME, NAME+NAME, MODULE:FUNCTION, a .toml file with its parameters, or a fit to networks (.safetensors); "
+    "all if not given.",
 )
 @click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
@@ -393,6 +404,7 @@ def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool,
     Example:
       weightscope audit vit/ --init mimetic_attention
       weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
+      weightscope audit vit/ --init dinov2.safetensors
     """
     from weightscope.auditing import audit as run
     from weightscope.benchmarking.design import labelled

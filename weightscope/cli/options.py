@@ -199,6 +199,13 @@ def choice_option(name: str, values: str, help: str, default: str | None = None)
     return click.option(name, type=click.Choice(values.split()), default=default, help=help)
 
 
+permutations_option = click.option(
+    "--permutations",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="A TOML file of rules for what may be permuted, where neither names nor the network's code tell.",
+)
+
+
 def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     """Write the file of `--json`, if requested."""
     if path is None:

@@ -2,15 +2,18 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from weightscope._util.checks import choice
+from weightscope._util.names import listing
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
@@ -23,7 +26,7 @@ from weightscope.fits.structure import STRUCTURES, Structure, structure_class
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.statistics.samples import WeightSamples, usable_chunks
+from weightscope.statistics.samples import WeightSamples, literal, usable_chunks
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -34,18 +37,20 @@ Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of 
 HELD = 1 << 28  # bytes of selected weights that are kept in memory, so that a source is read once
 _BLOCK = 256  # rows; fixed, so that results do not depend on the chunks of the source
 _CHOSEN = "chosen in each group"
+_MLP = "*.mlp.fc?.weight"
+_log = logging.getLogger(__name__)
 
 
 def fit(
     source: WeightSamples,
-    select: str | Sequence[str] = "*.mlp.fc?.weight",
+    select: str | Sequence[str] | None = None,
     *,
     structure: str | type[Structure] | Sequence[str | type[Structure]] = "auto",
     joint: Joint = "block",
     holdout: float = 0.2,
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
-    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | None = None,
+    permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
 ) -> PopulationFit:
     """Fit structures to selected tensors and choose one for each group by held-out log-likelihood.
 
@@ -61,7 +66,8 @@ def fit(
 
     Args:
         source: a `Population` or a `WeightArray`.
-        select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set.
+        select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set; by default the matrices
+            of MLPs (`*.mlp.fc?.weight`), or of a network without such names all tensors with two axes or more.
         structure: `"auto"` for all structures, or one or several: registered names, `"package.module:Class"`, classes.
         joint: which tensors have a joint distribution: each `"tensor"` alone, each `"block"` (tensors whose names
             agree up to the last two parts: `stages.0.blocks.0.mlp`), or `"all"`.
@@ -69,8 +75,8 @@ def fit(
         seed: selects the held-out networks.
         options: of the structure, if there is one: `{"rank": 8}`. By default its candidates are compared.
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
-            each axis (`PermutationSpec.from_axes`), of all tensors of the source. It is checked by function if the
-            source is a population. By default that of the tensors' names.
+            each axis (`PermutationSpec.from_axes`), or a TOML file of rules, of all tensors of the source. It is
+            checked by function if the source is a population. By default that of the tensors' names.
 
     Raises:
         UsageError: if an argument is invalid or a pattern matches nothing.
@@ -92,6 +98,7 @@ def fit(
         names = ", ".join(item.name for item in classes)
         raise UsageError(f"permutations: not used by {names}, only by exchangeable")
     choice("joint", joint, get_args(Joint))
+    select = _default_select(source.spec) if select is None else select
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
         raise UsageError(f"`{empty[0]}` has no entries; select tensors with entries")
@@ -131,6 +138,15 @@ def fit(
     table += _totals(table, scores)
     facts = networks.n, networks.excluded, settings, _provenance(source)
     return PopulationFit(spec, tuple(groups), tuple(table), *facts)
+
+
+def _default_select(spec: WeightSpec) -> str | list[str]:
+    """The matrices of MLPs, or all matrices and filters of a network whose tensors have other names."""
+    if any(fnmatchcase(name, _MLP) for name in spec.names):
+        return _MLP
+    matrices = [tensor.name for tensor in spec if len(tensor.shape) > 1]
+    _log.warning("no tensor is named %s: fitting all %d with two axes or more (--select)", _MLP, len(matrices))
+    return literal(matrices)
 
 
 def grouped(spec: WeightSpec, joint: Joint) -> dict[str, WeightSpec]:
@@ -378,22 +394,24 @@ def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
 
 
 def fit_init(
-    source: "str | Path | Population",
+    source: "str | Path | Population | Sequence[str | Path]",
     structure: Any = "auto",
     *,
     options: dict[str, Any] | None = None,
     trust: bool = False,
     **settings: Any,
 ) -> PopulationFit | NetworkFit:
-    """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
+    """Fit an initialiser to a population (`fit`) or to networks (`fit_network`, `fit_pretrained`).
 
     Args:
-        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
+        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`; for the structure
+            "exchangeable" also a list of checkpoints.
         structure: as in `fit` or `fit_network`.
         options: the structure's.
         trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
             (docs/what-runs-when.md).
-        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`.
+        settings: of `fit`: `select`, `joint`, `holdout`, `seed`, `permutations`; or of `fit_pretrained`: `select`,
+            `scale`.
 
     Raises:
         UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
@@ -407,13 +425,28 @@ def fit_init(
 
     with trusting(trust):
         name = underscored(structure) if isinstance(structure, str) else None
+        if isinstance(source, list | tuple) and len(source) == 1:
+            (source,) = source
         if isinstance(source, Population) or is_population(source):
+            if "scale" in settings:
+                raise UsageError(f"scale: for checkpoints, and {source} is a population, whose scale is always kept")
             if name in NETWORK_FITS:
                 known = ", ".join(("auto", *STRUCTURES))
                 raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
             return fit(open_source(source), structure=structure, options=options, **settings)
+        if name == "exchangeable":
+            from weightscope.fits.pretrained import fit_pretrained
+
+            if odd := settings.keys() - {"select", "scale"}:
+                raise UsageError(f"{listing(sorted(odd))}: for populations; networks take select and scale")
+            _classes("exchangeable", options)
+            return fit_pretrained(source, **settings, **(options or {}))
+        if isinstance(source, list | tuple):
+            raise UsageError(
+                f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks"
+            )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-            shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
+            shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
             raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")

@@ -16,7 +16,11 @@ from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, plac
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
-_PARTS = (("effect of scale", "difference", "s"), ("structure beyond scale", "beyond_scale", "D"))
+# control -> the key of a row's arm of this control, and of the difference from it; and the two parts in words
+_PARTS = {
+    "scale": ("control", "beyond_scale", ("effect of scale", "structure beyond scale")),
+    "uncorrelated": ("uncorrelated", "correlations", ("effect of moments", "correlations")),
+}
 Row = Mapping[str, Any]
 
 
@@ -196,26 +200,35 @@ def _seed_points(
 
 @theme.themed()
 def scale_and_structure(
-    summary: Sequence[Row], ax: Axes | None = None, *, metric: Metric = ACCURACY, title: str | None = None
+    summary: Sequence[Row],
+    ax: Axes | None = None,
+    *,
+    metric: Metric = ACCURACY,
+    control: str = "scale",
+    title: str | None = None,
 ) -> Axes:
     """The two parts of what an initialiser changes: its scale, and the structure beyond it.
 
         effect of scale         metric(control) - metric(reference)
         structure beyond scale  metric(initialiser) - metric(control)
 
-    The control has the initialiser's mean and variance of each tensor and independent Gaussian entries. Both parts are
-    means of differences on the same seed, with adjusted intervals; their sum is the difference from the reference.
+    The control has the initialiser's mean and variance of each tensor and independent Gaussian entries; with
+    `control="uncorrelated"`, its means and variances of every part, so that the second part is that of correlations.
+    Both are means of differences on the same seed, with adjusted intervals; their sum is the difference from the
+    reference.
     Rows are those of `weightscope.benchmarking.summarise`.
     """
+    name, beyond, words = _PARTS[control]
+    parts = tuple(zip(words, ("difference", beyond), "sD", strict=True))
     found = {_place(row, row["init"]): row for row in summary}
-    pairs = [(row, found[_place(row, row["control"])]) for row in summary if row.get("control") is not None]
+    pairs = [(row, found[_place(row, row[name])]) for row in summary if row.get(name) is not None]
     if not pairs:
         raise UsageError("scale and structure: expected initialisers with controls (bench's `control`), found none")
     at = [i + 0.4 * (i // 2) for i in range(2 * len(pairs))]
     canvas, ax = theme.canvas(ax, 7.4, 1.2 + 0.3 * (at[-1] + 1.75))
     texts = []
     for i, y in enumerate(at):
-        _, key, marker = _PARTS[i % 2]
+        _, key, marker = parts[i % 2]
         row = pairs[i // 2][1 - i % 2]  # the effect of scale is the difference of the control
         if row[key] is None:  # the control of the reference itself
             texts.append(("reference", ""))
@@ -232,12 +245,12 @@ def scale_and_structure(
     heads = zip((f"mean, {CI}", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
     theme.columns(ax, at, -0.8, list(heads))
     value_axis(ax.xaxis)
-    counts = [n for row, control in pairs for n in (row.get("beyond_scale_pairs"), control.get("pairs"))]
-    drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", "control", "reference")}
+    counts = [n for row, other in pairs for n in (row.get(f"{beyond}_pairs"), other.get("pairs"))]
+    drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", name, "reference")}
     shown = [row for place, row in found.items() if place in drawn]
     label = difference_label(metric, f"difference of test {metric.label} on the same seed", counts, shown)
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
-    canvas.legend([Line2D([], [], **theme.look(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(_PARTS)])
+    canvas.legend([Line2D([], [], **theme.look(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(parts)])
     return canvas.finish(title)
 
 

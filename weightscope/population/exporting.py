@@ -46,9 +46,10 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
     """Write one HDF5 file that can be read without weightscope.
 
     It holds `/weights` (n, D') float32 (contiguous, so that it can be memory-mapped), `/network` (n,) the networks'
-    indices, `/seed` (n,), `/metrics/*`, and the texts `/spec` (JSON), `/recipe` (TOML), `/environment` (JSON). The
-    weights are copied block by block. `select` has patterns as in `WeightSpec.select`; D' is the size of the selected
-    tensors. WeightscopeError if the file cannot be written; the old one is kept, and no partial one is left.
+    indices, `/seed` (n,), `/metrics/*`, and the texts `/spec` (JSON), `/recipe` (TOML, empty without one) and
+    `/environment` (JSON). The weights are copied block by block. `select` has patterns as in `WeightSpec.select`; D' is
+    the size of the selected tensors. WeightscopeError if the file cannot be written; the old one is kept, and no
+    partial one is left.
 
     Example:
         >>> export(Population("digits.pop"), "digits.h5")
@@ -63,9 +64,10 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
     shape = (len(population), spec.size)
     columns = {"network": population.indices, "seed": population.seeds}
     columns |= {f"metrics/{name}": values for name, values in population.metrics.items()}
+    recipe = getattr(population, "recipe", None)
     texts = {
         "spec": spec.to_json(),
-        "recipe": tomli_w.dumps(population.recipe.to_dict()),
+        "recipe": "" if recipe is None else tomli_w.dumps(recipe.to_dict()),
         "environment": json.dumps(population.environment),
     }
     columns |= {name: np.asarray(np.bytes_(text.encode())) for name, text in texts.items()}

@@ -1,4 +1,4 @@
-"""`population.json`: recipe, spec and history of a population. Does not import h5py."""
+"""`population.json`: recipe or sources, spec and history of a population. Does not import h5py."""
 
 import hashlib
 import json
@@ -21,17 +21,39 @@ NAME = POPULATION_FILE
 WEIGHTS = "weights "  # of the inputs that are sources of initialisers
 SHARDS = "shards"
 _FORMAT = "weightscope-population"
-_SCHEMA = 1
+_COLLECTED, _IMPORTED = 1, 2  # schema versions
 _NAMED = 4  # tiles of a message
 # A spec takes about 60 bytes per tensor.
 _LARGEST = 64 * 2**20
 
 
+class NoRecipe(UsageError, AttributeError):
+    """An imported population has no recipe (exit code 2)."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """Where the networks of an imported population are from."""
+
+    tile: int  # T
+    # Path or hf:// address of each network, and of its snapshots in order; empty if they were objects in memory.
+    sources: tuple[tuple[str, ...], ...] = ()
+    snapshots: tuple[int, ...] = ()  # moments of training, beside the last
+    by_reference: bool = False  # shards have no weights: these are read from the sources
+    rename: tuple[str, ...] = ()  # "OLD=NEW" beginnings of tensor names
+    network: str = ""  # "package.module:function" that builds the network
+    recipe: Recipe | None = None  # in place of `network`
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {**vars(self), "recipe": self.recipe and self.recipe.to_dict()}
+
+
 @dataclass(frozen=True)
 class Manifest:
-    """Recipe, spec and history of a population."""
+    """Recipe or sources, spec and history of a population."""
 
-    recipe: Recipe  # `recipe.population.networks` is N of the complete population
+    made: Recipe | Import  # what the networks were trained with, or imported from
     spec: WeightSpec  # of one network
     environment: dict[str, Any]  # of the machine that created it; see `weightscope._util.environment`
     sizes: tuple[int, ...]  # numbers of networks that the population has had, ascending; the last is the current one
@@ -40,16 +62,38 @@ class Manifest:
     sources: dict[str, str] = field(default_factory=dict)  # reference to a user's code -> text of its module
 
     @property
+    def recipe(self) -> Recipe:
+        """What the networks were trained with; NoRecipe, a UsageError, if they were imported without one."""
+        recipe = self.made if isinstance(self.made, Recipe) else self.made.recipe
+        if recipe is None:
+            raise NoRecipe(
+                "this needs the recipe of a population that was imported without one; import with --network RECIPE, a "
+                "recipe with this network and its data, or name another population"
+            )
+        return recipe
+
+    @property
+    def imported(self) -> Import | None:
+        """Where the networks are from; None if they were trained here."""
+        return self.made if isinstance(self.made, Import) else None
+
+    @property
+    def again(self) -> str:
+        """The command that adds missing networks."""
+        return "run `weightscope import` again" if self.imported else "run `weightscope collect` again to train them"
+
+    @property
     def networks(self) -> int:
         """N, the number of networks of the complete population."""
-        return self.recipe.population.networks
+        return self.sizes[-1]
 
     @property
     def tile(self) -> int:
         """T, the number of networks in a tile."""
-        if self.recipe.population.tile is None:
+        tile = self.made.tile if isinstance(self.made, Import) else self.made.population.tile
+        if tile is None:
             raise ValueError("expected population.tile in a population's recipe, found none")
-        return self.recipe.population.tile
+        return tile
 
     @property
     def tiles(self) -> int:
@@ -59,13 +103,16 @@ class Manifest:
     @property
     def snapshots(self) -> tuple[int, ...]:
         """The moments of training, ascending, at which weights are stored beside those of its end; S of them."""
-        return self.recipe.population.snapshots or ()
+        return self.made.snapshots if isinstance(self.made, Import) else self.made.population.snapshots or ()
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of what a network's bits depend on: recipe without N, spec, inputs."""
-        values = self.recipe.to_dict()
-        del values["population"]["networks"]
+        """16 hex digits of what a network's bits depend on: recipe without N, or how it was imported; spec, inputs."""
+        if isinstance(self.made, Import):
+            values = replace(self.made, sources=()).to_dict()
+        else:
+            values = self.made.to_dict()
+            del values["population"]["networks"]
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -86,25 +133,20 @@ class Manifest:
 
     def resized(self, networks: int) -> "Manifest":
         """The same population with another number of networks."""
-        sizes = (*(size for size in self.sizes if size < networks), networks)
-        return replace(self, recipe=self.recipe.replace({"population.networks": networks}), sizes=sizes)
+        made = self.made if self.imported else self.recipe.replace({"population.networks": networks})
+        return replace(self, made=made, sizes=(*(size for size in self.sizes if size < networks), networks))
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
-        recipe = self.recipe.to_dict()
-        values = {
-            "format": _FORMAT,
-            "schema": _SCHEMA,
-            "fingerprint": self.fingerprint,
-            "seed": self.recipe.population.seed,
-            "tile": self.tile,
-            "sizes": list(self.sizes),
-            "recipe": recipe,
-            "recipe_toml": tomli_w.dumps(recipe),
-            "inputs": self.inputs,
-            "spec": json.loads(self.spec.to_json()),
-            "environment": self.environment,
-        } | ({"sources": self.sources} if self.sources else {})
+        values: dict[str, Any] = {"format": _FORMAT, "schema": _IMPORTED if self.imported else _COLLECTED}
+        values |= {"fingerprint": self.fingerprint, "tile": self.tile, "sizes": list(self.sizes)}
+        if self.imported:
+            values["import"] = self.imported.to_dict()
+        else:
+            recipe = self.recipe.to_dict()
+            values |= {"seed": self.recipe.population.seed, "recipe": recipe, "recipe_toml": tomli_w.dumps(recipe)}
+        values |= {"inputs": self.inputs, "spec": json.loads(self.spec.to_json()), "environment": self.environment}
+        values |= {"sources": self.sources} if self.sources else {}
         return f"{json.dumps(values, indent=1)}\n".encode()
 
 
@@ -126,14 +168,15 @@ def read(path: Path) -> Manifest:
 def _parse(values: Any, file: Path) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
-    if values.get("schema") != _SCHEMA:
+    if values.get("schema") not in (_COLLECTED, _IMPORTED):
         raise DataError(
-            f"{file}: expected schema version {_SCHEMA}, found {shortened(repr(values.get('schema')))}; a newer "
-            "version of weightscope wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
+            f"{file}: expected schema version {_COLLECTED} or {_IMPORTED}, found "
+            f"{shortened(repr(values.get('schema')))}; a newer version of weightscope "
+            "wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
         )
     try:
         manifest = Manifest(
-            recipe=Recipe.parse(values["recipe"], where="recipe"),
+            made=_made(values),
             spec=WeightSpec.from_json(json.dumps(values["spec"])),
             environment=dict(values["environment"]),
             sizes=tuple(int(n) for n in values["sizes"]),
@@ -149,9 +192,31 @@ def _parse(values: Any, file: Path) -> Manifest:
             f"{file}: expected the fingerprint {shortened(str(values.get('fingerprint')))} of recipe and spec, found "
             f"{manifest.fingerprint}; was it edited? Restore the original, or collect into another folder"
         )
-    if not manifest.sizes or manifest.sizes[-1] != manifest.networks or list(manifest.sizes) != sorted(manifest.sizes):
-        raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {manifest.networks} networks")
+    if list(manifest.sizes) != sorted(manifest.sizes) or manifest.sizes[-1:] != (_stated(manifest),):
+        raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {_stated(manifest)} networks")
     return manifest
+
+
+def _made(values: Any) -> Recipe | Import:
+    """What `made` was stored as."""
+    if values["schema"] == _COLLECTED:
+        return Recipe.parse(values["recipe"], where="recipe")
+    found = dict(values["import"])
+    recipe = found["recipe"] and Recipe.parse(found["recipe"], where="import.recipe")
+    if (tile := int(found["tile"])) < 1:
+        raise ValueError(f"import.tile: expected a positive number, found {tile}")
+    rename = tuple(str(text) for text in found["rename"])
+    sources, snapshots = tuple(tuple(map(str, each)) for each in found["sources"]), tuple(map(int, found["snapshots"]))
+    if any(len(each) != 1 + len(snapshots) for each in sources):
+        raise ValueError(f"import.sources: expected {1 + len(snapshots)} for each network")
+    return Import(tile, sources, snapshots, bool(found["by_reference"]), rename, str(found["network"]), recipe)
+
+
+def _stated(manifest: Manifest) -> int:
+    """The number of networks that the recipe has, or of the listed sources."""
+    if manifest.imported:
+        return len(manifest.imported.sources) or sum(manifest.sizes[-1:])
+    return manifest.recipe.population.networks
 
 
 def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Manifest, bool]:
@@ -189,6 +254,11 @@ def record_size(path: Path, reached: Manifest) -> None:
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:
     """Refuse to add networks of `wanted` to the population `there`; only N may differ, and "auto" takes its kernels."""
+    if there.imported or wanted.imported:
+        if there.spec == wanted.spec and there.fingerprint == wanted.fingerprint:
+            return
+        was = "imported from networks with other tensors or options" if there.imported else "collected"
+        raise UsageError(f"{path} was {was}; give another folder, or the same sources and options")
     recipe = wanted.recipe
     if recipe.training.kernels == "auto":
         recipe = recipe.replace({"training.kernels": there.recipe.training.kernels})

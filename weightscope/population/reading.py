@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
@@ -55,19 +55,63 @@ class Population(Result):
         self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
         self._verified: dict[int, tuple[int, ...]] = {}
+        self._unchanged: dict[str, Any] = {}  # sources read by reference, with signatures of their files
         self._rows: dict[int, int] = {}
         for tile in shards.tiles_on_disk(self.path, self.manifest):
             rows = self.manifest.rows(tile)
             if self.manifest.shorter_rows(tile):
                 with self._open(tile) as h5:
-                    rows = min(rows, h5["weights"].shape[0])
+                    rows = min(rows, h5["seed"].shape[0])
             self._rows[tile] = rows
         if self.missing and not partial:
             raise DataError(
                 f"{self.path}: expected {self.manifest.networks} networks, found {len(self)}; missing "
-                f"{self.manifest.described(self.missing)}; run `weightscope collect` again to train them, "
-                "or use the others with --partial (in Python, partial=True)"
+                f"{self.manifest.described(self.missing)}; {self.manifest.again}, or use "
+                "the others with --partial (in Python, partial=True)"
             )
+
+    @classmethod
+    def of(
+        cls, networks: Iterable[Any], path: str | Path, *, network: Any = None, trust: bool = False, **options: Any
+    ) -> "Population":
+        """Import networks that were trained elsewhere; `weightscope import` on the command line.
+
+        They are copied into ordinary shards, one network in memory at a time, half precision as float32. If it is
+        interrupted, the same call resumes. What does not fit is named for all networks at once, and nothing is kept.
+        `diverged` marks those with NaN or infinite weights and those equal to an earlier one, which statistics leave
+        out; a warning names them.
+
+        Args:
+            networks: state dicts, modules, or paths or addresses that `Checkpoint` takes (and .npz); or mappings of
+                moments of training to these, whose last is the network and all of which are its snapshots
+                (`Population.at`).
+            path: the population's folder. If it exists, it must have been made from the same networks, or the first
+                of them.
+            network: what builds the network: `"package.module:function"` or a function, called without arguments,
+                that returns it, or it and example inputs; or a recipe. Without, what needs only weights works.
+            trust: run the code that `network` names by a text (docs/what-runs-when.md).
+            options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
+                has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
+                names, each `"OLD=NEW"`, such as `"module.="`; `snapshots`, the moments to keep of mappings, by default
+                those of the first; `by_reference`, keep paths and digests only, and read weights from there, which are
+                then not searched for NaN; `skip_unfit`, leave out networks that do not fit, with a warning; `progress`,
+                show a bar if stderr is a terminal.
+
+        Raises:
+            DataError: if networks do not fit or cannot be read, or `path` holds others.
+            UsageError: for an invalid argument, or other options than `path` was made with.
+            Resumable: if interrupted.
+
+        Example:
+            >>> Population.of([torch.load(file) for file in files], "zoo.pop", metrics={"test_accuracy": accuracies})
+        """
+        from weightscope.population.importing import import_networks
+
+        if not (network is None or callable(network) or plugins.is_reference(network)):
+            network = recipe_of(network)
+        with trusting(trust):
+            import_networks(networks, path, network=network, **options)
+        return cls(path, trust=trust)
 
     def at(self, moment: int) -> "Population":
         """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
@@ -91,6 +135,12 @@ class Population(Result):
     def moment(self) -> int | None:
         """The moment of training (`at`); None for its end."""
         return None if self._moment is None else self.snapshots[self._moment]
+
+    @property
+    def unit(self) -> str:
+        """What moments of training count: `"epoch"`, or `"step"` of sequences and of imported networks."""
+        made = self.manifest.made
+        return made.data.moment if isinstance(made, Recipe) else "step"
 
     @property
     def snapshots(self) -> tuple[int, ...]:
@@ -130,10 +180,15 @@ class Population(Result):
         return torch.from_numpy(self.weights(select))
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each network: its index, its seed and its metrics at the end of training; see `curves`."""
+        """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""
         metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
         last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in metrics.items()}
-        columns = {"network": self.indices.tolist(), "seed": self.seeds.tolist()} | last
+        columns: dict[str, list[Any]] = {"network": self.indices.tolist()}
+        if self.manifest.imported is None:
+            columns["seed"] = self.seeds.tolist()
+        elif sources := self.manifest.imported.sources:
+            columns["source"] = [sources[k][0] for k in self.indices]
+        columns |= last
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def curves(self) -> Any:
@@ -148,9 +203,10 @@ class Population(Result):
     def summary(self) -> str:
         """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
-        recipe = self.recipe
-        moment = "" if self.moment is None else f", after {recipe.data.moment} {self.moment}"
-        return f"{self.path}: {networks} ({recipe.network.type}, {recipe.data.name}), D={self.spec.size}{moment}"
+        made = self.manifest.made
+        what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
+        moment = "" if self.moment is None else f", after {self.unit} {self.moment}"
+        return f"{self.path}: {networks} ({what}), D={self.spec.size}{moment}"
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
@@ -167,7 +223,10 @@ class Population(Result):
 
     @property
     def recipe(self) -> Recipe:
-        """What the networks were trained with; `recipe.population.networks` is N of the complete population."""
+        """What the networks were trained with; `recipe.population.networks` is N of the complete population.
+
+        UsageError if they were imported without one.
+        """
         return self.manifest.recipe
 
     @property
@@ -192,7 +251,7 @@ class Population(Result):
 
     @property
     def seeds(self) -> np.ndarray:
-        """The torch seed of each network's initial weights, shape (n,) uint64."""
+        """The torch seed of each network's initial weights, shape (n,) uint64; 0 of imported networks."""
         return self._table[0]
 
     @property
@@ -202,7 +261,10 @@ class Population(Result):
 
     @property
     def diverged(self) -> np.ndarray:
-        """Which networks diverged in training, shape (n,) bool; their weights are not meaningful."""
+        """Which networks statistics leave out, shape (n,) bool: those that diverged in training.
+
+        Of imported networks, those with weights that are not finite, or equal to an earlier network's.
+        """
         return self.metrics["diverged"]
 
     def weights(self, select: str | Sequence[str] = "*") -> np.ndarray:
@@ -260,28 +322,50 @@ class Population(Result):
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
 
-        UsageError if there is no network k, or its own code is not trusted; DataError if the source of that code has
-        changed; SpecError if this version of weightscope builds another network from the recipe.
+        UsageError if there is no network k, its own code is not trusted, or the population was imported without code;
+        DataError if the source of that code has changed; SpecError if it builds another network than was recorded.
         """
-        from weightscope._util.torch_random import seeded
-        from weightscope.networks import build_for
-
-        kind = self.recipe.network.type
-        if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
-            plugins.check_source(kind, recorded, self.path)
-        with trusting(self._trust), seeded(0):  # its first weights are replaced
-            module = build_for(self.recipe)
+        if (template := self.template()) is None:
+            raise manifests.NoRecipe(
+                f"{self.path}: its networks were imported as weights only; to run them, import them with --network "
+                "MODULE:FUNCTION or --network RECIPE"
+            )
+        module, _ = template
         if lines := self.spec.differences(WeightSpec.of(module)):
-            raise SpecError(f"{self.path}: the network built from the recipe differs: {'; '.join(lines[:3])}")
+            made = "network the population names" if self.manifest.imported else "network built from the recipe"
+            raise SpecError(f"{self.path}: the {made} differs: {'; '.join(lines[:3])}")
         # Integer buffers are not in the spec; everything else was compared above.
         module.load_state_dict(self._tensors(k), strict=False)
         return module.eval()
 
+    def template(self) -> "tuple[torch.nn.Module, Any] | None":
+        """A network like the population's with random weights, and inputs of some examples; errors as of `network`.
+
+        None if it was imported without code; the inputs are None if the function that builds the network returns none.
+        """
+        import torch
+
+        from weightscope._util.torch_random import seeded
+        from weightscope.networks import build_for
+
+        imported = self.manifest.imported
+        if imported and not imported.network and imported.recipe is None:
+            return None
+        kind = imported.network if imported and imported.network else self.recipe.network.type
+        if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
+            plugins.check_source(kind, recorded, self.path)
+        with trusting(self._trust), seeded(0):
+            if imported and imported.network:
+                from weightscope.population.importing import built
+
+                return built(kind)
+            return build_for(self.recipe), self.recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
-        """The network with index k as a module, or its tensors if its own code is missing, not trusted or changed."""
+        """The network with index k as a module, or its tensors if its code is missing, not trusted or changed."""
         try:
             return self.network(k)
-        except (CannotRun, plugins.SourceChanged):
+        except (CannotRun, plugins.SourceChanged, manifests.NoRecipe):
             return self._tensors(k)
 
     def _tensors(self, k: int) -> "dict[str, torch.Tensor]":
@@ -368,11 +452,64 @@ class Population(Result):
             if diverged is not None:
                 diverged[...] = h5["metrics"]["diverged"][rows]
             start = 0
+            imported = self.manifest.imported
+            if imported is not None and imported.by_reference:
+                self._read_sources(tile, rows, h5["digest"][rows], sub, out)
+                return
             stored, moment = (h5["weights"], ()) if self._moment is None else (h5["snapshots"], (self._moment,))
             for columns in _runs(self.spec, sub):
                 width = columns.stop - columns.start
                 stored.read_direct(out, (rows, *moment, columns), np.s_[:, start : start + width])
                 start += width
+
+    def _read_sources(self, tile: int, rows: slice, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
+        """The tensors of `sub` of the networks in some rows of a tile, from where they are."""
+        from weightscope.population.importing import read_source
+
+        imported, which = self.manifest.imported, 0 if self._moment is None else 1 + self._moment
+        if imported is None or not imported.sources:
+            raise DataError(f"{self.path}: its import is not finished; {self.manifest.again}")
+        slots = range(*rows.indices(self._rows[tile]))
+        for slot, digest, row in zip(slots, digests[:, which], out, strict=True):
+            source = imported.sources[tile * self.manifest.tile + slot][which]
+            self._check_source(source, digest.tobytes())
+            read_source(source, imported.rename, sub, row)
+
+    def _check_source(self, source: str, expected: bytes) -> None:
+        """Compare a source that is read by reference with its digest, once while its files stay the same."""
+        from weightscope.population.importing import digest_of, files_of
+
+        try:
+            found = [file.stat() for file in files_of(source)]
+        except OSError as error:
+            raise DataError(f"{self.path}: {source} cannot be read: {error.strerror or error}; restore it") from error
+        signature = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
+        if self._unchanged.get(source) != signature and digest_of(source) != expected:
+            raise DataError(
+                f"{self.path}: {source} is not what it was when it was imported; restore it, or import it into another "
+                "folder"
+            )
+        self._unchanged[source] = signature
+
+    def check_sources(self) -> list[tuple[str, str]]:
+        """Each source that is read by reference, and what is wrong with its digest; empty if nothing is."""
+        imported, out = self.manifest.imported, []
+        if imported is None or not imported.by_reference:
+            return []
+        self._unchanged.clear()
+        for tile, rows in self._rows.items():
+            with self._open(tile) as h5:
+                digests = h5["digest"][:rows]
+            named = imported.sources[tile * self.manifest.tile :][:rows]
+            for source, digest in (
+                (s, d) for each in zip(named, digests, strict=True) for s, d in zip(*each, strict=True)
+            ):
+                try:
+                    self._check_source(source, digest.tobytes())
+                    out.append((source, ""))
+                except DataError as error:
+                    out.append((source, str(error)))
+        return out
 
 
 def population_in(folder: str | Path, *, partial: bool = False) -> Population:

@@ -1,7 +1,8 @@
 """Shards on disk: encoding a trained tile as an HDF5 file, hashes, writing and opening.
 
     shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E);
-                             /snapshots (n, S, D) f32, if the manifest has S > 0 snapshots
+                             /snapshots (n, S, D) f32, if the manifest has S > 0 snapshots;
+                             /digest (n, 1 + S, 32) u8, of imported networks, which have no seed (0)
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
@@ -30,7 +31,7 @@ from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 
-AGAIN = "run `weightscope collect` again to retrain it"
+AGAIN = "run `weightscope collect` or `import` again, as before, to restore it"
 
 _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _FORMAT = "weightscope-shard"
@@ -38,7 +39,7 @@ _SCHEMA = 1
 _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
-_KINDS = {"weights": "f4", "snapshots": "f4", "seed": "u8", "metrics/diverged": "?"}  # other metrics: any numbers
+_KINDS = {"weights": "f4", "snapshots": "f4", "digest": "u1", "seed": "u8", "metrics/diverged": "?"}  # others: numbers
 
 
 class DamagedShard(DataError):
@@ -54,13 +55,14 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainedTile:
-    """The result of training one tile: T networks, of which the last tile of a population stores fewer."""
+    """The result of training or importing one tile: T networks, of which the last one of a population stores fewer."""
 
     index: int  # network k is row k mod T of tile k div T
-    weights: np.ndarray  # (T, D) float32 in `WeightSpec` order
+    weights: np.ndarray | None  # (T, D) float32 in `WeightSpec` order; None if they are read by reference
     seeds: np.ndarray  # (T,) uint64, of the initial weights
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
     snapshots: np.ndarray | None = None  # (T, S, D) float32, the weights at the moments of `Manifest.snapshots`
+    digest: np.ndarray | None = None  # (T, 1 + S, 32) uint8, of imported networks and their snapshots
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -126,7 +128,7 @@ def state(path: Path, manifest: Manifest, tile: int) -> State:
     file = shard_file(path, tile)
     try:
         with open_shard(file, manifest, tile) as h5:
-            rows = h5["weights"].shape[0]
+            rows = h5["seed"].shape[0]
     except FileNotFoundError:
         return State("missing")
     except DamagedShard as error:
@@ -233,13 +235,14 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
     """
     import torch
 
-    seeds, matrices = seeds_of(manifest, trained.index * manifest.tile, manifest.tile), {"weights": trained.weights}
-    if trained.snapshots is not None:
-        matrices["snapshots"] = trained.snapshots
+    seeds = seeds_of(manifest, trained.index * manifest.tile, manifest.tile)
+    found = {"weights": trained.weights, "snapshots": trained.snapshots, "digest": trained.digest}
+    matrices = {name: values for name, values in found.items() if values is not None}
     shapes = {name: (manifest.tile, *shape) for name, shape in _shapes(manifest).items()}
-    fits = {name: values.shape for name, values in matrices.items() if values.dtype == np.float32} == shapes
+    fits = {name: values.shape for name, values in matrices.items() if values.dtype == _KINDS[name]} == shapes
     if not fits or not np.array_equal(trained.seeds, seeds):
-        raise ValueError(f"tile {trained.index}: expected weights {shapes} float32 from the trainer, with their seeds")
+        wanted = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"tile {trained.index}: expected {wanted} from the trainer, with their seeds")
     header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
     if kernels:
         header["kernels"] = kernels
@@ -251,10 +254,12 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
         for key, value in header.items():
             h5.attrs[key] = np.int64(value) if isinstance(value, int) else np.bytes_(value)
         for name, values in matrices.items():  # one moment is read without the others
-            ones = (1,) * (values.ndim - 2)
-            chunks = (min(rows, _CHUNK[0]), *ones, max(1, -(-columns // blocks))) if columns else None
-            kept = np.ascontiguousarray(values[:rows], dtype="<f4")
-            _write(h5, name, kept, chunks=chunks, fillvalue=np.float32("nan"))
+            options: dict[str, Any] = {}
+            if columns and name != "digest":
+                ones = (1,) * (values.ndim - 2)
+                options = {"chunks": (min(rows, _CHUNK[0]), *ones, max(1, -(-columns // blocks)))}
+                options["fillvalue"] = np.float32("nan")
+            _write(h5, name, np.ascontiguousarray(values[:rows]), **options)
         _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
         group = h5["metrics"]
         for name in sorted(trained.metrics):
@@ -316,14 +321,19 @@ def header_text(h5: h5py.File, name: str) -> str:
 
 def seeds_of(manifest: Manifest, first: int, count: int) -> np.ndarray:
     """The seeds of the initial weights of networks `first` and following."""
+    if manifest.imported:
+        return np.zeros(count, dtype=np.uint64)
     root = manifest.recipe.population.seed
     return np.array([torch_seed(root, k, Purpose.INIT) for k in range(first, first + count)], dtype=np.uint64)
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
-    """The shapes of one network's rows of the arrays of weights: (D,), and (S, D) if there are snapshots."""
-    size, moments = manifest.spec.size, len(manifest.snapshots)
-    return {"weights": (size,)} | ({"snapshots": (moments, size)} if moments else {})
+    """The shapes of one network's rows of the arrays that are no metrics, without the seed."""
+    size, moments, imported = manifest.spec.size, len(manifest.snapshots), manifest.imported
+    shapes: dict[str, tuple[int, ...]] = {"digest": (1 + moments, 32)} if imported else {}
+    if imported and imported.by_reference:
+        return shapes
+    return {"weights": (size,)} | ({"snapshots": (moments, size)} if moments else {}) | shapes
 
 
 def _header(manifest: Manifest, tile: int) -> dict[str, Any]:
@@ -354,8 +364,8 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
     shapes = _shapes(manifest)
     if missing := sorted({"seed", "metrics/diverged", *shapes} - arrays.keys()):
         raise _foreign(file, f"an array /{missing[0]}", "none")
-    rows = (*arrays["weights"].shape, 0)[0]
-    for name in sorted({"weights", "snapshots"} & arrays.keys()):
+    rows = (*arrays["seed"].shape, 0)[0]
+    for name in sorted({"weights", "snapshots", "digest"} & arrays.keys()):
         expected, shape = shapes.get(name), arrays[name].shape
         if expected is None or shape != (rows, *expected) or not least <= rows <= manifest.tile:
             wanted = f"{name} {(manifest.rows(tile), *expected)}" if expected else f"no {name}"

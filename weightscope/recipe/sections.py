@@ -1,7 +1,7 @@
 """The sections [data] [training] [distillation] [init] [population] [bench]."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -91,6 +91,8 @@ class TrainingConfig(Section):
     torch's; a population records the choice, because they round differently.
     """
 
+    added: ClassVar[tuple[str, ...]] = ("decay_exclude",)
+
     epochs: Count
     batch_size: Count = 64
     learning_rate: Swept = 0.01
@@ -153,14 +155,15 @@ class InitConfig(BaseModel):
     """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters.
 
     With both, the named initialiser is applied to the network that the artifact's has initialised.
-    `control = "scale"` replaces it by independent Gaussian entries with its mean and variance of each tensor.
+    `control = "scale"` replaces it by independent Gaussian entries with its mean and variance of each tensor,
+    `control = "uncorrelated"` by those with its means and variances of every part (see `weightscope.init.controls`).
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str = "default"
     artifact: str | None = None
-    control: Literal["scale"] | None = None
+    control: Literal["scale", "uncorrelated"] | None = None
 
     @model_validator(mode="after")
     def _numbers(self) -> "InitConfig":
@@ -210,7 +213,8 @@ class BenchConfig(Section):
 
     `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
     `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
-    range as text, `"0:1:0.1"`. `metric` is one of the task's, such as `"test_loss"`.
+    range as text, `"0:1:0.1"`. `control` has the controls, `contrast` the contrasts that are declared beforehand.
+    `metric` is one of the task's, such as `"test_loss"`.
     """
 
     init: tuple[str | dict[str, Any], ...] = ()
@@ -220,10 +224,11 @@ class BenchConfig(Section):
     seeds: Count | None = None
     seed: Seed | None = None
     frozen: str | None = None
-    control: str | None = None
+    control: tuple[str, ...] = ()
+    contrast: tuple[str, ...] = ()
     metric: str | None = None
 
-    @field_validator("init", "epochs", mode="before")
+    @field_validator("init", "epochs", "control", "contrast", mode="before")
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value

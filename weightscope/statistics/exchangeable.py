@@ -19,8 +19,9 @@ import numpy as np
 from scipy import stats
 from scipy.optimize import brentq
 
+from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.index_effects import IndexEffects
 from weightscope.statistics.moments import finite_rows
@@ -155,6 +156,13 @@ class ExchangeableMoments:
         self.spec, self.permutations, self.n = spec, permutations, 0
         self.index = IndexEffects(permutations)
         self._types = {kind.groups: kind for kind in permutations.types}
+        needed = 8 * 4 * sum(kind.copies**2 for kind in self._types.values())  # products, covariances, correlations
+        if needed > (free := available_memory()):
+            largest = max((view for view in permutations.views), key=lambda view: view.copies)
+            raise UsageError(
+                f"select: covariances between all fixed entries need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are "
+                f"available; leave out tensors such as `{largest.name}`, which has {largest.copies:,} fixed entries"
+            )
         self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
         self._single = {
             key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])

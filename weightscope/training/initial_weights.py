@@ -1,6 +1,7 @@
 """Initial weights of the networks of a tile, each from its own random streams."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,12 @@ import torch
 from weightscope import init as initialisers
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.torch_random import repeatable, seeded
+from weightscope.anatomy.permutation_groups import permutations_of
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
-from weightscope.init.scale_control import ScaleControl
+from weightscope.init.controls import ScaleControl, UncorrelatedControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
+from weightscope.statistics.permutations import PermutationSpec
 
 Build = Callable[[], torch.nn.Module]
 Initialiser = Callable[..., Any]
@@ -26,7 +29,7 @@ def initial_weights(recipe: Recipe, ids: Sequence[int], build: Build) -> tuple[n
     differ only in the initialiser start from the same default weights: their networks are paired.
     """
     root = recipe.population.seed
-    functions = [_controlled(config, root, build) if config.control else resolve(config) for config in recipe.init]
+    functions = [_controlled(config, recipe, build) if config.control else resolve(config) for config in recipe.init]
     rows, seeds = [], []
     for k in ids:
         i = k % len(functions)
@@ -45,6 +48,8 @@ def check_initialisers(recipe: Recipe, build: Build) -> None:
         where = f"init{f'.{i}' if len(recipe.init) > 1 else ''} ({config.artifact or config.name})"
         try:
             _initialised(recipe, i, resolve(config), build)
+            if config.control == "uncorrelated":
+                _permutations(recipe, build)
         except (AnatomyError, SpecError, UsageError) as error:
             raise RecipeError(f"{where}: {error}") from error
         except DataError as error:
@@ -53,15 +58,27 @@ def check_initialisers(recipe: Recipe, build: Build) -> None:
             raise RecipeError(f"{where}: it raised {type(error).__name__}: {error}") from error
 
 
-def _controlled(config: InitConfig, root: int, build: Build) -> ScaleControl:
-    """The control of an initialiser; its moments are those of networks 0 to 31, however many there are."""
+def _controlled(config: InitConfig, recipe: Recipe, build: Build) -> Initialiser:
+    """The control of an initialiser; its moments are those of networks 0, 1, ..., however many there are."""
+    root = recipe.population.seed
 
     def draw(k: int) -> tuple[torch.nn.Module, torch.Generator]:
         with seeded(torch_seed(root, k, Purpose.INIT)):
             return build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
 
+    def control() -> Initialiser:
+        if config.control == "scale":
+            return ScaleControl.of(resolve(config), draw)
+        return UncorrelatedControl.of(resolve(config), draw, _permutations(recipe, build))
+
     with seeded(root):  # what the initialiser draws without its generator
-        return repeatable(lambda: ScaleControl.of(resolve(config), draw), config.name)
+        return repeatable(control, config.name)
+
+
+def _permutations(recipe: Recipe, build: Build) -> PermutationSpec:
+    """The permutation specification of the recipe's network."""
+    with seeded(0):
+        return permutations_of(SimpleNamespace(spec=WeightSpec.of(build()), recipe=recipe))
 
 
 def _initialised(recipe: Recipe, k: int, function: Initialiser, build: Build) -> torch.nn.Module:

@@ -1,0 +1,185 @@
+"""Contrasts that are declared beforehand, and worst ranks of networks without a finite value."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pictures import PLAIN
+from scipy import stats
+
+from weightscope.benchmarking import BenchResult, Contrast, bench, plan_bench, summarise
+from weightscope.benchmarking.contrasts import contrast_tests
+from weightscope.benchmarking.statistics import paired
+from weightscope.data.metrics import ACCURACY, LOSS
+from weightscope.errors import UsageError
+from weightscope.recipe import Recipe
+
+CELLS = ({"network.width": 8}, {"network.width": 16})
+INITS = ("default", "a", "a (scale only)")
+ARMS = [(cell, epochs, init) for cell in CELLS for epochs in (3, 10) for init in INITS]
+RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
+
+
+def runs_of(g: np.random.Generator, seeds: int = 12, effect: float = 0.0) -> list[dict[str, Any]]:
+    """Accuracies of all arms; what the initialiser does to a seed is common to all cells and lengths."""
+    own = effect + g.normal(0, 0.02, seeds)
+    return [
+        {"cell": cell, "epochs": epochs, "init": init, "seed": k, "diverged": False}
+        | {"accuracy": 0.5 + own[k] * (init == "a") + g.normal(0, 0.002), "loss": 1.0}
+        for cell, epochs, init in ARMS
+        for k in range(seeds)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("mean(a) - mean(default)", {"a": 0.25, "default": -0.25}),
+        ("mean(a, width=16, epochs=3) - mean('a (scale only)', 'width=16', epochs=3)", {"a": 1, "a (scale only)": -1}),
+        ("-2 * (mean(default) - mean(a)) / 4", {"a": 0.125, "default": -0.125}),
+        (
+            "(mean(a) + mean(default)) / 2 - mean('a (scale only)')",
+            {"a": 0.125, "default": 0.125, "a (scale only)": -0.25},
+        ),
+        ("mean(a) - mean(a, width=8)", {"a": -0.25}),
+        ("mean(a, default) - mean(default)", {"a": 0.125, "default": -0.125}),
+    ],
+)
+def test_weights_of_arms(text: str, weights: dict[str, float]) -> None:
+    found = Contrast.parse(text, ARMS).weights
+    assert sum(found.values()) == pytest.approx(0)
+    last = {key[2]: weight for key, weight in found.items() if key[:2] == max(found)[:2]}
+    assert last == pytest.approx(weights), "of the narrower networks after 3 epochs"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mean(a) - mean(defualt)", "no arm or cell 'defualt'"),
+        ("mean(a, width=9) - mean(default)", "no arm or cell 'width=9'"),
+        ("mean(a)", "add up to zero, found a sum of 1"),
+        ("mean(a) - mean(a)", "found none that is not zero"),
+        ("mean(a) - 0.5", "expected +, -, numbers"),
+        ("mean(a) * mean(default)", "expected +, -, numbers"),
+        ("1 / 0 * mean(a)", "expected +, -, numbers"),
+        ("mean(a) / 0", "expected +, -, numbers"),
+        ("mean(a.b)", "expected +, -, numbers"),
+        ("__import__('os').system('true')", "expected +, -, numbers"),
+        ("[mean(a) for _ in (1,)]", "expected +, -, numbers"),
+        ("mean(a) -", "expected +, -, numbers"),
+        ("3", "expected +, -, numbers"),
+    ],
+)
+def test_what_is_no_contrast_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=r"^--contrast: ") as error:
+        Contrast.parse(text, ARMS)
+    assert said in str(error.value)
+
+
+def test_a_contrast_is_tested_over_seeds() -> None:
+    """scipy's test of the seeds' sums; one over arms and seeds alike would call the seeds' common effect certain.
+
+    200 null benchmarks; 5 % of 200 is 10, of which 22 or more have probability 5e-4.
+    """
+    text = "mean(a) - mean(default)"
+    contrast = Contrast.parse(text, ARMS)
+    rejected = pooled = 0
+    for seed in range(200):
+        runs = runs_of(np.random.default_rng(seed))
+        row = contrast_tests([contrast], runs)[0]
+        values = {init: np.array([r["accuracy"] for r in runs if r["init"] == init]) for init in ("a", "default")}
+        differences = values["a"] - values["default"]
+        expected = stats.ttest_1samp(differences.reshape(4, 12).mean(0), 0)
+        assert row["p"] == pytest.approx(expected.pvalue)
+        assert row["ci"] == pytest.approx(list(expected.confidence_interval()))
+        rejected += row["p"] < 0.05
+        pooled += stats.ttest_1samp(differences, 0).pvalue < 0.05
+    assert rejected < 22
+    assert pooled > 50, "which is why cells of one seed are one observation"
+    planted = contrast_tests([contrast], runs_of(np.random.default_rng(0), effect=0.05))[0]
+    assert planted["p"] < 1e-4
+
+
+def test_several_contrasts_are_adjusted_for_one_another_and_one_is_not() -> None:
+    runs = runs_of(np.random.default_rng(0), effect=0.02)
+    texts = ["mean(a) - mean(default)", "mean(a) - mean('a (scale only)')"]
+    both = contrast_tests([Contrast.parse(text, ARMS) for text in texts], runs)
+    alone = contrast_tests([Contrast.parse(texts[0], ARMS)], runs)[0]
+    assert (alone["p_holm"], alone["level"]) == (alone["p"], 0.05)
+    assert max(row["p_holm"] for row in both) > max(row["p"] for row in both) - 1e-15
+    assert min(row["p_holm"] for row in both) == pytest.approx(2 * min(row["p"] for row in both))
+    assert min(row["level"] for row in both) == 0.025
+
+
+@pytest.mark.parametrize("metric", [ACCURACY, LOSS])
+def test_a_network_without_a_finite_value_has_the_worst_rank(metric: Any) -> None:
+    """Eight clear improvements; one lost network of ten weakens them, five turn them, and so does losing the others."""
+    base = np.full(10, 0.5)
+    better = base + metric.sign * np.linspace(0.01, 0.02, 10)
+    p = {}
+    for lost in (0, 1, 5, 8):
+        values = np.where(np.arange(10) < lost, np.nan, better)
+        found = paired(values, base, metric)
+        p[lost] = found["p"]
+        assert metric.sign * found["difference"] > 0, "of the others"
+        assert paired(base, values, metric)["p"] == pytest.approx(found["p"])
+    assert p[0] < 1e-6
+    assert p[1] == pytest.approx(stats.wilcoxon([-10, *range(1, 10)]).pvalue)
+    assert p[1] < 0.1 < p[5]
+    assert p[8] < 0.05
+    both = np.where(np.arange(10) < 3, np.nan, base)
+    assert paired(both, both, metric)["p"] == 1.0
+
+
+def test_an_arm_that_lost_networks_is_tested_with_them() -> None:
+    runs = [
+        {"cell": {}, "epochs": 1, "init": init, "seed": k, "diverged": init == "a" and k < 5, "accuracy": 0.5}
+        | {"loss": None if init == "a" and k < 5 else 1.0 + 0.01 * k - 0.1 * (init == "a") - 0.001 * k * (init == "a")}
+        for init in ("default", "a")
+        for k in range(8)
+    ]
+    row = summarise(runs, LOSS)[1]
+    assert (row["n"], row["pairs"], row["networks"]) == (3, 3, 8)
+    assert row["difference"] < 0
+    assert row["p"] > 0.05
+
+
+class Fake:
+    """Stands in for `collect`."""
+
+    def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
+        path.mkdir(parents=True, exist_ok=True)
+        n = recipe.population.networks
+        accuracy = np.linspace(0.8, 0.9, n) + (recipe.init[0].name != "default") * np.linspace(0.01, 0.02, n)
+        self.metrics = {"test_accuracy": accuracy, "test_loss": np.ones(n), "diverged": np.zeros(n, bool)}
+        self.environment = {"device": "cpu"}
+        return self
+
+
+def test_a_benchmark_states_its_contrast_and_what_was_added_to_results_is_post_hoc(tmp_path: Path) -> None:
+    inits, first, second = (
+        ["default", "mimetic_mlp"],
+        "mean(mimetic_mlp) - mean(default)",
+        "mean(default)-mean(mimetic_mlp)",
+    )
+    plan = plan_bench(RECIPE, inits, tmp_path / "a", contrast=first, measure=False)
+    assert plan.text().splitlines()[1:] == [
+        f"declared contrast: {first}",
+        "tested at 5 %; all other comparisons are exploratory, adjusted for one another (Holm)",
+    ]
+    assert plan.to_dict()["contrasts"] == [first]
+    result = bench(RECIPE, inits, tmp_path / "a", contrast=first, collector=Fake())
+    (row,) = result.contrasts
+    assert (row["contrast"], row["declared"], row["pairs"]) == (first, True, 3)
+    assert row["p"] == pytest.approx(result.arms[1]["p"])
+    assert result.text().startswith("declared contrast")
+    assert json.loads((tmp_path / "a" / "results.json").read_text())["contrasts"] == [row]
+    assert BenchResult.load(tmp_path / "a").contrasts == [row]
+    again = bench(RECIPE, inits, tmp_path / "a", contrast=[first, second], collector=Fake())
+    assert [found["declared"] for found in again.contrasts] == [True, False]
+    assert "post hoc" in again.text()
+    assert result.contrast(first) == row | {"declared": False}
+    table = RECIPE.replace({"bench": {"init": inits, "contrast": first}})
+    assert bench(table, out=tmp_path / "b", collector=Fake()).contrasts == [row]

@@ -1,0 +1,607 @@
+"""`Population.of`: networks that were trained elsewhere as a population, copied or read by reference.
+
+One network is in memory at a time, and one tile that is to be written. A tile is done when its shard is there; the
+same call resumes by reading the networks again and comparing their digests with those of the shards.
+"""
+
+import contextlib
+import csv
+import glob
+import hashlib
+import io
+import json
+import logging
+import math
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from weightscope._util import atomic, plugins
+from weightscope._util.environment import environment
+from weightscope._util.names import joined, listing
+from weightscope._util.sources import as_path, open_regular, read_regular
+from weightscope.checkpoint import Checkpoint, open_checkpoint
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, TORCH_SUFFIXES
+from weightscope.errors import DataError, Resumable, UsageError
+from weightscope.population import manifest as manifests
+from weightscope.population import shards
+from weightscope.population.manifest import Import, Manifest
+from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
+
+_log = logging.getLogger(__name__)
+_HUB = "hf://"
+_TILE, _TILE_BYTES = 256, 32 * 2**20  # networks and bytes of a shard, at most
+_BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and indices, which no network learns
+_NAMED = 4  # networks and tensors of a message
+
+
+def import_networks(
+    networks: Iterable[Any],
+    path: str | Path,
+    *,
+    metrics: Mapping[str, Sequence[float]] | None = None,
+    count: int | None = None,
+    select: str | Sequence[str] = "*",
+    rename: Sequence[str] = (),
+    network: Any = None,
+    snapshots: Sequence[int] | None = None,
+    by_reference: bool = False,
+    skip_unfit: bool = False,
+    progress: bool = True,
+) -> None:
+    """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
+    path = as_path(path)
+    if count is None:
+        if not isinstance(networks, Sized):
+            raise UsageError("count: expected the number of networks, since this iterable has no length")
+        count = len(networks)
+    if count < 1:
+        raise UsageError("expected at least one network, found none")
+    columns = {_metric(name): np.asarray(values, dtype=np.float64) for name, values in (metrics or {}).items()}
+    for name, values in columns.items():
+        if values.shape != (count,):
+            raise UsageError(f"metrics: expected {count} numbers of {name}, one for each network, found {values.shape}")
+    for text in rename:
+        if not text.partition("=")[0] or "=" not in text:
+            raise UsageError(f"rename: expected OLD=NEW, beginnings of names such as 'module.=', found {text!r}")
+    made = Import(0, by_reference=by_reference, rename=tuple(rename))
+    if isinstance(network, Recipe):
+        made = replace(made, recipe=network.replace({"population.networks": count}))
+    elif network is not None:
+        made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
+    patterns = [p.strip() for p in select.split(",")] if isinstance(select, str) else list(select)
+    run = _Run(path, made, count, columns, patterns, skip_unfit, snapshots)
+    run.expect_network()
+    with contextlib.closing(tqdm(networks, total=count, desc="import", disable=None if progress else True)) as bar:
+        run.all(bar)
+
+
+class _Run:
+    """One call of `import_networks`: the tile that is being filled, and what was found so far."""
+
+    def __init__(
+        self,
+        path: Path,
+        made: Import,
+        count: int,
+        metrics: dict[str, np.ndarray],
+        patterns: list[str],
+        skip_unfit: bool,
+        snapshots: Sequence[int] | None,
+    ) -> None:
+        self.path, self.made, self.count, self.metrics = path, made, count, metrics
+        self.patterns, self.skip_unfit, self.snapshots = patterns, skip_unfit, snapshots
+        self.manifest: Manifest | None = None  # known with the first network
+        self.reference = ""  # what the others are compared with
+        self.inputs: dict[str, str] = {}
+        self.expected: WeightSpec | None = None
+        self.kept: list[int] = []  # place in the iterable of each network
+        self.sources: list[tuple[str, ...]] = []
+        self.first: dict[bytes, str] = {}  # digest -> the first network that has it
+        self.unfit: dict[str, list[str]] = {}  # reason -> networks
+        self.left_out: dict[str, list[str]] = {}  # why statistics leave them out -> networks
+
+    def expect_network(self) -> None:
+        """Take the tensors of the network that a function builds, or a recipe, as those that are expected."""
+        if self.made.recipe is None and not self.made.network:
+            return
+        from weightscope._util.torch_random import seeded
+        from weightscope.networks import build_for
+
+        kind = self.made.network or self.made.recipe.network.type  # type: ignore[union-attr]
+        with seeded(0):
+            module = built(kind)[0] if self.made.network else build_for(self.made.recipe)  # type: ignore[arg-type]
+        if plugins.is_reference(kind):
+            self.inputs[f"network {kind}"] = plugins.source_hash(kind)
+        self.expected, self.reference = WeightSpec.of(module).select(self.patterns), f"the network {kind}"
+
+    def all(self, networks: Iterable[Any]) -> None:
+        """Import every network; DataError names all that do not fit, and leaves nothing of this call."""
+        existed, created = self.path.exists(), not (self.path / manifests.NAME).exists()
+        try:
+            number = -1
+            for number, item in enumerate(networks):
+                if number >= self.count:
+                    break
+                self.take(number, item)
+            if number + 1 != self.count:
+                more = "more" if number >= self.count else number + 1
+                raise UsageError(f"count: expected {self.count} networks, found {more}")
+            unfit = sum(map(len, self.unfit.values()))
+            if self.unfit and (not self.skip_unfit or not self.kept):
+                raise self.misfit(unfit)
+            self.finish()
+        except KeyboardInterrupt:
+            done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
+            raise Resumable(
+                f"stopped: {done} of {self.count} networks are kept in {self.path}; run the same command again"
+            ) from None
+        except (DataError, UsageError):
+            if created and self.manifest is not None and self.unfit:
+                shutil.rmtree(self.path / manifests.SHARDS)
+                (self.path / manifests.NAME).unlink()
+                if not existed:
+                    self.path.rmdir()
+            raise
+        for why, names in self.left_out.items():
+            _log.warning(
+                "%s: statistics leave out %d networks, %s: %s", self.path, len(names), why, joined(names, _NAMED)
+            )
+        for why, names in self.unfit.items():
+            _log.warning("%s: %d networks do not fit, %s: %s", self.path, len(names), why, joined(names, _NAMED))
+
+    def misfit(self, unfit: int) -> DataError:
+        found = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
+        with_what = f"the tensors of {self.reference}" if self.reference else "a network"
+        return DataError(
+            f"{unfit} of {self.count} networks do not fit {with_what}: {found}; --rename and --select adapt tensors, "
+            "--skip-unfit leaves networks out (rename=, select=, skip_unfit=)"
+        )
+
+    def take(self, number: int, item: Any) -> None:
+        """Read one network into the tile, and write the tile if it is full."""
+        label, sources = self.described(number, item)
+        try:
+            opened = [_opened(source, self.made.rename) for source in sources]
+            if self.manifest is None:
+                self.begin(label, *opened[0], len(sources) - 1)
+            reasons = [why for each in opened for why in self.misfits(*each)]
+        except DataError as error:
+            if any(str(source).startswith(_HUB) for source in sources):
+                raise  # it may be there the next time
+            reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
+        if reasons:
+            self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
+        elif not self.unfit or self.skip_unfit:
+            self.fill(number, label, sources, opened)
+
+    def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
+        """A label, and the source of a network and of its snapshots."""
+        if isinstance(item, Mapping) and item and all(isinstance(key, int) for key in item):
+            if self.snapshots is None:
+                self.snapshots = sorted(item)
+            last = item[max(item)]
+            if missing := [moment for moment in self.snapshots if moment not in item]:
+                raise UsageError(f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out")
+            sources = [last, *(item[moment] for moment in self.snapshots)]
+        else:
+            self.snapshots = self.snapshots or ()
+            if self.snapshots:
+                raise UsageError(f"snapshots: expected a mapping of moments to sources, found {item!r}")
+            sources = [item]
+        named = isinstance(sources[0], str | Path)
+        if self.made.by_reference and not named:
+            raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
+        return (str(sources[0]) if named else f"network {number}"), sources
+
+    def begin(self, label: str, checkpoint: Checkpoint, names: dict[str, str], moments: int) -> None:
+        """Make the population with the tensors that are expected, by default those of the first network."""
+        if self.expected is None:
+            tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
+            self.expected, self.reference = WeightSpec(tensors).select(self.patterns), label
+            if self.misfits(checkpoint, names):
+                self.expected = None
+                return
+        spec = self.expected
+        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
+        tile = _TILE if self.made.by_reference else max(1, min(_TILE, fitting))
+        self.made = replace(self.made, tile=tile, snapshots=tuple(self.snapshots or ()))
+        texts = plugins.texts_of(name.partition(" ")[2] for name in self.inputs)
+        self.manifest = Manifest(self.made, spec, environment("cpu"), (self.count,), self.inputs, texts)
+        manifests.create_or_match(self.path, self.manifest, resize=False)
+        for folder in (self.path, self.path / manifests.SHARDS):
+            atomic.sweep(folder)
+        self.new_tile()
+
+    def new_tile(self) -> None:
+        assert self.manifest is not None
+        shape, moments = (self.manifest.tile, self.manifest.spec.size), len(self.made.snapshots)
+        if self.made.by_reference:
+            shape = (shape[0], 0)
+        self.weights = np.zeros((shape[0], 1 + moments, shape[1]), np.float32)
+        self.digests = np.zeros((shape[0], 1 + moments, 32), np.uint8)
+        self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
+
+    def misfits(self, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
+        """What of a network is not as expected."""
+        spec, chosen = self.expected, {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
+        if spec is None:
+            return []
+        refused = {}
+        for stored, why in checkpoint.skipped.items():
+            name = renamed(stored, self.made.rename)
+            if (name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)) and _is_weight(
+                checkpoint, stored, why
+            ):
+                refused[name] = f"`{name}` is {why}"
+        for name in chosen:
+            if checkpoint.dtype(names[name]).itemsize == 1:
+                refused[name] = f"`{name}` is of 8 bits ({checkpoint.dtype(names[name])})"
+        lacking = [name for name in spec.names if name not in names and name not in refused]
+        out = [*refused.values()] + ([f"lacks {listing(lacking, most=_NAMED)}"] if lacking else [])
+        for name in spec.names:
+            if name in names and (found := checkpoint.shape(names[name])) != spec[name].shape:
+                out.append(f"`{name}` has shape {found}, expected {spec[name].shape}")
+        extra = [name for name in names if name in chosen and name not in spec.slices]
+        return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
+
+    def fill(
+        self, number: int, label: str, sources: list[Any], opened: list[tuple[Checkpoint, dict[str, str]]]
+    ) -> None:
+        assert self.manifest is not None
+        spec, row = self.manifest.spec, len(self.kept) % self.manifest.tile
+        weights = self.weights[row]
+        for i, (checkpoint, names) in enumerate(opened):
+            if self.made.by_reference:
+                digest = digest_of(sources[i]) if checkpoint.commit is None else _commit_digest(checkpoint.commit)
+            else:
+                _read(checkpoint, names, spec, weights[i])
+                digest = hashlib.sha256(weights[i]).digest()
+            self.digests[row, i] = np.frombuffer(digest, np.uint8)
+        if not np.isfinite(weights[0]).all():
+            self.left_out.setdefault("with NaN or infinite weights", []).append(label)
+            self.diverged[row] = True
+        key = self.digests[row].tobytes()
+        if key in self.first:
+            self.left_out.setdefault("equal to an earlier one", []).append(f"{label} (= {self.first[key]})")
+            self.diverged[row] = self.duplicate[row] = True
+        self.first.setdefault(key, label)
+        self.kept.append(number)
+        self.sources.append(tuple(map(self.address, sources, opened)))
+        if row == self.manifest.tile - 1:
+            self.write(self.manifest)
+
+    def address(self, source: Any, opened: tuple[Checkpoint, dict[str, str]]) -> str:
+        """The text that the manifest has of a source: of a model at the hub with its commit."""
+        if not isinstance(source, str | Path):
+            return ""
+        if opened[0].commit is not None:
+            return f"{str(source).partition('@')[0]}@{opened[0].commit}"
+        return str(Path(source).expanduser().absolute()) if self.made.by_reference else str(source)
+
+    def write(self, manifest: Manifest) -> None:
+        """Write the tile, or compare the digests of the one that is there."""
+        tile = (len(self.kept) - 1) // manifest.tile
+        rows, first = manifest.rows(tile), tile * manifest.tile
+        there = shards.state(self.path, manifest, tile).kind
+        if there in ("done", "short"):
+            with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
+                stored = h5["digest"][:rows]
+            same = (stored == self.digests[: len(stored)]).all(axis=(1, 2))
+            if not same.all():
+                changed = [self.sources[first + int(k)][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
+                raise DataError(
+                    f"{self.path}: {joined(changed, _NAMED)} differ from the networks that were imported; give another "
+                    "folder, or the networks that they were"
+                )
+        if there != "done":
+            metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
+            numbers = self.kept[first : first + rows]
+            for name, values in self.metrics.items():
+                metrics[name] = np.full(manifest.tile, np.nan)
+                metrics[name][:rows] = values[numbers]
+            weights = None if self.made.by_reference else self.weights[:, 0]
+            moments = self.weights[:, 1:] if weights is not None and self.made.snapshots else None
+            seeds = shards.seeds_of(manifest, first, manifest.tile)
+            done = shards.TrainedTile(tile, weights, seeds, metrics, moments, self.digests)
+            shards.save(self.path, manifest, done, "import")
+        self.new_tile()
+
+    def finish(self) -> None:
+        """Write the last tile, and the manifest with the networks that fitted."""
+        assert self.manifest is not None
+        n = len(self.kept)
+        recipe = self.made.recipe and self.made.recipe.replace({"population.networks": n})
+        sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
+        made = replace(self.made, recipe=recipe, sources=sources)
+        final = replace(self.manifest, made=made, sizes=(n,))
+        if n % final.tile:
+            self.write(final)
+        there = manifests.read(self.path)
+        sizes = (*(size for size in there.sizes if size < n), n)
+        atomic.write(self.path / manifests.NAME, replace(final, sizes=sizes).to_bytes())
+
+
+# --- one source -------------------------------------------------------------------------------------------------------
+
+
+def renamed(name: str, rename: Sequence[str]) -> str:
+    """A tensor's name after each `"OLD=NEW"`, which replaces a beginning."""
+    for text in rename:
+        old, _, new = text.partition("=")
+        name = new + name.removeprefix(old) if name.startswith(old) else name
+    return name
+
+
+def read_source(source: str, rename: Sequence[str], spec: WeightSpec, out: np.ndarray) -> None:
+    """Read the tensors of a spec from a source into a vector (D,)."""
+    _read(*_opened(source, rename), spec, out)
+
+
+def digest_of(source: str | Path) -> bytes:
+    """SHA-256 of a file, or of the model files in a folder; of a model at the hub its commit, which the address has."""
+    if str(source).startswith(_HUB):
+        return _commit_digest(str(source).partition("@")[2])
+    try:
+        digests = []
+        for file in files_of(source):
+            with open_regular(file) as stream:
+                digests.append(hashlib.file_digest(stream, "sha256").digest())
+    except OSError as error:
+        raise DataError(f"{source}: cannot be read: {error.strerror or error}") from error
+    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
+
+
+def files_of(source: str | Path) -> list[Path]:
+    """The file of a source, or the model files in its folder; none of a model at the hub."""
+    path = Path(source).expanduser()
+    if str(source).startswith(_HUB) or not path.is_dir():
+        return [] if str(source).startswith(_HUB) else [path]
+    return sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file())
+
+
+def _commit_digest(commit: str) -> bytes:
+    return bytes.fromhex(commit).ljust(32, b"\0")
+
+
+def _opened(source: Any, rename: Sequence[str]) -> tuple[Checkpoint, dict[str, str]]:
+    """A network, and its tensors' names -> the names they are stored under."""
+    if isinstance(source, str | Path):
+        checkpoint = Checkpoint(_npz(Path(source))) if str(source).endswith(".npz") else open_checkpoint(source)
+    else:
+        checkpoint = Checkpoint(source)
+    names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
+    if len(names) < len(checkpoint.spec):
+        raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
+    return checkpoint, names
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    """The arrays of a file of `numpy.savez`; headers must agree with the sizes of records."""
+    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    out = {}
+    try:
+        with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
+            for info in archive.infolist():
+                with archive.open(info) as file:
+                    shape, fortran, dtype = headers[np.lib.format.read_magic(file)](file)
+                    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+                    if dtype.kind not in "fiubc" or size != info.file_size - file.tell():
+                        raise ValueError(f"{info.filename} holds no array of numbers of its size")
+                    array = np.frombuffer(file.read(), dtype).reshape(shape, order="F" if fortran else "C")
+                out[info.filename.removesuffix(".npy")] = torch.from_numpy(
+                    array.astype(dtype.newbyteorder("="), order="C")
+                )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        MemoryError,
+    ) as error:
+        raise DataError(f"{path}: expected a file of numpy.savez, found another or a damaged one ({error})") from error
+    return out
+
+
+def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
+    """Whether a tensor that a checkpoint skips could be a weight; counters, indices and what is no tensor are none."""
+    if why.startswith("outside") or why.endswith("no tensor"):
+        return False
+    try:
+        return checkpoint.dtype(name) not in _BUFFERS
+    except DataError:
+        return True
+
+
+def _read(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec, out: np.ndarray) -> None:
+    for tensor in spec:
+        out[spec.slices[tensor.name]] = checkpoint[names[tensor.name]].numpy().reshape(-1)
+
+
+def _metric(name: str) -> str:
+    """The name of a metric as one of HDF5."""
+    name = name.strip().replace("/", ".") or "metric"
+    return f"{name}_given" if name in ("diverged", "duplicate", ".") else name
+
+
+def built(reference: str) -> tuple[torch.nn.Module, Any]:
+    """What a function of one's own returns: a network, or a network and example inputs."""
+    made = plugins.imported(reference)()
+    module, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, torch.nn.Module):
+        raise UsageError(
+            f"network: expected {reference}() to return a module, or a module and example inputs, found "
+            f"{type(made).__name__}"
+        )
+    return module, inputs
+
+
+# --- sources of the command line --------------------------------------------------------------------------------------
+
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
+_PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
+_TRIAL = re.compile(r"checkpoint_(\d{1,9})")
+_MOST_JSON = 256 * 2**20
+# What Ray Tune notes of its own in each line of result.json.
+_RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
+_RAY |= {
+    "time_this_iter_s",
+    "time_total_s",
+    "time_since_restore",
+    "iterations_since_restore",
+    "timesteps_since_restore",
+}
+
+
+def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]], list[int] | None]:
+    """What `import_networks` takes: networks, metrics and moments, of paths, patterns, tables, folders and addresses.
+
+    Networks with several moments (checkpoints of a trial, revisions at the hub) are mappings of moments to sources; the
+    moments are those that all of them have.
+    """
+    found: list[tuple[Any, dict[str, float]]] = []
+    hub: dict[str, list[str]] = {}
+    for text in texts:
+        if text.startswith(_HUB):
+            for address in _braces(text):
+                hub.setdefault(address.partition("@")[0], []).append(address)
+            continue
+        path = Path(text).expanduser()
+        paths = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+        if not paths:
+            raise DataError(f"{text}: no such file or folder, and no file matches it as a pattern")
+        found += [each for path in paths for each in _at(path)]
+    for addresses in hub.values():
+        found.append((_moments(addresses) if len(addresses) > 1 else addresses[0], {}))
+    if any(isinstance(source, dict) and len(source) > 1 for source, _ in found):
+        if plain := [source for source, _ in found if not isinstance(source, dict)]:
+            raise UsageError(f"{plain[0]}: expected several moments of training, as the other networks have, found one")
+        common = sorted(set.intersection(*(set(source) for source, _ in found)))
+    else:
+        common, found = None, [(next(iter(s.values())) if isinstance(s, dict) else s, m) for s, m in found]
+    names = dict.fromkeys(name for _, metrics in found for name in metrics)
+    columns = {name: [metrics.get(name, math.nan) for _, metrics in found] for name in names}
+    return [source for source, _ in found], columns, common
+
+
+def _braces(text: str) -> list[str]:
+    """The texts of a text with {a,b} and {1..9}."""
+    match = re.search(r"\{([^{}]*)\}", text)
+    if match is None:
+        return [text]
+    span = re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1])
+    if span:
+        width = len(span[1]) if span[1].startswith("0") else 0
+        values = [str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1)]
+    else:
+        values = match[1].split(",")
+    if span and not values:
+        raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
+    return [each for value in values for each in _braces(text[: match.start()] + value + text[match.end() :])]
+
+
+def _moments(addresses: list[str]) -> dict[int, str]:
+    """Moment -> address of each revision of one model, from the number that the revision ends in."""
+    found = {}
+    for address in addresses:
+        number = re.search(r"(\d{1,12})$", address.partition("@")[2])
+        if number is None or int(number[1]) in found:
+            raise UsageError(
+                f"{address}: expected several revisions of one model to end in different numbers, the steps of its "
+                "training, such as @step{0,1000}"
+            )
+        found[int(number[1])] = address
+    return found
+
+
+def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
+    """The networks in a path, each with its metrics."""
+    if path.suffix in (".csv", ".parquet"):
+        return _table(path)
+    if not path.is_dir():
+        return [(str(path), {})]
+    inside = sorted(path.iterdir())
+    if trials := [folder for folder in (path, *inside) if (folder / "result.json").is_file()]:
+        return [_trial(folder) for folder in trials]
+    if _is_model(path):
+        return [(str(path), {})]
+    files = [str(p) for p in inside if (p.suffix in SUFFIXES and p.is_file()) or (p.is_dir() and _is_model(p))]
+    if not files:
+        raise DataError(f"{path}: expected files of networks ({', '.join(SUFFIXES)}) or folders of models, found none")
+    return [(file, {}) for file in files]
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (*CANDIDATES, CONFIG))
+
+
+def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
+    """A trial of Ray Tune as Model Zoos are published: its checkpoints by epoch, and the results of the last one."""
+    files = {int(m[1]): str(p / "checkpoints") for p in folder.iterdir() if (m := _TRIAL.fullmatch(p.name))}
+    files = {moment: files[moment] for moment in sorted(files) if Path(files[moment]).is_file()}
+    if not files:
+        raise DataError(f"{folder}: expected checkpoint_NNNNNN/checkpoints beside result.json, found none")
+    settings = _json_lines(folder / "params.json")[0] if (folder / "params.json").is_file() else {}
+    results = _json_lines(folder / "result.json") or [{}]
+    last = next((row for row in results if row.get("training_iteration") == max(files)), results[-1])
+    numbers = {k: float(v) for k, v in (settings | last).items() if isinstance(v, int | float) and k not in _RAY}
+    return files, numbers
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        text = read_regular(file, _MOST_JSON).decode()
+        lines = [text] if file.name == "params.json" else text.splitlines()
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file}: cannot be read as JSON: {error}") from error
+    if not found or not all(isinstance(each, dict) for each in found):
+        raise DataError(f"{file}: expected JSON objects, found something else")
+    return found
+
+
+def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
+    """A table with a column of paths, relative to its folder, and columns of numbers."""
+    try:
+        if file.suffix == ".parquet":
+            import pandas
+
+            rows = pandas.read_parquet(file).to_dict("records")
+        else:
+            with open_regular(file) as stream:
+                rows = list(csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline="")))
+    except ImportError as error:
+        raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
+    except (OSError, ValueError, csv.Error) as error:
+        raise DataError(f"{file}: cannot be read as a table: {error}") from error
+    columns = list(rows[0]) if rows else []
+    place = next((name for name in _PATHS if name in columns), None)
+    if place is None:
+        raise DataError(
+            f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, columns), 8) or 'no rows'}"
+        )
+    texts = [str(row[place] or "") for row in rows]
+    if "" in texts:
+        raise DataError(f"{file}: row {texts.index('') + 1} has no {place}")
+    numbers = {}
+    for name in columns:
+        with contextlib.suppress(ValueError, TypeError):
+            numbers[name] = [math.nan if row[name] in ("", None) else float(row[name]) for row in rows]
+    if left := [name for name in columns if name not in numbers and name != place]:
+        _log.warning("%s: no column of numbers, left out: %s", file, joined(map(str, left), 8))
+    numbers.pop(place, None)
+    paths = [text if text.startswith(_HUB) else str(file.parent / Path(text).expanduser()) for text in texts]
+    return [(path, {str(name): values[k] for name, values in numbers.items()}) for k, path in enumerate(paths)]
