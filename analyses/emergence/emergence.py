@@ -26,7 +26,7 @@ from weightscope.training.collection import collect
 HERE = Path(__file__).parent
 KINDS = {"convnext": "stages.0.blocks.{}", "vit": "blocks.{}"}
 SNAPSHOTS, EARLY = (0, 1, 2, 4, 8, 16), 2
-NETWORKS, SEEDS, BENCH_EPOCHS = 128, 96, 4
+NETWORKS, SEEDS, BENCH_EPOCHS = 128, 96, 2
 GAINS, GAIN_SEEDS = (1.0, 2.0, 4.0, 8.0), 16
 SEED, BENCH_SEED = 5_200_000, 5_300_000
 PAIRS = {
