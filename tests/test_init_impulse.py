@@ -289,7 +289,21 @@ def test_no_positions_need_a_grid_and_codes_must_fit():
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     with pytest.raises(AnatomyError, match=r"give grid="):
         impulse_attention_(layer)
-    impulse_attention_(layer, grid=16, generator=seeded())
+    with pytest.raises(
+        UsageError, match="whether later tokens are masked, found that its caller decides; give causal="
+    ):
+        impulse_attention_(layer, grid=16, generator=seeded())
+    for causal in (True, False):
+        impulse_attention_(layer, grid=16, causal=causal, generator=seeded())
+        (part,) = attention(layer)
+        codes = normalised(sinusoidal_positions(16, None, 48))
+        maps = attention_map(codes, part.read("q")[0].double(), part.read("k")[0].double(), part.scale, causal)
+        hits = {offset: (maps.diagonal(offset) > 0.5).sum() for offset in (-1, 0, 1)}
+        assert max(hits.values()) >= 15
+        assert not causal or hits[1] == 0
+    layer.self_attn.sliding_window = 8
+    with pytest.raises(UsageError, match="state a window of 8, fewer than the 16 positions in a row"):
+        impulse_attention_(layer, grid=16, causal=False)
     with pytest.raises(UsageError, match="grid"):
         impulse_attention_(layer, grid=(1, 2, 3))
     for codes, message in ((torch.ones(5, 8), "one row for each of 4 tokens"), (torch.zeros(4, 8), "found zeros")):

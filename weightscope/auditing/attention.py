@@ -313,6 +313,7 @@ def impulse_attention_checks(
     following: str | None,
     normalise: bool,
     grid: int | Sequence[int] | None,
+    causal: bool | None,
     layers: int | list[int] | None,
     heads: int | list[int] | None,
     adam_steps: int | None,
@@ -339,7 +340,7 @@ def impulse_attention_checks(
         kind = pseudo_input if i == 0 or following is None else following
         if part not in wanted or kind != "positions":
             continue
-        impulse.of_positions_alone(part)
+        part = impulse.of_positions_alone(part, causal)
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()

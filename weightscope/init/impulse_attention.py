@@ -254,6 +254,7 @@ def impulse_attention_(
     same_layers: bool = False,
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
+    causal: bool | None = None,
     layers: int | list[int] | None = None,
     heads: int | list[int] | None = None,
     adam_steps: int | None = None,
@@ -285,6 +286,8 @@ def impulse_attention_(
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
+        causal: of a sequence, whether later tokens are masked where this cannot be measured, because the module's
+            caller decides it; None refuses such a module.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once: seconds for 256 tokens, a
@@ -296,8 +299,8 @@ def impulse_attention_(
 
     Raises:
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.
-        UsageError: if queries and keys are rotated by position (RoPE) or normalised, or the
-            map has terms of its own (gates, convolutions).
+        UsageError: if queries and keys are rotated by position (RoPE) or normalised, the map has terms of its own
+            (gates, convolutions), tokens see a window of the others only, or the mask is unknown.
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
@@ -318,7 +321,8 @@ def impulse_attention_(
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes
     for part in chosen_heads(chosen_layers(everything, layers), heads):
-        table = nearest_table(of_positions_alone(part), tables)
+        part = of_positions_alone(part, causal)
+        table = nearest_table(part, tables)
         towers.setdefault((table.name if table else part.width, bool(part.causal)), []).append(part)
     for parts in towers.values():
         table, width = nearest_table(parts[0], tables), parts[0].width
@@ -341,8 +345,8 @@ def impulse_attention_(
     return module
 
 
-def of_positions_alone(part: AttentionPart) -> AttentionPart:
-    """The part, if the map of its positions is that of Q K^T."""
+def of_positions_alone(part: AttentionPart, causal: bool | None) -> AttentionPart:
+    """The part, if the map of its positions is that of Q K^T, with `causal` where its own is unknown."""
     reasons = {
         "queries and keys are rotated by position (RoPE)": part.rotary,
         "queries and keys are normalised": part.normalised,
@@ -350,7 +354,7 @@ def of_positions_alone(part: AttentionPart) -> AttentionPart:
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
-    return part
+    return replace(part, causal=causal) if part.causal is None else part
 
 
 def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
@@ -375,9 +379,13 @@ def position_codes(
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     causal = bool(part.causal)
     if table is not None:
-        return table.read().cpu(), replace(token_grid(table), causal=causal)
+        found = replace(token_grid(table), causal=causal)
+        _masked_as_known(part, found)
+        return table.read().cpu(), found
     if isinstance(grid, int):
-        return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
+        found = TokenGrid(1, count("grid", grid, 2), 0, causal)
+        _masked_as_known(part, found)
+        return sinusoidal_positions(grid, None, part.width), found
     if grid is None:
         raise AnatomyError(
             "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
@@ -386,6 +394,20 @@ def position_codes(
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     rows, columns = (count("grid", n) for n in grid)
     return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
+
+
+def _masked_as_known(part: AttentionPart, tokens: TokenGrid) -> None:
+    """UsageError if it is not known whether all these tokens are seen, or those before, in a sequence."""
+    if part.window is not None and max(tokens.rows, tokens.columns) > part.window:
+        raise UsageError(
+            f"`{part.name}`: attributes or config state a window of {part.window}, fewer than the {tokens.columns} "
+            "positions in a row, so Q K^T does not give the map; impulses need attention to all tokens"
+        )
+    if part.causal is None and tokens.rows == 1:
+        raise UsageError(
+            f"`{part.name}`: expected to know whether later tokens are masked, found that its caller decides; give "
+            "causal=True or causal=False, or the whole model"
+        )
 
 
 def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: Generator) -> Tensor:
