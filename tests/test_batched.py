@@ -19,6 +19,7 @@ NETWORKS = {
     "convmixer-none": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="none", norm="layer"),
     "convmixer-both": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="both"),
     "convmixer-relu": lambda: ConvMixer(8, 2, 8, 2, 5, in_channels=1, activation="relu"),
+    "convmixer-growing": lambda: ConvMixer(8, 3, (3, 4, 7), 1, 5, in_channels=1),
     "convmixer-even-dilated": lambda: ConvMixer(4, 4, 4, 2, 5, in_channels=1, dilations="D"),
     "convnext-even": lambda: ConvNeXt(8, 2, 4, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
     "convnext-sum": lambda: ConvNeXt((8, 12), (1, 1), 3, 2, 5, in_channels=1, layer_scale=None, learned_sum=0.2),

@@ -268,7 +268,7 @@ def test_threads_change_nothing_and_progress_is_shown(tmp_path: Path, monkeypatc
     alone = np.stack([images.decode(file, 8, 3) for file in files])
     bars: list[tuple[int, str]] = []
 
-    class Bar(images._Bar):  # type: ignore[misc, name-defined]
+    class Bar(images.Bar):  # type: ignore[misc, name-defined]
         def __init__(self, **options: Any) -> None:
             super().__init__(**{**options, "file": io.StringIO(), "disable": False, "delay": 0})
 
@@ -276,7 +276,7 @@ def test_threads_change_nothing_and_progress_is_shown(tmp_path: Path, monkeypatc
             bars.append((self.n, self.desc))
             super().close()
 
-    monkeypatch.setattr(images, "_Bar", Bar)
+    monkeypatch.setattr(images, "Bar", Bar)
     monkeypatch.setattr(images, "usable_cores", lambda: 8)
     np.testing.assert_array_equal(images.read_images(files, 8, 3, "pets"), alone)
     assert (24, "reading pets") in [(n, text.rstrip(": ")) for n, text in bars]

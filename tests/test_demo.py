@@ -48,7 +48,7 @@ def test_too_few_seeds_are_refused_before_anything_is_trained(tmp_path):
 
 def test_the_demos_networks_are_those_of_the_population_recipe():
     demo = Recipe.load(ROOT / "weightscope/cli/demo.toml")
-    assert demo.network == Recipe.load(ROOT / "populations" / "digits-convnext.toml").network
+    assert demo.network == Recipe.load(ROOT / "populations" / "digits-vit.toml").network
 
 
 def test_a_population_is_not_overwritten(tmp_path):

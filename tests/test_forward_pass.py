@@ -139,6 +139,8 @@ MEASURED = {  # config -> scale sqrt(k), causal, rotary, positional
     "XGLM": (XGLM, 1.0, True, False, False),
     "Bloom": (BLOOM, 1.0, True, False, True),
     "MPNet": (HF | TEXT, 1.0, False, False, True),
+    "Qwen3": (HF | {"vocab_size": 50, "num_key_value_heads": 3, "head_dim": 16} | TOKENS, 1.0, True, True, False),
+    "Beit": (HF | {"image_size": 32, "patch_size": 8, "use_relative_position_bias": True}, 1.0, False, False, True),
 }
 
 
@@ -195,38 +197,49 @@ def test_what_cannot_be_run_is_not_confirmed():
 class Positions(Attention):
     """Attention with a scale, mask or positions of its own, which no name or attribute tells."""
 
+    def __init__(self, heads: int, width: int, key: int, kind: str) -> None:
+        super().__init__(heads, width, key, kind)
+        self.table = nn.Parameter(torch.zeros(heads, 15))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, n, _ = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
         at, factor = torch.arange(n, dtype=x.dtype), 1.0 if self.kind == "scale" else q.shape[-1] ** -0.5
-        if self.kind == "rotary":
+        if self.kind.startswith("rotary"):
             real, imaginary = (torch.stack([t[..., 0::2], t[..., 1::2]]) for t in (q, k))
             turn = torch.stack([at.cos(), at.sin()])[:, :, None]
             q, k = (
                 torch.cat([t[0] * turn[0] - t[1] * turn[1], t[0] * turn[1] + t[1] * turn[0]], -1)
                 for t in (real, imaginary)
             )
-        if self.kind == "normalised":
+        if self.kind.endswith("normalised"):
             q = nn.functional.normalize(q, dim=-1)
         logits = q @ k.mT * factor
         if self.kind == "alibi":
             logits = logits + 0.3 * at
         if self.kind == "relative":
             logits = logits - 0.1 * (at[:, None] - at).abs()
+        if self.kind == "zero table":  # as it starts
+            logits = logits + self.table[:, (at[:, None] - at).long().clamp(-7, 7) + 7]
         if self.kind == "causal":
             logits = logits.masked_fill(at[:, None] < at, -torch.inf)
+        if self.kind == "window":
+            logits = logits.masked_fill((at[:, None] - at).abs() > 2, -torch.inf)
         return self.proj((logits.softmax(-1) @ v).transpose(1, 2).reshape(b, n, -1))
 
 
+BIASED = ("alibi", "relative", "zero table", "window")
+
+
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("kind", ["plain", "scale", "causal", "rotary", "normalised", "alibi", "relative"])
+@pytest.mark.parametrize("kind", [*("plain", "scale", "causal", "rotary", "normalised"), *BIASED, "rotary normalised"])
 def test_what_a_module_does_on_its_own_is_measured(kind, heads):
     model = Wrapped(Positions(heads, 24, 8, kind))
     (part,) = anatomy.attention(model)
     assert part.scale == (1.0 if kind == "scale" else 8**-0.5)
-    assert (part.causal, part.rotary, part.normalised) == (kind == "causal", kind == "rotary", kind == "normalised")
-    assert part.positional == (kind in ("alibi", "relative"))
-    if kind in ("rotary", "normalised", "alibi", "relative"):
+    measured = kind == "causal", kind.startswith("rotary"), kind.endswith("normalised"), kind in BIASED
+    assert (part.causal, part.rotary, part.normalised, part.positional) == measured
+    if any(measured[1:]):
         for use in (wi.impulse_attention_, lambda m, grid: audit(m, wi.get("impulse_attention", grid=grid))):
             with pytest.raises(UsageError, match=r"rotated by position|normalised|biases of positions"):
                 use(model, grid=5)

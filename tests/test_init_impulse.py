@@ -289,7 +289,21 @@ def test_no_positions_need_a_grid_and_codes_must_fit():
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     with pytest.raises(AnatomyError, match=r"give grid="):
         impulse_attention_(layer)
-    impulse_attention_(layer, grid=16, generator=seeded())
+    with pytest.raises(
+        UsageError, match="whether later tokens are masked, found that its caller decides; give causal="
+    ):
+        impulse_attention_(layer, grid=16, generator=seeded())
+    for causal in (True, False):
+        impulse_attention_(layer, grid=16, causal=causal, generator=seeded())
+        (part,) = attention(layer)
+        codes = normalised(sinusoidal_positions(16, None, 48))
+        maps = attention_map(codes, part.read("q")[0].double(), part.read("k")[0].double(), part.scale, causal)
+        hits = {offset: (maps.diagonal(offset) > 0.5).sum() for offset in (-1, 0, 1)}
+        assert max(hits.values()) >= 15
+        assert not causal or hits[1] == 0
+    layer.self_attn.sliding_window = 8
+    with pytest.raises(UsageError, match="state a window of 8, fewer than the 16 positions in a row"):
+        impulse_attention_(layer, grid=16, causal=False)
     with pytest.raises(UsageError, match="grid"):
         impulse_attention_(layer, grid=(1, 2, 3))
     for codes, message in ((torch.ones(5, 8), "one row for each of 4 tokens"), (torch.zeros(4, 8), "found zeros")):
@@ -313,3 +327,44 @@ def test_the_solver_runs_in_one_thread_and_gives_the_others_back(monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert set(seen) == {1}
+
+
+def test_heads_that_keep_their_norms_give_blunter_maps_with_the_same_peaks():
+    """Against the free maps: the same offsets, Q and K of each head of the norm before, less weight on the targets."""
+    model, free = vit(), vit()
+    before = [{name: part.read(name) for name in "qk"} for part in attention(copy.deepcopy(model))]
+    impulse_attention_(model, norm="start", generator=seeded())
+    impulse_attention_(free, generator=seeded())
+    for part, old in zip(attention(model), before, strict=True):
+        for name in "qk":
+            torch.testing.assert_close(part.read(name).norm(dim=(1, 2)), old[name].norm(dim=(1, 2)), rtol=1e-5, atol=0)
+    x = normalised(positions(model)[0].read())
+    for one, other in zip(attention(model), attention(free), strict=True):
+        logits = [x @ part.read("q").double() @ (x @ part.read("k").double()).mT for part in (one, other)]
+        shares = (logits[0].argmax(-1) == logits[1].argmax(-1)).double().mean()
+        assert shares > 0.99  # one factor for all logits of a head
+        assert (logits[0].std() < 0.9 * logits[1].std()).all()
+    assert audit(model, "impulse_attention", norm="start").passed
+    assert not audit(model, "impulse_attention").passed
+    assert not audit(vit(), "impulse_attention", norm="start").passed
+
+
+def test_adam_resets_the_norms_every_hundred_steps():
+    """The loop in float64, head by head in one sum, with a reset after step 100 and the last."""
+    torch.manual_seed(0)
+    q, k, codes = torch.randn(2, 48, 8), torch.randn(2, 48, 8), normalised(sinusoidal_positions(4, 4, 48))
+    targets = torch.stack([impulse_matrix(TokenGrid(4, 4), offset) for offset in ((0, 1), (1, 0))])
+    found = by_adam(codes, targets, q, k, steps=150, scale=0.35, norm="start")
+    wanted = [value.double().clone().requires_grad_() for value in (q, k)]
+    adam = torch.optim.Adam(wanted, lr=1e-4)
+    for step in range(150):
+        logits = torch.einsum("nd,hdk,hek,me->hnm", codes, *wanted, codes) * 0.35
+        adam.zero_grad()
+        (logits.softmax(-1) - targets).square().mean((1, 2)).sum().backward()
+        adam.step()
+        if step in (99, 149):
+            for value, first in zip(wanted, (q, k), strict=True):
+                value.data *= first.double().norm(dim=1, keepdim=True) / value.data.norm(dim=1, keepdim=True)
+    for one, other, first in zip(found, wanted, (q, k), strict=True):
+        assert (one - other.detach()).norm() < 2e-3 * (other.detach() - first).norm()
+        torch.testing.assert_close(one.norm(dim=1), first.norm(dim=1), rtol=1e-5, atol=0)

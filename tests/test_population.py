@@ -431,3 +431,13 @@ def test_what_a_manifest_says_is_on_one_line_of_an_error(tmp_path: Path) -> None
             Population(tmp_path / "a.pop")
         assert str(error.value).isprintable()
         assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(("name", "fingerprint"), [
+    ("digits-convnext", "ca1f16a916d25b04"),
+    ("digits-vit", "5d24bc59ee1e3d4e"),
+    ("copying-mamba-two-cores", "9ab01b4eed6721d8"),
+])  # fmt: skip
+def test_populations_made_before_a_field_was_added_have_their_fingerprint(name: str, fingerprint: str) -> None:
+    """Another one here means that every population of today is refused: name new fields in `Section.added`."""
+    assert manifests.Manifest(Recipe.load(name), fake.SPEC, {}, (1,)).fingerprint == fingerprint

@@ -64,12 +64,13 @@ def page(path: Path, pairs: int = 20) -> Parsed:
     table = [score | {"difference_se": 0.0, "failed": None}]
     table.append({"group": "all", "structure": "failed one", "failed": "why", **failed})
     pair = {"correlation": -0.5, "low": -0.6, "high": -0.4, "z": float("inf")}
-    arms = {"benchmark": 0.021, "benchmark-width": -0.021}
+    arms = {"benchmark": 0.021, "benchmark-longer": -0.021}
     write_report(
         path,
-        pictures=dict.fromkeys(("training", "block", "whole", "scores", "benchmark", "benchmark-width"), PNG),
+        pictures=dict.fromkeys(("training", "raw", "whole", "scores", "benchmark", "benchmark-longer"), PNG),
         contents={"done": 256, "dimension": 1234567, "quantiles": {"test_accuracy": {"0.5": 0.9871}}, "diverged": 0},
         pairs=[pair | {"in words": f"{i} {NASTY}", "p": p} for i, p in enumerate([0.01] * pairs + [0.5])],
+        effects=f"not exchangeable: {NASTY}",
         fits={"networks": 204, "settings": {"held_out": 51}, "table": table},
         benchmarks={folder: [arm("default", None), arm(FITTED, d, 0.0025)] for folder, d in arms.items()},
         gain=3.0,
@@ -108,7 +109,7 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1×10⁻⁹, 64 paired seeds)")
     assert "is not significantly different: +0.2 percentage points" in found.text("p")
     links = {a["href"] for a in found.all("a")}
-    assert {"benchmark/results.json", "benchmark-width/results.json", "digits.pop", "fitted.safetensors"} <= links
+    assert {"benchmark/results.json", "benchmark-longer/results.json", "digits.pop", "fitted.safetensors"} <= links
     assert found.text("figcaption").count("Source: ") == len(found.all("figure")) == 6 + 4
 
 

@@ -136,6 +136,20 @@ def test_effects_of_components_are_found() -> None:
     assert {names for names, row in rows.items() if row["p_holm"] < 0.01} == {("a",), ("cb",), ("a", "cb")}
 
 
+def test_when_a_correlation_appears() -> None:
+    appearance = script("analyses/emergence/emergence.py").appearance
+
+    def curve(*values: float) -> list[dict[str, Any] | None]:
+        return [{"value": value, "sure": abs(value) > 0.1} if value else None for value in values]
+
+    moments = (0, 1, 2, 4)
+    assert appearance(curve(0, 0.01, 0.2, 0.5), moments) == {"appears": 2, "half": 4}
+    assert appearance(curve(0.3, 0.01, 0.4, 0.5), moments) == {"appears": 2, "half": 0}
+    assert appearance(curve(0, -0.2, -0.2, 0.5), moments) == {"appears": 4, "half": 4}
+    assert appearance(curve(0.5, 0.2, 0.2, 0.05), moments) == {"appears": None, "half": None}
+    assert appearance(curve(0.2, 0.2, 0.2, 0.2), moments) == {"appears": 0, "half": 0}
+
+
 # --- what the READMEs and the page of claims say ----------------------------------------------------------------------
 
 READMES = sorted(ROOT.glob("analyses/*/README.md"))

@@ -1,6 +1,7 @@
 """What other threads draw does not change what is trained, initialised, built or sampled here, and the reverse."""
 
 import contextlib
+import os
 import random
 import tempfile
 import threading
@@ -124,7 +125,7 @@ def path(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", range(2 * len(FUNCTIONS)))
+@pytest.mark.parametrize("case", range(int(os.environ.get("CASES", 2 * len(FUNCTIONS)))))
 def test_bits_do_not_depend_on_other_threads(case, path):
     check(case, path)
 

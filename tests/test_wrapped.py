@@ -1,6 +1,7 @@
 """Initialisers and audits work on effective weights, or refuse a wrapped network by one line before the first write."""
 
 import copy
+import os
 import warnings
 
 import pytest
@@ -24,7 +25,7 @@ def test_the_table_of_the_documentation_is_true():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", "12"))))
 def test_random_layers_in_random_wrappings(seed):
     assert wrappings.random_case(seed) in (wrappings.RIGHT, wrappings.REFUSED)
 

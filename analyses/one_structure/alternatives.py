@@ -25,7 +25,6 @@ from weightscope.fits.fitting import fit
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import InitConfig
-from weightscope.statistics.exchangeable import ExchangeableMoments
 from weightscope.training.initial_weights import initial_weights
 
 GAINS = {"threshold": (1.0, 3.0, 10.0, 30.0), "eigenvalues": (1.0, 3.0, 10.0), "extrapolation": (1.0, 3.0, 10.0)}
@@ -39,9 +38,10 @@ def extrapolated(population: Population, select: str, gain: float) -> Any:
     columns = population.spec.columns(structure.spec)
     start, _ = initial_weights(population.recipe, range(len(population)), partial(build_for, population.recipe))
     trained, start = population.weights()[:, columns].astype(np.float64), start[:, columns].astype(np.float64)
-    moved = ExchangeableMoments(structure.spec, structure.permutations).update(start + gain * (trained - start))
+    rows = start + gain * (trained - start)
+    moved = Exchangeable.fit(rows, structure.spec, permutations=structure.permutations)
     factors = []
-    for factor, other in zip(structure.factors, Exchangeable.of_moments(moved).factors, strict=True):
+    for factor, other in zip(structure.factors, moved.factors, strict=True):
         wanted, found = (np.sqrt(np.square(f).sum(1)) for f in (factor, other))
         factors.append(other * (wanted / found)[:, None])
     changed = Exchangeable(

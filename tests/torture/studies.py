@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
+from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -147,3 +149,34 @@ def test_covariances_larger_than_memory(tmp_path: Path) -> None:
     sizes = ("--tall", 80, 30, "--wide", 40, 90, "--rounds", 1)
     rows = run_script("benchmarks/covariance_large.py", tmp_path / "results.json", *sizes)
     assert [bool(row["peer"]) for row in rows] == [True, False, True]
+
+
+def test_the_study_of_emergence_and_its_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("analyses/emergence/emergence.py")
+    monkeypatch.setattr(study, "GAINS", (1.0, 4.0))
+    sizes = {"networks": 12, "snapshots": (0, 1, 2), "early": 1, "epochs": 1, "seeds": 2, "gain_seeds": 2}
+    found = study.run(tmp_path / "work", tmp_path, **sizes)
+    assert {"default", "early", "end", "early (scale only)"} <= set(found["initialisers"]["accuracies"])
+    what = {kind: {row["what"] for row in found[kind]["rows"]} for kind in study.KINDS}
+    assert what["vit"] - what["convnext"] == {"QK", "VO"}
+    first = Population(tmp_path / "work/vit.pop").at(0).weights("blocks.1.mlp.fc1.weight").reshape(12, 128, 32)
+    centred = first.astype(np.float64) - first.mean(0, dtype=np.float64)
+    row = next(r for r in found["vit"]["rows"] if (r["block"], r["what"]) == (1, "stripes of fc1, column means"))
+    ratio = 128 * np.square(centred.mean(1)).mean() / np.square(centred).mean()
+    assert np.exp(row["curve"][0]["value"]) == pytest.approx(ratio, rel=1e-4)
+    script("figures/emergence.py").main(tmp_path, tmp_path / "emergence.png")
+    assert (tmp_path / "emergence.png").stat().st_size > 10_000
+
+
+def test_the_study_of_pretrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("analyses/pretrained_law/run.py")
+    source = tmp_path / "vit.pt"
+    torch.save(build_for(Recipe.load(study.RECIPE)).state_dict(), source)
+    arguments = ["--source", str(source), "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--seeds", "2"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--only", "digits"])
+    study.main()
+    found = json.loads((tmp_path / "results.json").read_text())["digits"]
+    assert {len(values) for values in found["accuracies"].values()} == {2}
+    assert len(found["contrasts"]) == 3
+    script("figures/pretrained_law.py").main(tmp_path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -80,6 +80,8 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "head_width")
 
 
+_WINDOWS = ("sliding_window", "window_size", "local_window_size", "attention_window", "local_attention")
+
 PartName = Literal["q", "k", "v", "o"]
 
 
@@ -112,6 +114,14 @@ class AttentionPart(InSlots):
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
+
+    @property
+    def window(self) -> int | None:
+        """How far a query sees (to each side or in a row), as attributes or the config say; None if they state nothing.
+
+        A window of more tokens than are tried is not seen in what is measured.
+        """
+        return self._tensors.hint(self.name, _WINDOWS) or None
 
     def kv_head(self, head: int) -> int:
         """The key/value head that query head `head` uses."""

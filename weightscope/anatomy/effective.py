@@ -149,20 +149,20 @@ def unsettable(module: nn.Module, *, writing: bool = False) -> str | None:
                 return f"`{name}` was made in inference mode and cannot be written; make the module outside of it"
             if writing and torch._debug_has_internal_overlap(value) == 1:
                 return f"`{name}` is expanded, its entries share memory; clone it first"
-        if _uses_others(inner):
-            return f"`{path}` ({kind.__name__}) computes with other numbers than its weight; use a plain layer"
+        if why := _uses_others(inner):
+            return f"`{path}` ({kind.__name__}) {why}; use a plain layer"
     return _overlap(module) if writing else None
 
 
-def _uses_others(layer: nn.Module) -> bool:
-    """Whether the forward pass of a linear or convolutional layer scales or standardises its weight."""
+def _uses_others(layer: nn.Module) -> str:
+    """How the forward pass of a linear or convolutional layer differs from its weight's; empty if it does not."""
     stock: Any = next((one for one in _LINEAR if isinstance(layer, one)), None)
     if isinstance(layer, SumLinear):  # its sum has a weight of its own, which populations and Net2Net know by name
-        return False
+        return ""
     if stock is None or all(
         getattr(type(layer), key, 0) is getattr(stock, key, 0) for key in ("forward", "_conv_forward")
     ):
-        return False
+        return ""
     weight, groups = layer.weight.detach().cpu().double(), getattr(layer, "groups", 1)  # type: ignore[operator]
     x = torch.randn(weight.shape[1] * groups, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     # Of an image of one colour, padding does not reach the middle, where the kernel's entries are added up.
@@ -172,12 +172,16 @@ def _uses_others(layer: nn.Module) -> bool:
     bias = None if layer.bias is None else layer.bias.detach().cpu().double()  # type: ignore[operator]
     sums = weight.reshape(*weight.shape[:2], -1).sum(-1, keepdim=True)
     wanted = nn.functional.conv1d(x[None, :, None], sums, bias, groups=groups)
-    try:
-        found = copy.deepcopy(layer).cpu().double().eval()(image)[0]
-    except Exception:  # noqa: BLE001 - a layer that takes something else, or whose adapter was looked through
-        return False
-    middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
-    return not torch.allclose(middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+    copied = copy.deepcopy(layer).cpu().eval()
+    for dtype in (torch.float64, torch.float32):  # not all code runs in float64
+        try:
+            found = copied.to(dtype)(image.to(dtype))[0].double()
+        except Exception:  # noqa: BLE001 - a layer that takes something else
+            continue
+        middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
+        same = torch.allclose(middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+        return "" if same else "computes with other numbers than its weight"
+    return "could not be called on one input, so that it is not known whether it computes with its weight"
 
 
 def _overlap(module: nn.Module) -> str | None:

@@ -459,13 +459,7 @@ def _pad(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
             p.axes.fix(out[d])
             out[d] = fixed(p.shapes[step.out[0].number][d])
         elif before or after:
-            out[d] = concatenated(
-                [
-                    axis
-                    for axis in (fixed(before) if before else None, out[d], fixed(after) if after else None)
-                    if axis is not None
-                ]
-            )
+            out[d] = concatenated([axis for axis in (fixed(before), out[d], fixed(after)) if length(axis)])
     if any(pads) and a.get("value"):
         p.unsigned(out)
     return [out]
@@ -496,9 +490,7 @@ def _index(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     value, indices = a["self"], list(a["indices"])
     used = [i for i, index in enumerate(indices) if index is not None]
     shape = p.shapes[step.out[0].number]
-    if used != list(range(used[0], used[-1] + 1)) or (
-        any(len(indices[i]) > 1 and len(used) == 1 for i in used) and False
-    ):
+    if used != list(range(used[0], used[-1] + 1)):
         return p.without_rule(step, [value])
     for i in used:
         p.axes.fix(value[i])
@@ -597,19 +589,7 @@ def _softmax(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 
 @_rule("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
 def _matmul(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    names = next(
-        pair
-        for pair in (
-            ("mat1", "mat2"),
-            ("batch1", "batch2"),
-            ("mat", "vec"),
-            ("self", "mat2"),
-            ("self", "vec"),
-            ("self", "tensor"),
-        )
-        if all(k in a for k in pair)
-    )
-    x, y = (a[key] for key in names)
+    x, y = [value for value in a.values() if isinstance(value, list)][-2:]  # after what is added to the product
     batch = [p.axes.merge(x[0], y[0], product=True)] if "bmm" in step.name else []
     left, right = x[len(batch) :], y[len(batch) :]
     p.contracted(left[-1], right[0], batch)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
@@ -96,7 +97,7 @@ def _holder(tensors: ModuleTensors, part: AttentionPart) -> str | None:
 def _key(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -> Any:
     """Equal for parts of which the same is measured: all that is in a module and given to it, but for its weights."""
     own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
-    held = [inputs.others(path, part)] if _takes_more(holder) else []
+    held = [inputs.others(path, part, plant=plant) for plant in (False, True)] if _takes_more(holder) else []
     for where, inner in holder.named_modules(remove_duplicate=False):
         kept = {key: value for key, value in vars(inner).items() if key not in _INTERNAL}
         tensors = {f"{path}.{where}".strip(".") + f".{key}": value for key, value in _own_tensors(inner)}
@@ -142,11 +143,33 @@ def _verdict(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs
             except Exception:  # noqa: BLE001 - sharded, quantised, or called in a way that it does not know
                 continue
             else:
+                if not found["positional"]:
+                    planted = next(inputs.calls(path, part, plant=True), call) if decides else call
+                    found["positional"] = _biased_if_planted(holder, path, part, inputs, planted, dtype)
                 if not decides:  # the module above it may give it a mask or positions
                     found["causal"] = found["causal"] or (None if _takes_more(holder) else False)
                     found["rotary"] = found["rotary"] or part.rotary
                 return found
     return reason or _UNKNOWN
+
+
+def _empty_table(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 1 and not tensor.any()
+
+
+def _biased_if_planted(
+    holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs", call: Call, dtype: torch.dtype
+) -> bool:
+    """Whether tables that are still zero, such as those of relative positions, would enter the map."""
+    own = {slot.name for slot in part._weights.values()}
+    inside = any(_empty_table(v) for n, v in holder.named_parameters() if f"{path}.{n}".lstrip(".") not in own)
+    given = [pytree.tree_map(_as_bytes, inputs.others(path, part, plant=plant)) for plant in (False, True)]
+    if not inside and given[0] == given[1]:
+        return False
+    try:
+        return bool(_Trial(holder, path, part, dtype, plant=True).measured(call)["positional"])
+    except _OtherwiseError:
+        return True
 
 
 # --- how a module is called -------------------------------------------------------------------------------------------
@@ -209,9 +232,11 @@ class _Inputs:
     """What the whole model gives to its modules."""
 
     def __init__(self, module: nn.Module, paths: Sequence[str]) -> None:
-        self._module, self._paths = module, paths
+        self._module, self._paths, self._runs = module, paths, dict[bool, dict[str, Any]]()
 
-    def _mapped(self, path: str, part: AttentionPart, make: Make, dtype: torch.dtype) -> tuple[Any, Any]:
+    def _mapped(
+        self, path: str, part: AttentionPart, make: Make, dtype: torch.dtype, plant: bool = False
+    ) -> tuple[Any, Any]:
         """Arguments like the model's own, in which what has as many channels as the part's stream is made."""
 
         def value(old: Any) -> Any:
@@ -220,31 +245,39 @@ class _Inputs:
             axis = next((a for a in (old.ndim - 1, 1) if old.ndim > 2 and old.shape[a] == part.width), None)
             return old.cpu().to(dtype) if axis is None else make(tuple(old.shape), axis)
 
-        args, kwargs = pytree.tree_map(value, self._seen[path])
+        args, kwargs = pytree.tree_map(value, self._seen(plant)[path])
         return args, {name: None if "past" in name or "cache" in name else v for name, v in kwargs.items()}
 
-    def calls(self, path: str, part: AttentionPart) -> Iterator[Call]:
-        """A call like the model's own, if the model could be run."""
-        if path in self._seen:
+    def calls(self, path: str, part: AttentionPart, *, plant: bool = False) -> Iterator[Call]:
+        """A call like the model's own, if the model could be run; `plant` fills tables of the model that are zero."""
+        if path in self._seen(plant):
 
             def call(module: nn.Module, make: Make) -> Any:
                 dtype = next(p.dtype for p in module.parameters() if p.is_floating_point())
-                args, kwargs = self._mapped(path, part, make, dtype)
+                args, kwargs = self._mapped(path, part, make, dtype, plant)
                 return module(*args, **kwargs)
 
             yield call
 
-    def others(self, path: str, part: AttentionPart) -> Any:
+    def others(self, path: str, part: AttentionPart, *, plant: bool = False) -> Any:
         """The shapes of a module's streams, and what else the model gives to it."""
-        return self._mapped(path, part, _Stream, torch.float64) if path in self._seen else None
+        return self._mapped(path, part, _Stream, torch.float64, plant) if path in self._seen(plant) else None
 
     def few(self, path: str, part: AttentionPart) -> bool:
         """Whether the model gives few tokens to a module."""
         streams = pytree.tree_leaves(self.others(path, part), is_leaf=lambda leaf: isinstance(leaf, _Stream))
         return all(stream.tokens <= _FEW for stream in streams if isinstance(stream, _Stream))
 
-    @functools.cached_property
-    def _seen(self) -> dict[str, Any]:
+    def _seen(self, plant: bool = False) -> dict[str, Any]:
+        """Path -> arguments of its first call when the model runs."""
+        if plant not in self._runs:
+            g = torch.Generator().manual_seed(0)
+            tables = {n: v for n, v in self._module.named_parameters() if plant and _empty_table(v)}
+            planted = {n: torch.randn(v.shape, generator=g).to(v) for n, v in tables.items()}
+            self._runs[plant] = self._run(planted) if planted or not plant else self._seen()
+        return self._runs[plant]
+
+    def _run(self, planted: dict[str, Tensor]) -> dict[str, Any]:
         seen: dict[str, Any] = {}
         training = [inner for inner in self._module.modules() if inner.training]
         try:
@@ -259,7 +292,8 @@ class _Inputs:
                     hooks.callback(handle.remove)
                 for given in _model_inputs(self._module) if self._paths else ():
                     with suppress(Exception):  # a foreign model refuses this kind of input
-                        self._module(**given) if isinstance(given, dict) else self._module(given)
+                        args, kwargs = ((), given) if isinstance(given, dict) else ((given,), {})
+                        functional_call(self._module, planted, args, kwargs)
                         break
         finally:
             for inner in training:
@@ -308,7 +342,9 @@ class _OtherwiseError(Exception):
 class _Trial:
     """A copy of a module, without biases, whose weights are set so that its output shows what it does."""
 
-    def __init__(self, holder: nn.Module, path: str, part: AttentionPart, dtype: torch.dtype) -> None:
+    def __init__(
+        self, holder: nn.Module, path: str, part: AttentionPart, dtype: torch.dtype, *, plant: bool = False
+    ) -> None:
         module = copy.deepcopy(holder).to("cpu", dtype)
         module.eval()  # which returns nothing in some libraries
         for inner in module.modules():
@@ -320,6 +356,10 @@ class _Trial:
         self.module, self.part, self.dtype = module, replace(part, _tensors=tensors), dtype
         self.g = torch.Generator().manual_seed(0)
         self.seen: dict[str, Tensor] = {}
+        own = {slot.name for slot in part._weights.values()}
+        for name, tensor in tensors._tensors.items() if plant else ():
+            if _empty_table(tensor) and name not in own:
+                tensor.copy_(torch.randn(tensor.shape, generator=self.g))
         for letter in get_args(PartName):
             if (bias := self.part.read_bias(letter)) is not None:
                 self.part.write_bias(letter, torch.zeros_like(bias))
@@ -406,7 +446,7 @@ class _Trial:
                 raise _OtherwiseError("the weights are not the softmax of the products of queries and keys")
             known = (n for n in (part.head_width**-0.5, 1.0) if abs(scale - n) < _SAME * n)
             return facts | {"scale": next(known, scale)}
-        facts["normalised"], facts["positional"] = maps.told_apart(j), part.positional
+        facts["normalised"], facts["rotary"], facts["positional"] = *maps.told_apart(j), part.positional
         if not (facts["normalised"] or part.positional):
             raise _OtherwiseError("the weights are not the softmax of the products of queries and keys")
         return facts
@@ -451,8 +491,11 @@ class _Maps:
         queries = other + (wanted - (other * keys).sum(-1, keepdim=True)) * unit
         return queries, wanted[:, self.kind, 0].T.double()
 
-    def told_apart(self, j: int) -> bool:
-        """Whether lengths do not matter; `_OtherwiseError` if queries and keys act on other heads or tokens."""
+    def told_apart(self, j: int) -> tuple[bool, bool]:
+        """Whether lengths do not matter, and whether positions do, although equal queries meet one key.
+
+        `_OtherwiseError` if queries and keys act on other heads or tokens.
+        """
         queries = self.trial._draw(len(self.outputs), len(self.kinds), self.keys.shape[-1])
         start = self.weights(queries)
         other, keys = queries.clone(), self.keys.clone()
@@ -471,7 +514,11 @@ class _Maps:
                 raise _OtherwiseError(f"{what} change the weights of others")
             if not bool((torch.where(where, moved, 0).amax(0)[where.any(0)] > 1e-9).all()):
                 raise _OtherwiseError(f"{what} do not change its weights")
-        return _same(self.weights(2 * queries), start) or _same(self.weights(queries, 2 * self.keys), start)
+        scaled = _same(self.weights(2 * queries), start) or _same(self.weights(queries, 2 * self.keys), start)
+        zero = self.weights(torch.zeros_like(queries))
+        rows = (zero > 1e-6 * zero.max()).all(1) & (zero < 1 - _SAME).all(1) & (torch.arange(len(zero)) != j)
+        grown = (_odds(start) - _odds(zero))[rows]
+        return scaled, not self.trial.part.positional and not _same(grown, grown.mean(0))
 
 
 def _rows(tensor: Tensor, width: int, batch: int) -> Tensor:

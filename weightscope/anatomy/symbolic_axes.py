@@ -10,7 +10,7 @@ that of the unit does. An axis of an intermediate result has a sum of such bits,
 add, sums and contractions need equal ones, and an operation that is neither odd nor even needs zero.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TypeAlias
@@ -112,9 +112,9 @@ class Axes:
         self._bits += 1
         return 1 << (self._bits - 1)
 
-    def new(self, n: int, within: Iterable[Unit] = ()) -> Axis:
+    def new(self, n: int) -> Axis:
         """An axis of n new units."""
-        return (Leaf(Unit(n, within=set(within)), self.bit()),) if n != 1 else ()
+        return (Leaf(Unit(n), self.bit()),) if n != 1 else ()
 
     # -- resolving
 
@@ -298,28 +298,33 @@ class Axes:
         rest = [factor for axis in axes for factor in self.resolved(axis)]
         out: list[Axis] = []
         for n in shape:
-            here: list[Factor] = []
-            while (missing := n // prod(f.size for f in here)) > 1:
-                factor = rest[0]
-                if factor.size > missing:
-                    divided = self._divided(factor, missing, rest) if factor.size % missing == 0 else None
-                    if divided is None:
-                        return self._given_up(axes, shape)
-                    rest[:1] = divided
-                elif missing % factor.size:
-                    return self._given_up(axes, shape)
-                here.append(rest.pop(0))
-            if prod(f.size for f in here) != n:
+            here = self._taken(rest, n)
+            if here is None:
                 return self._given_up(axes, shape)
-            out.append(self.resolved(tuple(here)))
+            out.append(self.resolved(here))
         return out
+
+    def _taken(self, rest: list[Factor], n: int) -> Axis | None:
+        """Remove the first factors, whose product is n, from `rest`; None if they have no such form."""
+        out: list[Factor] = []
+        while (missing := n // prod(f.size for f in out)) > 1:
+            factor = rest[0]
+            if factor.size > missing:
+                divided = self._divided(factor, missing)
+                if divided is None:
+                    return None
+                rest[:1] = divided
+            elif missing % factor.size:
+                return None
+            out.append(rest.pop(0))
+        return tuple(out) if prod(f.size for f in out) == n else None
 
     def _given_up(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
         for axis in axes:
             self.fix(axis)
         return [fixed(n) for n in shape]
 
-    def _divided(self, factor: Factor, outer: int, rest: Sequence[Factor] = ()) -> Axis | None:
+    def _divided(self, factor: Factor, outer: int) -> Axis | None:
         """A factor as a product whose outer factor has this length; None if it has no such form."""
         inner, remainder = divmod(factor.size, outer)
         if remainder:
@@ -329,40 +334,24 @@ class Axes:
         if isinstance(factor, Leaf):
             self._compose(factor.unit, (Leaf(Unit(outer)), Leaf(Unit(inner))))
             return self.resolved((factor,))
+        parts, sizes = (factor.axes, [outer] * len(factor.axes)) if isinstance(factor, Choice) else (factor.parts, None)
+        if sizes is None:
+            lengths = [length(part) for part in parts]
+            if any(n % inner for n in lengths):
+                return None
+            sizes = [n // inner for n in lengths]
+        halves = []
+        for part, size in zip(parts, sizes, strict=True):
+            rest = list(self.resolved(part))
+            left = self._taken(rest, size)
+            if left is None:
+                return None
+            halves.append((left, tuple(rest)))
+        first, second = zip(*halves, strict=True)
         if isinstance(factor, Choice):
-            halves = [self._halved(axis, outer) for axis in factor.axes]
-            found = [half for half in halves if half is not None]
-            if len(found) < len(halves):
-                return None
-            return (Choice(factor.key, tuple(h[0] for h in found)), Choice(factor.key, tuple(h[1] for h in found)))
-        sizes = [length(part) for part in factor.parts]
-        if any(size % inner for size in sizes):
-            return None
-        halves = [self._halved(part, size // inner) for part, size in zip(factor.parts, sizes, strict=True)]
-        found = [half for half in halves if half is not None]
-        if len(found) < len(halves):
-            return None
+            return (Choice(factor.key, first), Choice(factor.key, second))
         self._keys += 1
-        return (
-            Concatenation(tuple(h[0] for h in found), self._keys),
-            Choice(self._keys, tuple(h[1] for h in found)),
-        )
-
-    def _halved(self, axis: Axis, outer: int) -> tuple[Axis, Axis] | None:
-        """An axis as a product of two, the outer one of this length."""
-        left: list[Factor] = []
-        rest = list(self.resolved(axis))
-        while (missing := outer // prod(f.size for f in left)) > 1:
-            factor = rest[0]
-            if factor.size > missing:
-                divided = self._divided(factor, missing)
-                if divided is None:
-                    return None
-                rest[:1] = divided
-            elif missing % factor.size:
-                return None
-            left.append(rest.pop(0))
-        return tuple(left), tuple(rest)
+        return (Concatenation(first, self._keys), Choice(self._keys, second))
 
     # -- slicing
 

@@ -19,6 +19,7 @@ from weightscope.anatomy.probing import find_attention
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
+from weightscope.auditing.pretrained import expectations_of
 from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import parameters as init_parameters
@@ -44,8 +45,8 @@ def audit(
         model: a module, a mapping name -> tensor (a state dict, a `Checkpoint`), a path, `"PATH.pop::k"` (network k of
             a population), or a `NamedTensors`.
         init: the initialiser's registered name, or several joined by "+"; None tries every one with its published
-            presets. Or expectations of your own: a function `f(tensors: NamedTensors, **parameters) -> list[Check]`,
-            or a reference to one, `"package.module:function"`.
+            presets. Or the artifact (.safetensors) of a fit to networks. Or expectations of your own: a function
+            `f(tensors: NamedTensors, **parameters) -> list[Check]`, or a reference to one, `"package.module:function"`.
         config: the model's config, for a mapping.
         strict: whether tensors that look like the parts and cannot be read are an error; if not, they are listed in
             the report's `unparsed`.
@@ -83,6 +84,7 @@ def audit(
                 raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
             return _every(tensors, strict)
         wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
+        wanted = [expectations_of(one) if str(one).endswith(".safetensors") else one for one in wanted]
         shares = distribute([_signature(one) for one in wanted], parameters)
         return _report(
             tensors, (_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True))

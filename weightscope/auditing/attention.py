@@ -313,15 +313,18 @@ def impulse_attention_checks(
     following: str | None,
     normalise: bool,
     grid: int | Sequence[int] | None,
+    causal: bool | None,
     layers: int | list[int] | None,
     heads: int | list[int] | None,
     adam_steps: int | None,
+    norm: str,
 ) -> list[Check]:
     """Checks of every head's attention map on the position codes.
 
     - peaks: share of the tokens with a target in the image whose largest weight is that of the target;
     - weight: the mean attention of these tokens to their targets;
     - error: mean squared error of the map against the impulse matrix, times the number of tokens;
+      these two, and the next, of maps whose norm is free;
     - logit factor: the factor by which all logits exceed those that minimise the initialiser's objective, which steps
       of Adam have not reached (not checked);
     - uses of the offset: how many heads of the layer so far have the head's offset, which may be drawn independently;
@@ -337,17 +340,22 @@ def impulse_attention_checks(
         kind = pseudo_input if i == 0 or following is None else following
         if part not in wanted or kind != "positions":
             continue
-        impulse.of_positions_alone(part)
+        part = impulse.of_positions_alone(part, causal)
         codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
         known = impulse.known_offsets(offsets, filter_size, tokens)
         x = impulse.normalised(codes) if normalise else codes.double()
-        checks += _maps(chosen_heads([part], heads)[0], x, tokens, known, minimised=adam_steps is None)
+        free = norm == "free"
+        checks += _maps(
+            chosen_heads([part], heads)[0], x, tokens, known, sharp=free, minimised=free and adam_steps is None
+        )
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
 
 
-def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], *, minimised: bool) -> list[Check]:
+def _maps(
+    part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], *, sharp: bool, minimised: bool
+) -> list[Check]:
     q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
     most = max(math.ceil(part.heads / len(known)), stats.binom.isf(LEVEL, part.heads, 1 / len(known)))
@@ -365,11 +373,12 @@ def _maps(part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset]
         chance = float(stats.binom.sf(math.ceil(PEAKS[0] * len(valid)) - 1, len(valid), 1 / tokens.total))
         rows: list[Row] = [
             ("peaks", float(hits[best].sum()) / len(valid), PEAKS, {UNTOUCHED: 1 - min(1.0, len(known) * chance)}),
-            ("weight", float(found[valid, targets[best][valid]].mean()), (0.5, 1.0)),
-            ("error", float((found - wanted).square().mean()) * tokens.total, (0.0, 0.5)),
             ("uses of the offset", float(used[known[best]]), (1.0, float(most))),
             ("copies", float(copies), (0.0, 0.0)),
         ]
+        if sharp:
+            rows.append(("weight", float(found[valid, targets[best][valid]].mean()), (0.5, 1.0)))
+            rows.append(("error", float((found - wanted).square().mean()) * tokens.total, (0.0, 0.5)))
         if minimised:
             factor = _logit_factor(part, x, q[head], k[part.kv_head(head)], tokens, wanted)
             power = {error: outside(FACTOR, f, 0.1 * f) for error, f in _WRONG_LOGITS.items()}

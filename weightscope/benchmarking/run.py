@@ -290,7 +290,7 @@ class Design:
 
     def _check_results(self, stored: BenchResult) -> None:
         """UsageError unless these results will hold all that is in the stored ones."""
-        there, here = (json.loads(json.dumps(e)) for e in (stored.environment["recipe"], self.recipe.to_dict()))
+        there, here = Recipe.parse(stored.environment["recipe"]).to_dict(), self.recipe.to_dict()
         for recipe in (there, here):  # of which arms have their own
             recipe["training"].pop("epochs"), recipe["population"].pop("networks")
         if "auto" in (

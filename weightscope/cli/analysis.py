@@ -387,7 +387,8 @@ def attention_maps(
 @click.option(
     "--init",
     type=Named("initialisers"),
-    help="NAME, NAME+NAME, MODULE:FUNCTION, or a .toml file with its parameters; all if not given.",
+    help="NAME, NAME+NAME, MODULE:FUNCTION, a .toml file with its parameters, or a fit to networks (.safetensors); "
+    "all if not given.",
 )
 @click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
@@ -403,6 +404,7 @@ def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool,
     Example:
       weightscope audit vit/ --init mimetic_attention
       weightscope audit small.pt --init 'select_weights(teacher="large.pt")'
+      weightscope audit vit/ --init dinov2.safetensors
     """
     from weightscope.auditing import audit as run
     from weightscope.benchmarking.design import labelled

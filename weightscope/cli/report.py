@@ -15,7 +15,7 @@ PAIRS = 12  # rows of the table of correlated pairs
 FITTED, CONTROL, UNCORRELATED = "fitted", "fitted (scale only)", "fitted (uncorrelated)"
 HEADINGS = {
     "benchmark": "On the population's data",
-    "benchmark-width": "At twice the width",
+    "benchmark-longer": "After training as long as the population's",
     "benchmark-fashion": "On Fashion-MNIST",
 }
 _CSS_PIXELS, _DPI = 96, 150  # per inch, of the browser and of the pictures
@@ -27,6 +27,7 @@ def write_report(
     pictures: Mapping[str, bytes],
     contents: Mapping[str, Any],
     pairs: Sequence[Mapping[str, Any]],
+    effects: str,
     fits: Mapping[str, Any],
     benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
     gain: float,
@@ -36,7 +37,8 @@ def write_report(
 
     `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
     folder; `contents` is in `inspection.json`, `fits` in `structures.json`, and `pairs` are rows of the exchangeable
-    covariance, strongest first. `drawn` is the held-out log-likelihood of the amplified distribution.
+    covariance, strongest first; `effects` says whether units are exchangeable by distribution. `drawn` is the held-out
+    log-likelihood of the amplified distribution.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -59,6 +61,7 @@ def write_report(
         pictures={name: _embedded(png) for name, png in pictures.items()},
         contents=contents,
         pairs=[row for row in pairs if row["p"] < 0.05][:PAIRS],
+        effects=effects,
         fits=fits,
         scores=[row for row in fits["table"] if row["group"] == "all" and row["failed"] is None],
         benchmarks=sections,

@@ -113,16 +113,22 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 
 
 @command("fit-init")
-@click.argument("source", type=Named())
+@click.argument("sources", type=Named(), nargs=-1, required=True)
 @out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
 @click.option(
     "--structure",
     type=Named("structures", files=False),
     default="auto",
-    help="For a population: auto, NAME or MODULE:CLASS. For one network: filters, conv_schedule, identity_product.",
+    help="For a population: auto, NAME or MODULE:CLASS. For networks: exchangeable, filters, conv_schedule, "
+    "identity_product.",
 )
 @click.option("--option", "texts", multiple=True, metavar="NAME=VALUE", help="Option of the structure; repeatable.")
 @click.option("--select", help="Which tensors the initialiser sets.  [default: *.mlp.fc?.weight, or all matrices]")
+@click.option(
+    "--scale",
+    type=Named(files=False),
+    help="For networks with --structure exchangeable: default keeps each tensor's own deviation, source takes theirs.",
+)
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
@@ -145,7 +151,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 @click.pass_context
 def fit_init(
     context: click.Context,
-    source: str,
+    sources: tuple[str, ...],
     out: Path,
     structure: str,
     texts: tuple[str, ...],
@@ -156,11 +162,13 @@ def fit_init(
     json_file: Path | None,
     **settings: Any,
 ) -> None:
-    """Fit structures to a population or to one network, and write an initialiser.
+    """Fit structures to a population or to networks, and write an initialiser.
 
     For a population, structures are chosen by held-out likelihood; tensors that --select does not match keep the
     network's default initialisation. For one network (a checkpoint, hf://org/name), --structure is required, and the
-    initialiser applies to networks of any width and depth; --select to --seed are for populations.
+    initialiser applies to networks of any width and depth; --joint to --seed are for populations. With exchangeable,
+    several networks of any widths and depths are pooled, and all matrices of their blocks are set unless --select says
+    which (docs/whole-network.md).
 
     --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
     and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
@@ -172,6 +180,7 @@ def fit_init(
       weightscope fit-init digits.pop --structure exchangeable --joint all --gain auto -o digits.safetensors
       weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
       weightscope fit-init hf://facebook/dinov2-small --structure identity_product -o products.safetensors
+      weightscope fit-init hf://facebook/dinov2-small --structure exchangeable --gain 4 -o vit.safetensors
     """
     from click.core import ParameterSource
 
@@ -182,6 +191,10 @@ def fit_init(
     from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    if len(sources) > 1 and (partial or at is not None or gain == "auto"):
+        option = "partial" if partial else "at" if at is not None else "gain auto"
+        raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
+    source: Any = sources[0] if len(sources) == 1 else list(sources)
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
     number = _checked_gain(gain, structure, training)
     picture = out.with_name(f"{out.stem}-gain.png")
@@ -210,8 +223,8 @@ def fit_init(
         options |= {} if number is None else {"gain": number}
         result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
-        if not isinstance(result, PopulationFit):
-            raise UsageError("--standalone requires a population; apply the initialiser of one network with load_init")
+        if not isinstance(result, PopulationFit) or result.scale is not None:
+            raise UsageError("--standalone requires a population; apply the initialiser of networks with load_init")
         standalone_source(result, out.name)  # what cannot be written is an error before anything is
     click.echo(result.text())
     result.save(out)

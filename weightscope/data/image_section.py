@@ -68,6 +68,8 @@ class AugmentConfig(Section):
     Timm's "rand-m9-mstd0.5" is magnitude 0.9, magnitude_std 0.05 and probability 0.5.
     """
 
+    added: ClassVar[tuple[str, ...]] = ("probability",)
+
     crop: Annotated[int, Field(ge=0)] = 0  # pixels of zero padding before a random crop of the original size
     flip: bool = False  # horizontally, with probability 1/2
     cutout: Annotated[int, Field(ge=0)] = 0  # side length in pixels of an erased square

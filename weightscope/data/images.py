@@ -123,14 +123,16 @@ def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
             bar.update()
 
 
-class _Bar(tqdm):
-    _lock = threading.RLock()  # tqdm's own is a semaphore shared between processes, which would leak
+class Bar(tqdm):
+    """A progress bar whose lock is not tqdm's, a semaphore shared between processes that would leak if killed."""
+
+    _lock = threading.RLock()
 
 
 def progress(total: int, doing: str, unit: str) -> tqdm:
     """A progress bar that appears after 2 seconds if standard error is a terminal; only in the main process."""
     main = multiprocessing.parent_process() is None
-    return _Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
+    return Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
 
 
 def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:

@@ -1,8 +1,8 @@
 """The base of a recipe's sections, and the numbers in them. Does not import torch."""
 
-from typing import Annotated
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -19,6 +19,19 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 
 
 class Section(BaseModel):
-    """A section without unknown keys; immutable."""
+    """A section without unknown keys; immutable.
+
+    Fields that are `added` after populations were made are left out of what is written while they have their default:
+    the fingerprint of a population is that of its written recipe.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    added: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        for name in self.added:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                values.pop(name, None)
+        return values

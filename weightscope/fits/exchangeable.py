@@ -85,8 +85,9 @@ class Amplification:
             correlation, notes["eigenvalues"] = eigenvalues_clipped(correlation, found.samples / max(1.0, effect))
             errors = np.zeros_like(errors)
         else:
-            # four standard errors, or as much of Student's t where these are estimated from few networks
-            wider = float(stats.t.isf(stats.norm.sf(4.0), max(1, found.networks - 1))) / 4
+            # four standard errors, or as much of Student's t where these are estimated from few networks; those of
+            # one or two networks are no estimates over networks
+            wider = 1.0 if found.networks < 3 else float(stats.t.isf(stats.norm.sf(4.0), found.networks - 1)) / 4
             independent = np.full(errors.shape, np.sqrt(max(1.0, effect) / found.samples))
             errors = np.where(np.isfinite(found.errors), found.errors * wider, independent)
         matrix, done = amplified(correlation, errors, gain)
@@ -252,31 +253,40 @@ class Exchangeable(Structure):
         """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
         amplification = Amplification(gain, denoise)
         moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
-        return Accumulator(moments.update, lambda: cls.of_moments(moments, amplification, network))
+
+        def finish() -> "Exchangeable":
+            facts = {"exchangeability": described(moments.index.effects())}
+            found = moments.covariances()
+            return cls.of_covariances(found, spec, moments.permutations, amplification, network, facts)
+
+        return Accumulator(moments.update, finish)
 
     @classmethod
-    def of_moments(
-        cls, moments: ExchangeableMoments, options: Amplification | None = None, network: WeightSpec | None = None
+    def of_covariances(
+        cls,
+        found: Sequence[TypeCovariance],
+        spec: WeightSpec,
+        permutations: PermutationSpec,
+        options: Amplification,
+        network: WeightSpec | None = None,
+        facts: Facts = None,
     ) -> Self:
-        """Fit to what `ExchangeableMoments` has taken up."""
-        amplification = options or Amplification()
-        permutations, found = moments.permutations, moments.covariances()
-        amplification.check([covariance.kind.label for covariance in found])
+        """Fit to the covariance of each type, in the order of the specification; `facts` are further diagnostics."""
+        options.check([covariance.kind.label for covariance in found])
         factors, parameters, means = [], 0, None
-        notes: dict[str, Any] = {"exchangeability": described(moments.index.effects())}
+        notes = dict(facts or {})
         for covariance in found:
             label = covariance.kind.label
             variances = covariance.covariance.diagonal()
             require_variation(variances, f"entries ({label})")
-            correlation, notes[label] = amplification.correlation(covariance)
+            correlation, notes[label] = options.correlation(covariance)
             deviation = np.sqrt(variances)
             factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
             if not covariance.kind.groups:
                 means = covariance.mean
                 parameters += len(means)
-        mean = mean_vector(means, moments.spec, permutations)
-        return cls(moments.spec, mean, permutations, factors, parameters, notes, network)
+        return cls(spec, mean_vector(means, spec, permutations), permutations, factors, parameters, notes, network)
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:

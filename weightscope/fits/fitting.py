@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 
 from weightscope._util.checks import choice
+from weightscope._util.names import listing
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
@@ -393,22 +394,24 @@ def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
 
 
 def fit_init(
-    source: "str | Path | Population",
+    source: "str | Path | Population | Sequence[str | Path]",
     structure: Any = "auto",
     *,
     options: dict[str, Any] | None = None,
     trust: bool = False,
     **settings: Any,
 ) -> PopulationFit | NetworkFit:
-    """Fit an initialiser to a population (`fit`) or to one network (`fit_network`), depending on the source.
+    """Fit an initialiser to a population (`fit`) or to networks (`fit_network`, `fit_pretrained`).
 
     Args:
-        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`.
+        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`; for the structure
+            "exchangeable" also a list of checkpoints.
         structure: as in `fit` or `fit_network`.
         options: the structure's.
         trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
             (docs/what-runs-when.md).
-        settings: of `fit` for a population: `select`, `joint`, `holdout`, `seed`, `permutations`.
+        settings: of `fit`: `select`, `joint`, `holdout`, `seed`, `permutations`; or of `fit_pretrained`: `select`,
+            `scale`.
 
     Raises:
         UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
@@ -422,13 +425,28 @@ def fit_init(
 
     with trusting(trust):
         name = underscored(structure) if isinstance(structure, str) else None
+        if isinstance(source, list | tuple) and len(source) == 1:
+            (source,) = source
         if isinstance(source, Population) or is_population(source):
+            if "scale" in settings:
+                raise UsageError(f"scale: for checkpoints, and {source} is a population, whose scale is always kept")
             if name in NETWORK_FITS:
                 known = ", ".join(("auto", *STRUCTURES))
                 raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
             return fit(open_source(source), structure=structure, options=options, **settings)
+        if name == "exchangeable":
+            from weightscope.fits.pretrained import fit_pretrained
+
+            if odd := settings.keys() - {"select", "scale"}:
+                raise UsageError(f"{listing(sorted(odd))}: for populations; networks take select and scale")
+            _classes("exchangeable", options)
+            return fit_pretrained(source, **settings, **(options or {}))
+        if isinstance(source, list | tuple):
+            raise UsageError(
+                f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks"
+            )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-            shown, known = name or structure.__name__, ", ".join(NETWORK_FITS)
+            shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
             raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")

@@ -58,10 +58,11 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
         found = fit(source, **options)
     if not isinstance(found, NetworkFit):
         raise UsageError(f"{structure}: expected a NetworkFit, found {type(found).__name__}")
-    return NetworkFit(found.numbers, {"weightscope": __version__, **_origin(source)})
+    return NetworkFit(found.numbers, {"weightscope": __version__, **origin(source)})
 
 
-def _origin(source: Any) -> dict[str, Any]:
+def origin(source: Any) -> dict[str, Any]:
+    """What a network records about where it came from."""
     if isinstance(source, nn.Module):
         return {"source": type(source).__name__}
     out = {key: value for key in ("source", "commit") if isinstance(value := getattr(source, key, None), str)}

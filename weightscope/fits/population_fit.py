@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from weightscope._util.names import listing
 from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError
@@ -103,6 +104,11 @@ class PopulationFit(Artifact):
     problems: Mapping[str, str] = field(default_factory=dict)  # tensor -> why `resized_fit` could not resize it
     resized: tuple[str, ...] = ()  # what `resized_fit` rescaled, took from another depth, and dropped; not saved
 
+    @property
+    def scale(self) -> str | None:
+        """Of a fit by `fit_pretrained`, whose tensors have places in timm's scheme: "default" or "source"."""
+        return self.settings.get("scale")
+
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """Independent weight vectors (size, D) in the order of `spec`."""
         parts: dict[str, np.ndarray] = {}
@@ -144,6 +150,8 @@ class PopulationFit(Artifact):
         lines = [
             f"{self.networks} networks ({self.excluded} excluded), log-likelihood of {held_out} held out, nats each"
         ]
+        if self.scale is not None:
+            lines = [f"units of {listing([one.get('source', 'a network') for one in self.provenance['sources']])}"]
         fixed = {group.name: group.fixed for group in self.groups if group.fixed}
         for name in dict.fromkeys(row["group"] for row in self.table):
             lines += ["", name + (f" ({fixed[name]} entries never vary)" if fixed.get(name) else "")]

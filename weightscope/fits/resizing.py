@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations as permutations_of
 from math import floor, prod, sqrt
@@ -16,7 +16,7 @@ from weightscope.fits.exchangeable import Exchangeable, mean_vector
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
-from weightscope.statistics.permutations import PermutationSpec, View, bare, is_signed
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed
 
 _BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default deviation 1 at any width
@@ -54,7 +54,7 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
 
     Block i of L' takes block i (L - 1) / (L' - 1), rounded, half up; the first takes the first.
     """
-    mine, theirs = _depths(source), _depths(target)
+    mine, theirs = depths(source), depths(target)
     out = {}
     for name in target.names:
         found, origin = _BLOCK.fullmatch(name), name
@@ -66,12 +66,16 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
     return out
 
 
-def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable | None, dict[str, str]]:
+def resized(
+    structure: Exchangeable, network: WeightSpec, deviations: Mapping[str, float] | None = None
+) -> tuple[Exchangeable | None, dict[str, str]]:
     """The structure's law for the tensors of another network, all of whose tensors are given.
 
     A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
     (`default_deviations`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of
-    n - 1. The law's mean, one number for each fixed entry of a tensor, is kept in the same units.
+    n - 1. The law's mean, one number for each fixed entry of a tensor, is kept in the same units. With `deviations`,
+    view -> root mean square of its entries in the other network, each view has that of the other network instead, and
+    only the ratios between its parts are those of the law.
 
     Blocks take the law of the block of nearest relative depth. Where m blocks take that of one block, their normalised
     sum has its law, and their contrasts have that of one block, independently of everything else:
@@ -99,11 +103,14 @@ def resized(structure: Exchangeable, network: WeightSpec) -> tuple[Exchangeable 
     mine, theirs = default_deviations(structure.network), default_deviations(network)
     ratios = {}
     for view in permutations.views:
-        before, now = mine[tensors[view.tensor]], theirs[view.tensor]
+        if deviations is not None:
+            now, before = deviations[view.name], _root_mean_square(structure, permutations, view, origins[view.name])
+        else:
+            before, now = mine[tensors[view.tensor]], theirs[view.tensor]
         ratios[view.name] = now / before if now and before else 1.0
     plan = _Plan(structure, permutations, origins, ratios)
     factors, apart = _factors(plan)
-    notes = _notes(plan)
+    notes = _notes(plan, own=deviations is not None)
     if apart:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
@@ -120,13 +127,11 @@ def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
         rows, places = [], []
         for view in kind.views:
             origin = plan.origins[view.name]
-            there = dict(zip(view.axes, origin.axes, strict=True))
-            source = {there[group] for group in kind.groups}  # the groups that stand there in the fitted network
-            at = next(i for i, type_ in enumerate(old) if set(type_.groups) == source)
+            at = type_of(kind, view, origin, old)
             row = np.zeros((view.copies, starts[-1]))  # of different types, rows are orthogonal
             row[:, starts[at] : starts[at + 1]] = plan.ratios[view.name] * roots[at][old[at].slices[origin.name]]
             rows.append(row)
-            places.append((_block(view.tensor), (_block(origin.tensor), at)))
+            places.append((block_of(view.tensor), (block_of(origin.tensor), at)))
         times = Counter(taken for _, taken in set(places))
         weights = np.ones((len(rows), len(rows)))  # of the covariances between views, see `resized`
         for (i, (block, taken)), (j, (other, others)) in permutations_of(enumerate(places), 2):
@@ -139,9 +144,26 @@ def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
     return factors, list(apart)
 
 
+def type_of(kind: InvariantType, view: View, origin: View, types: Sequence[InvariantType]) -> int:
+    """The number of the type that `kind` is for `origin`, which has the axes of `view` in another network."""
+    there = dict(zip(view.axes, origin.axes, strict=True))
+    groups = {there[group] for group in kind.groups}
+    return next(i for i, found in enumerate(types) if set(found.groups) == groups)
+
+
+def _root_mean_square(structure: Exchangeable, permutations: PermutationSpec, view: View, origin: View) -> float:
+    """Of the entries of a view that has the law of another view, without its mean."""
+    total, old = 0.0, structure.permutations.types
+    for kind in permutations.types:
+        if view in kind.views:
+            at = type_of(kind, view, origin, old)
+            total += kind.dimension * float(np.square(structure.factors[at][old[at].slices[origin.name]]).sum())
+    return sqrt(total / prod(view.shape))
+
+
 def _missing(structure: Exchangeable, network: WeightSpec, taken: set[str]) -> dict[str, str]:
     """The tensors of the fit that the other network lacks, other than those of blocks that its depth leaves out."""
-    mine, theirs = _depths(structure.network), _depths(network)
+    mine, theirs = depths(structure.network), depths(network)
     out = {}
     for name in structure.spec.names:
         found = _BLOCK.fullmatch(name)
@@ -151,7 +173,7 @@ def _missing(structure: Exchangeable, network: WeightSpec, taken: set[str]) -> d
     return out
 
 
-def _depths(network: WeightSpec) -> dict[str, int]:
+def depths(network: WeightSpec) -> dict[str, int]:
     """Stack of blocks -> how many there are."""
     out: dict[str, int] = {}
     for name in network.names:
@@ -201,7 +223,13 @@ def _problem(view: View, origin: View | None) -> str | None:
     return f"expected axes that are not renumbered of {tuple(fixed[0])} as in {origin.shape}, found {view.shape}"
 
 
-def _block(name: str) -> str:
+def in_blocks(names: Iterable[str]) -> list[str]:
+    """The names of tensors in numbered blocks."""
+    return [name for name in names if _BLOCK.fullmatch(name)]
+
+
+def block_of(name: str) -> str:
+    """The block of a tensor, `stages.0.blocks.2`; empty outside blocks."""
     found = _BLOCK.fullmatch(name)
     return f"{found['stack']}{found['index']}" if found else ""
 
@@ -221,22 +249,23 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
-def _notes(plan: _Plan) -> list[str]:
+def _notes(plan: _Plan, own: bool) -> list[str]:
     """Which axes and deviations changed, and which block took the law of which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
-        ratios.setdefault(f"{plan.ratios[view.name]:.3g}", []).append(view.name)
+        ratios.setdefault("own" if own else f"{plan.ratios[view.name]:.3g}", []).append(view.name)
         for axis, n, before in zip(view.axes, view.shape, plan.origins[view.name].shape, strict=True):
             if axis is not None and n != before:
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
+    notes += ["each tensor keeps its own deviation"] if ratios.pop("own", []) else []
     kept = ratios.pop("1", [])
     notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
     notes += [f"deviations kept: {listing(kept)}"] if kept and ratios else []
-    moved = {_block(v.tensor): _block(plan.origins[v.name].tensor) for v in plan.permutations.views}
+    moved = {block_of(v.tensor): block_of(plan.origins[v.name].tensor) for v in plan.permutations.views}
     moved.pop("", None)
     times = Counter(moved.values())
-    left = [name for name in dict.fromkeys(map(_block, plan.structure.spec.names)) if name and name not in times]
+    left = [name for name in dict.fromkeys(map(block_of, plan.structure.spec.names)) if name and name not in times]
     if any(new != old for new, old in moved.items()):
         notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in moved.items()))
     if many := [f"{old} {n} times" for old, n in times.items() if n > 1]:
@@ -247,13 +276,15 @@ def _notes(plan: _Plan) -> list[str]:
     return notes + ([f"blocks left out: {', '.join(left)}"] if left else [])
 
 
-def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
+def resized_fit(
+    result: PopulationFit, network: WeightSpec, deviations: Mapping[str, float] | None = None
+) -> PopulationFit:
     """A fit for a network of another width or depth, all of whose tensors are given; see `resized`.
 
-    Groups with the structure `exchangeable` are resized; all others, and those that fit already, stay as they are.
-    The result can be saved and exported like any other fit; its `problems` and `resized` say what could not be resized,
-    and what was rescaled, taken from another depth, and dropped. A SpecError if the depth differs and the permutation
-    specification is not that of a known architecture.
+    Groups with the structure `exchangeable` are resized, unless they fit already and no `deviations` are given; others
+    stay as they are. The result can be saved and exported like any other fit; its `problems` and `resized` say what
+    could not be resized, and what was rescaled, taken from another depth, and dropped. A SpecError if the depth differs
+    and the permutation specification is not that of a known architecture.
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
@@ -262,9 +293,11 @@ def resized_fit(result: PopulationFit, network: WeightSpec) -> PopulationFit:
     groups, problems, notes = list[Group](), dict[str, str](), list[str]()
     for group in result.groups:
         structure, made = group.structure, None
-        if isinstance(structure, Exchangeable) and group.varying is None and _differs(structure, network):
+        if not isinstance(structure, Exchangeable) or group.varying is not None:
+            pass
+        elif deviations is not None or _differs(structure, network):
             try:
-                made, why = resized(structure, network)
+                made, why = resized(structure, network, deviations)
                 problems |= why
             except AnatomyError as error:
                 problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")

@@ -4,13 +4,13 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightscope._util.names import listing, matching, unwrapped
+from weightscope._util.names import listing, matching
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,
@@ -22,8 +22,8 @@ from weightscope.anatomy import (
     patch_embeddings,
     positions,
 )
-from weightscope.anatomy.effective import plain
 from weightscope.anatomy.embedding import TokenGrid
+from weightscope.anatomy.places import Place, Source, places, tensors_of
 from weightscope.errors import AnatomyError, SpecError, UsageError
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -46,12 +46,7 @@ def open_network(source: Any) -> Any:
 
 def tensors(source: Any) -> Mapping[str, Any]:
     """Named tensors of a module, a state dict, a checkpoint, the path of one, or a network of a population."""
-    model = open_network(source)
-    if isinstance(model, nn.Module):
-        return plain(model)[0].state_dict()
-    if isinstance(model, Mapping):
-        return model
-    raise UsageError(f"expected a module, a mapping of tensors, or a path, found {type(source).__name__}")
+    return tensors_of(open_network(source))
 
 
 def fingerprint(source: Any) -> str:
@@ -129,102 +124,6 @@ def chosen(
         )
         raise UsageError(f"components: the module has no tensor of {', '.join(sorted(set(allowed)))}{left}")
     return out
-
-
-class Place(NamedTuple):
-    """A tensor, or rows of one that packs queries, keys and values."""
-
-    name: str  # in timm's scheme
-    part: int | None = None  # 0, 1 or 2 of separate queries, keys and values; None for a whole tensor
-
-
-_PREFIX = re.compile(r"^(vit|deit|dinov2|convnext|convnextv2)\.(?=(embeddings|encoder|layers|layernorm)\.)")
-_VIT = (
-    (r"^embeddings\.(cls_token|mask_token)$", r"\1"),
-    (r"^embeddings\.distillation_token$", "dist_token"),
-    (r"^embeddings\.register_tokens$", "reg_token"),
-    (r"^embeddings\.position_embeddings$", "pos_embed"),
-    (r"^embeddings\.patch_embeddings\.projection\.", "patch_embed.proj."),
-    (r"^(?:encoder\.layer|layers)\.(\d+)\.", r"blocks.\1."),
-    (r"\.attention\.(?:output\.dense|o_proj)\.", ".attn.proj."),
-    (r"\.layernorm_before\.", ".norm1."),
-    (r"\.layernorm_after\.", ".norm2."),
-    (r"\.intermediate\.dense\.", ".mlp.fc1."),
-    (r"\.output\.dense\.", ".mlp.fc2."),
-    (r"\.layer_scale(\d)\.lambda1$", r".ls\1.gamma"),
-    (r"^layernorm\.", "norm."),
-    (r"^classifier\.", "head."),
-)
-_CONVNEXT = (
-    (r"^embeddings\.patch_embeddings\.", "stem.0."),
-    (r"^embeddings\.layernorm\.", "stem.1."),
-    (r"^encoder\.stages\.(\d+)\.downsampling_layer\.", r"stages.\1.downsample."),
-    (r"^encoder\.stages\.(\d+)\.layers\.", r"stages.\1.blocks."),
-    (r"\.dwconv\.", ".conv_dw."),
-    (r"\.layernorm\.", ".norm."),
-    (r"\.pwconv(\d)\.", r".mlp.fc\1."),
-    (r"\.layer_scale_parameter$", ".gamma"),
-    (r"^layernorm\.", "head.norm."),
-    (r"^classifier\.", "head.fc."),
-)
-_PACKED = re.compile(r"\.attention\.(?:attention\.)?(q_proj|query|k_proj|key|v_proj|value)\.")
-
-
-def places(names: Iterable[str]) -> dict[str, Place]:
-    """Name of each tensor of a model -> its place in timm's scheme.
-
-    The norm after the average over tokens (`fc_norm`) counts as the last norm (`norm`) where a model has only one.
-    """
-    bare = {name: _PREFIX.sub("", unwrapped(name)) for name in names}
-    known = set(bare.values())
-    rules: tuple[tuple[str, str], ...] = ()
-    if any(name.startswith("embeddings.patch_embeddings.projection.") for name in known):
-        rules = _VIT
-    elif any(name.startswith("embeddings.patch_embeddings.") for name in known):
-        rules = _CONVNEXT
-    one_norm = not any(name.startswith("norm.") for name in known)
-    out = {}
-    for name, text in bare.items():
-        part = None
-        if rules is _VIT and (found := _PACKED.search(text)):
-            part = "qkv".index(found[1][0])
-            text = _PACKED.sub(".attn.qkv.", text)
-        for pattern, replacement in rules:
-            text = re.sub(pattern, replacement, text)
-        out[name] = Place(re.sub(r"^fc_norm\.", "norm.", text) if one_norm else text, part)
-    return out
-
-
-class Source:
-    """The tensors of a model by their places, packed or cut as they are wanted."""
-
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self.tensors = tensors
-        self.places = places(tensors)
-        self.names: dict[str, dict[int | None, str]] = {}
-        for name, place in self.places.items():
-            self.names.setdefault(place.name, {})[place.part] = name
-
-    def has(self, place: Place) -> bool:
-        """Whether the tensor is there, by itself, packed with others, or in three parts."""
-        there = self.names.get(place.name, {})
-        return place.part in there or None in there or (place.part is None and len(there) == 3)
-
-    def read(self, place: Place, shape: tuple[int, ...]) -> Tensor:
-        """The tensor on the CPU; as the kernel of a 1 x 1 convolution or a matrix, whichever has `shape`'s axes."""
-        there = self.names[place.name]
-        if place.part in there or None in there:
-            value = self._tensor(there.get(place.part, there.get(None, "")))
-            if place.part not in there:
-                value = value.chunk(3)[place.part or 0]
-        else:
-            value = torch.cat([self._tensor(there[part]) for part in range(3)])
-        if value.ndim == 2 and len(shape) == 4 and shape[2:] == (1, 1):
-            return value[:, :, None, None]
-        return value.flatten(1) if value.ndim == 4 and len(shape) == 2 and value.shape[2:] == (1, 1) else value
-
-    def _tensor(self, name: str) -> Tensor:
-        return torch.as_tensor(self.tensors[name]).detach().cpu()
 
 
 _REPEATED = ("blocks", "layers", "layer", "h")

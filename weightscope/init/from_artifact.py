@@ -12,12 +12,14 @@ from weightscope._util.names import listing, unwrapped
 from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
+from weightscope.anatomy.places import Source
 from weightscope.errors import DataError, SpecError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit, ProductLayer
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
+from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
 from weightscope.init.base import Generator, M, cpu_generator, running
@@ -71,7 +73,7 @@ class PopulationInit(FittedInit):
     dtype. The generator's state therefore determines every number, on any device.
 
     The structure `exchangeable` applies to networks of other widths and depths, too, by
-    `weightscope.fits.resized_fit`.
+    `weightscope.fits.resized_fit`. A fit by `fit_pretrained` sets the tensors at the same places, whatever their names.
     """
 
     def __init__(self, result: PopulationFit) -> None:
@@ -81,8 +83,13 @@ class PopulationInit(FittedInit):
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
         there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
-        found = self._resized(module)
-        problems = {t.name: p for t in found.spec.tensors if (p := _problem(there.get(t.name), t.shape))}
+        source = None if self.result.scale is None else Source(there)
+        if source is None:
+            found, whole = self._resized(module), there
+        else:
+            found = placed(self.result, source)
+            whole = {name: source.whole(name) for name in found.spec.names if name in source.names}
+        problems = {t.name: p for t in found.spec.tensors if (p := _problem(whole.get(t.name), t.shape))}
         problems |= found.problems
         fits = [name for name in found.spec.names if name not in problems]
         if problems and (strict or not fits):
@@ -98,17 +105,23 @@ class PopulationInit(FittedInit):
         values: dict[str, np.ndarray] = {}
         for group in found.groups:
             values |= group.spec.unpack(draw(group, generator))
-        drawn = {name: torch.from_numpy(values[name]).to(there[name].dtype) for name in fits}
+        values = {name: values[name] for name in fits}
+        if source is not None:
+            values = {own: part for name, value in values.items() for own, part in source.split(name, value).items()}
+            if self.result.scale == "source":  # the maps hold these gains
+                gains = [own for gain, maps in source.gains().items() if maps for own in source.names[gain].values()]
+                values |= {own: np.ones(tuple(there[own].shape)) for own in gains}
+        drawn = {name: torch.from_numpy(np.array(value)).to(there[name].dtype) for name, value in values.items()}
         if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
             raise DataError(
                 f"`{bad}`: drew numbers beyond the range of {there[bad].dtype}; the artifact is damaged, or of "
                 "such weights; nothing was changed"
             )
-        for name in fits:
-            there[name].copy_(drawn[name])
-        done = {id(there[name]) for name in fits}
+        for name, value in drawn.items():
+            there[name].copy_(value)
+        done = {id(there[name]) for name in drawn}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
-        return InitReport(tuple(fits), tuple(map(unwrapped, others)), tuple(problems), found.resized)
+        return InitReport(tuple(drawn), tuple(map(unwrapped, others)), tuple(problems), found.resized)
 
     def _resized(self, module: nn.Module) -> PopulationFit:
         """The fit for a module, which is kept for the next one of its shapes."""

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, number
 from weightscope._util.names import listing
 from weightscope.anatomy import attention, mlps
+from weightscope.anatomy.places import Place, Source, places
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._trained import CONVOLUTIONS, Place, Source, chosen, counterparts, found_parts, layers_of, places
+from weightscope.init._trained import CONVOLUTIONS, chosen, counterparts, found_parts, layers_of
 from weightscope.init.base import INITIALISERS, Generator, M, normal, put
 from weightscope.init.selection import Layout
 from weightscope.networks.layers import SumLinear

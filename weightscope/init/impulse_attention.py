@@ -32,6 +32,8 @@ _CUT = 1e-4  # singular values of the codes below this fraction of the largest a
 _RIDGE = 0.1  # on the least squares problem of the shift, against codes of squared norm d
 PENALTY = 1e-7  # on ||Q||^2 + ||K||^2, against the mean squared error of the map
 ADAM_RATE = 1e-4  # impulse paper, section 4.2
+RESET = 100  # steps between resets of the norms in the published code
+NORMS = ("free", "start")
 _START_SCALES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -119,25 +121,42 @@ def _coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_adam(
-    codes: Tensor, targets: Tensor, query: Tensor, key: Tensor, *, steps: int, scale: float, causal: bool = False
+    codes: Tensor,
+    targets: Tensor,
+    query: Tensor,
+    key: Tensor,
+    *,
+    steps: int,
+    scale: float,
+    causal: bool = False,
+    norm: str = "free",
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1 as published: Adam at rate 1e-4 on `||softmax(scale X Q K^T X^T) - H||^2 / N^2`, without a penalty.
 
-    X (N, d), targets H (H, N, N); Q (H, d, k) and K (G, d, k) from the start given, float32. Heads are independent,
-    except where they share a key, which descends the sum of their errors. In one thread, so that the result does not
-    depend on the machine's load.
+    X (N, d), targets H (H, N, N); Q (H, d, k) and K (G, d, k) from the start given, float32. With norm "start" their
+    columns get their first norms again after every 100 steps and the last, as in the published code. Heads are
+    independent, except where they share a key, which descends the sum of their errors. In one thread, so that the
+    result does not depend on the machine's load.
     """
     x, wanted, group = codes.float(), targets.float(), len(query) // len(key)
     q, k = (value.detach().float().clone().requires_grad_() for value in (query, key))
     adam = torch.optim.Adam([q, k], lr=ADAM_RATE)
     with single_threaded(), torch.enable_grad():
-        for _ in range(steps):
+        for step in range(steps):
             found = attention_map(x, q, k.repeat_interleave(group, 0), scale, causal)
             loss = (found - wanted).square().mean((1, 2)).sum()
             adam.zero_grad()
             loss.backward()
             adam.step()
+            if norm == "start" and ((step + 1) % RESET == 0 or step + 1 == steps):
+                for found, first in ((q, query), (k, key)):
+                    found.data = with_norms(found.data, first.float())
     return q.detach(), k.detach()
+
+
+def with_norms(weights: Tensor, first: Tensor, axes: tuple[int, ...] = (-2,)) -> Tensor:
+    """Weights (..., d, k) with the norms of others over some axes, by default those of their columns."""
+    return weights * (first.norm(dim=axes, keepdim=True) / weights.norm(dim=axes, keepdim=True).clamp_min(1e-30))
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,9 +254,11 @@ def impulse_attention_(
     same_layers: bool = False,
     normalise: bool = True,
     grid: int | Sequence[int] | None = None,
+    causal: bool | None = None,
     layers: int | list[int] | None = None,
     heads: int | list[int] | None = None,
     adam_steps: int | None = None,
+    norm: str = "free",
     strict: bool = True,
     generator: Generator = None,
 ) -> M:
@@ -265,15 +286,21 @@ def impulse_attention_(
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
+        causal: of a sequence, whether later tokens are masked where this cannot be measured, because the module's
+            caller decides it; None refuses such a module.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
             the module has (10,000 in the paper: minutes); None solves each offset once: seconds for 256 tokens, a
             minute for 1,370.
 
+        norm: "free", or "start": the queries and keys of each head keep the norm that they have in the module, so that
+            maps have their peaks at the same tokens and are less sharp. With `adam_steps`, each of their columns keeps
+            its norm, as in the published code, which resets them every 100 steps.
+
     Raises:
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.
-        UsageError: if queries and keys are rotated by position (RoPE) or normalised, or the
-            map has terms of its own (gates, convolutions).
+        UsageError: if queries and keys are rotated by position (RoPE) or normalised, the map has terms of its own
+            (gates, convolutions), tokens see a window of the others only, or the mask is unknown.
 
     Source: impulse paper, Algorithm 1 and sections 4.2, 5.4.
 
@@ -284,6 +311,7 @@ def impulse_attention_(
     choice("following", following or pseudo_input, PSEUDO_INPUTS)
     flag("same_layers", same_layers)
     flag("normalise", normalise)
+    choice("norm", norm, NORMS)
     if adam_steps is not None:
         count("adam_steps", adam_steps)
     tensors = named_tensors(module)
@@ -293,7 +321,8 @@ def impulse_attention_(
         raise UsageError(f"grid: leave it out, the module has the position embedding `{tables[0].name}`")
     towers: dict[tuple[str | int, bool], list[AttentionPart]] = {}  # the parts that share position codes
     for part in chosen_heads(chosen_layers(everything, layers), heads):
-        table = nearest_table(of_positions_alone(part), tables)
+        part = of_positions_alone(part, causal)
+        table = nearest_table(part, tables)
         towers.setdefault((table.name if table else part.width, bool(part.causal)), []).append(part)
     for parts in towers.values():
         table, width = nearest_table(parts[0], tables), parts[0].width
@@ -304,7 +333,10 @@ def impulse_attention_(
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
             if chosen:
                 x = _pseudo(kind, codes, normalise, generator)
-                found = _solved(x, tokens, chosen) if adam_steps is None else _descended(x, tokens, chosen, adam_steps)
+                if adam_steps is None:
+                    found = _solved(x, tokens, chosen, norm)
+                else:
+                    found = _descended(x, tokens, chosen, adam_steps, norm)
                 for plan, pair in zip(chosen, found, strict=True):
                     for name, value in zip(QUERY_KEY, pair, strict=True):
                         plan.part.write(name, value.float())
@@ -313,8 +345,8 @@ def impulse_attention_(
     return module
 
 
-def of_positions_alone(part: AttentionPart) -> AttentionPart:
-    """The part, if the map of its positions is that of Q K^T."""
+def of_positions_alone(part: AttentionPart, causal: bool | None) -> AttentionPart:
+    """The part, if the map of its positions is that of Q K^T, with `causal` where its own is unknown."""
     reasons = {
         "queries and keys are rotated by position (RoPE)": part.rotary,
         "queries and keys are normalised": part.normalised,
@@ -322,7 +354,7 @@ def of_positions_alone(part: AttentionPart) -> AttentionPart:
     }
     if why := next((why for why, holds in reasons.items() if holds), None):
         raise UsageError(f"`{part.name}`: {why}, so Q K^T does not give the map; impulses need attention without")
-    return part
+    return replace(part, causal=causal) if part.causal is None else part
 
 
 def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
@@ -347,9 +379,13 @@ def position_codes(
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     causal = bool(part.causal)
     if table is not None:
-        return table.read().cpu(), replace(token_grid(table), causal=causal)
+        found = replace(token_grid(table), causal=causal)
+        _masked_as_known(part, found)
+        return table.read().cpu(), found
     if isinstance(grid, int):
-        return sinusoidal_positions(count("grid", grid, 2), None, part.width), TokenGrid(1, grid, 0, causal)
+        found = TokenGrid(1, count("grid", grid, 2), 0, causal)
+        _masked_as_known(part, found)
+        return sinusoidal_positions(grid, None, part.width), found
     if grid is None:
         raise AnatomyError(
             "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
@@ -358,6 +394,20 @@ def position_codes(
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     rows, columns = (count("grid", n) for n in grid)
     return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
+
+
+def _masked_as_known(part: AttentionPart, tokens: TokenGrid) -> None:
+    """UsageError if it is not known whether all these tokens are seen, or those before, in a sequence."""
+    if part.window is not None and max(tokens.rows, tokens.columns) > part.window:
+        raise UsageError(
+            f"`{part.name}`: attributes or config state a window of {part.window}, fewer than the {tokens.columns} "
+            "positions in a row, so Q K^T does not give the map; impulses need attention to all tokens"
+        )
+    if part.causal is None and tokens.rows == 1:
+        raise UsageError(
+            f"`{part.name}`: expected to know whether later tokens are masked, found that its caller decides; give "
+            "causal=True or causal=False, or the whole model"
+        )
 
 
 def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: Generator) -> Tensor:
@@ -438,7 +488,7 @@ def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens:
     return known
 
 
-def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> list[tuple[Tensor, Tensor]]:
+def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan], norm: str) -> list[tuple[Tensor, Tensor]]:
     """Each head's rotation of its offset's solution in the span of the codes, and its own weights outside."""
     keys = [(plan.part.head_width, plan.part.scale, plan.part.kv_heads < plan.part.heads) for plan in plans]
     needs: dict[tuple[int, float, bool], list[Offset]] = {}
@@ -453,15 +503,20 @@ def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan]) -> list[tuple[Tens
         queries = [solutions[key][o][0] @ rotations[part.kv_head(h)] for h, o in enumerate(offsets)]
         shared = [solutions[key][o][1] @ r for o, r in zip(first, rotations, strict=True)]
         outside = [value.double() - v.T @ (v @ value.double()) for value in before]
-        out.append((torch.stack(queries) + outside[0], torch.stack(shared) + outside[1]))
+        both = torch.stack(queries) + outside[0], torch.stack(shared) + outside[1]
+        if norm == "start":
+            both = with_norms(both[0], before[0].double(), (-2, -1)), with_norms(both[1], before[1].double(), (-2, -1))
+        out.append(both)
     return out
 
 
-def _descended(x: Tensor, tokens: TokenGrid, plans: list[_Plan], steps: int) -> list[tuple[Tensor, Tensor]]:
+def _descended(x: Tensor, tokens: TokenGrid, plans: list[_Plan], steps: int, norm: str) -> list[tuple[Tensor, Tensor]]:
     """Algorithm 1 from the queries and keys of every module; layers that are the same are solved once."""
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for part, offsets, _, queries, keys in plans:
         if id(queries) not in done:
             targets = torch.stack([impulse_matrix(tokens, offset) for offset in offsets])
-            done[id(queries)] = by_adam(x, targets, queries, keys, steps=steps, scale=part.scale, causal=tokens.causal)
+            done[id(queries)] = by_adam(
+                x, targets, queries, keys, steps=steps, scale=part.scale, causal=tokens.causal, norm=norm
+            )
     return [done[id(plan.queries)] for plan in plans]

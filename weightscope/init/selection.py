@@ -10,12 +10,11 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope.anatomy import attention, mlps, named_tensors
 from weightscope.anatomy import positions as position_tables
+from weightscope.anatomy.places import Place, Source
 from weightscope.errors import SpecError
 from weightscope.init import _trained
 from weightscope.init._trained import (
     CONVOLUTIONS,
-    Place,
-    Source,
     chosen,
     counterparts,
     end_to_end,

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, count, number
 from weightscope._util.names import listing
 from weightscope.anatomy.matrices import Matrix, matrices
+from weightscope.anatomy.places import Source, places
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._trained import Source, chosen, layers_of, places
+from weightscope.init._trained import chosen, layers_of
 from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
 
 

@@ -1,6 +1,7 @@
 """ConvMixer: depthwise convolutions mix space, pointwise convolutions mix channels (thesis 2.1.1)."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ class ConvMixer(nn.Module):
     Args:
         width: h, channels.
         depth: d, layers.
-        kernel_size: k of the depthwise filters; even ones have torch's padding "same".
+        kernel_size: k of the depthwise filters, or one for each layer (thesis 3.1.4); even ones have torch's padding
+            "same".
         patch_size: p.
         num_classes: n.
         in_channels: c.
@@ -78,7 +80,7 @@ class ConvMixer(nn.Module):
         self,
         width: int,
         depth: int,
-        kernel_size: int,
+        kernel_size: int | Sequence[int],
         patch_size: int,
         num_classes: int,
         *,
@@ -96,8 +98,8 @@ class ConvMixer(nn.Module):
         def normalised(convolution: nn.Conv2d) -> nn.Sequential:
             return nn.Sequential(convolution, _ACTIVATIONS[activation](), _NORMS[norm](width))
 
-        def block(dilation: int) -> nn.Sequential:
-            space, channels = depthwise(width, kernel_size, dilation), nn.Conv2d(width, width, 1)
+        def block(size: int, dilation: int) -> nn.Sequential:
+            space, channels = depthwise(width, size, dilation), nn.Conv2d(width, width, 1)
             # the same names of tensors with and without the first residual; others with two, which tie all channels
             first = (
                 nn.Sequential(OrderedDict(fn=normalised(space))) if residual == "none" else Residual(normalised(space))
@@ -107,7 +109,8 @@ class ConvMixer(nn.Module):
             return nn.Sequential(first, *normalised(channels))
 
         self.stem = normalised(patchify(in_channels, width, patch_size))
-        self.blocks = nn.Sequential(*(block(dilation) for dilation in dilation_schedule(dilations, depth)))
+        sizes = (kernel_size,) * depth if isinstance(kernel_size, int) else kernel_size
+        self.blocks = nn.Sequential(*map(block, sizes, dilation_schedule(dilations, depth)))
         self.pooling = SpatialMean()
         self.head = nn.Linear(width, num_classes)
 

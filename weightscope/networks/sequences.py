@@ -16,9 +16,9 @@ from weightscope._util.checks import choice, divided
 from weightscope.errors import UsageError
 from weightscope.networks.layers import TEMPERATURE, Mlp, sinusoidal_positions
 from weightscope.networks.scans import block_scan, selective_scan
+from weightscope.recipe.networks import LayerKind
 
 EMBEDDING_STD = 0.02  # of mamba_ssm and GPT-2
-LayerKind = Literal["default", "attention", "linear_attention"]
 TAPS = 4  # of the causal convolution, in all published models
 STEPS = (0.001, 0.1)  # range of the initial softplus(b_Delta), log-uniform (Gu and Dao 2023, section 3.6)
 

@@ -23,6 +23,8 @@ _List = (Field(max_length=_MOST_STAGES), Tag("list"))
 Widths = Annotated[Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], *_List], _PER_STAGE, FromList]
 Depths = Annotated[Annotated[Depth, Tag("number")] | Annotated[tuple[Depth, ...], *_List], _PER_STAGE, FromList]
 
+Sizes = Annotated[Annotated[Width, Tag("number")] | Annotated[tuple[Width, ...], Tag("list")], _PER_STAGE, FromList]
+
 
 class NetworkConfig(Section):
     """What all sections of networks have."""
@@ -66,7 +68,7 @@ SECTIONS: Registry[type[NetworkConfig]] = Registry("network type")
 
 @SECTIONS.register("convmixer")
 class ConvMixerConfig(NetworkConfig):
-    """ConvMixer-width/depth (thesis 2.1.1)."""
+    """ConvMixer-width/depth (thesis 2.1.1); `kernel_size` may be a list with one entry per layer."""
 
     takes = "images"
     network = "weightscope.networks.convmixer:ConvMixer"
@@ -74,12 +76,20 @@ class ConvMixerConfig(NetworkConfig):
     type: Literal["convmixer"]
     width: Width
     depth: Depth
-    kernel_size: Width = 7
+    kernel_size: Sizes = 7
     patch_size: Width = 2
     dilations: Literal["A", "B", "C", "D", "E", "F", "G", "H"] = "A"
     residual: Literal["none", "first", "both"] = "first"
     norm: Literal["batch", "layer"] = "batch"
     activation: Literal["gelu", "relu"] = "gelu"
+
+    @model_validator(mode="after")
+    def _one_size_per_layer(self) -> "ConvMixerConfig":
+        if isinstance(self.kernel_size, tuple) and len(self.kernel_size) != self.depth:
+            raise ValueError(
+                f"kernel_size: expected a number or one for each of {self.depth} layers, found {len(self.kernel_size)}"
+            )
+        return self
 
 
 @SECTIONS.register("convnext")

@@ -1,7 +1,7 @@
 """The sections [data] [training] [distillation] [init] [population] [bench]."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -90,6 +90,8 @@ class TrainingConfig(Section):
     torch's. With "auto" compiled kernels are used where there is a C compiler (or Triton on a GPU) and they agree with
     torch's; a population records the choice, because they round differently.
     """
+
+    added: ClassVar[tuple[str, ...]] = ("decay_exclude",)
 
     epochs: Count
     batch_size: Count = 64

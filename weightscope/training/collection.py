@@ -19,11 +19,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.trust import trusting
+from weightscope.data.images import Bar
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
@@ -301,11 +300,8 @@ def _terminate_as_interrupt() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-class _Bar(tqdm):
+class _Bar(Bar):
     """Progress in networks, with networks/hour and the time left; silent unless a terminal or a notebook shows it."""
-
-    # tqdm's own lock is a semaphore shared between processes, which would leak if killed.
-    _lock = threading.RLock()
 
     def __init__(self, total: int, initial: int, *, show: bool, **options: Any) -> None:
         form = "{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left"

@@ -1,0 +1,65 @@
+"""When in training correlations appear, and what early laws give: reads analyses/emergence/results.json."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from weightscope import plots
+from weightscope.plots import theme
+
+HERE = Path(__file__).parent
+STUDY = HERE.parent / "analyses" / "emergence"
+KINDS = {"convnext": "ConvNeXt", "vit": "ViT"}
+STRIPES = ("stripes of fc1, column means", "stripes of fc2, row means")
+ARMS = {
+    "end": "law of the last epoch, amplified",
+    "early": "law of an early epoch, amplified",
+    "end (scale only)": "last epoch, scale only",
+    "early (scale only)": "early epoch, scale only",
+}
+
+
+def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
+    """Draw three panels: correlations and stripes against training, and what the laws give as initialisers."""
+    results = json.loads((study / "results.json").read_text())
+    moments = results["snapshots"]
+    figure, (axes,) = plots.subplots(1, 3, width=13.5, height=4.3)
+    order = 0
+    for kind, word in KINDS.items():
+        rows = results[kind]["rows"]
+        for what in dict.fromkeys(row["what"] for row in rows):
+            stripes = what.startswith("stripes")
+            if stripes and what not in STRIPES:
+                continue
+            ax, style = axes[int(stripes)], theme.look(order, ls="-", ms=4.5)
+            order += 1
+            curves = [[one["value"] if one else np.nan for one in r["curve"]] for r in rows if r["what"] == what]
+            values = np.exp(curves) if stripes else np.array(curves)
+            ax.plot(moments, values.T, **style | {"lw": 0.6, "alpha": 0.45, "marker": None})
+            label = f"{word}: {what.removeprefix('stripes of ')}"
+            ax.plot(moments, values.mean(0), label=label, **style)
+    for ax, level, text in ((axes[0], 0, "correlation"), (axes[1], 1, "variance of means / of independent entries")):
+        ax.axhline(level, color=theme.INK, lw=0.8, zorder=0)
+        ax.set_xscale("symlog", base=2, linthresh=1)
+        ax.set_xticks(moments, [str(moment) for moment in moments])
+        ax.minorticks_off()
+        ax.set(xlabel="epoch", ylabel=text)
+        ax.legend(frameon=False, fontsize=theme.SMALL)
+    axes[1].set_yscale("log", base=2)
+    axes[1].yaxis.set_major_formatter("{x:g}")
+    found = results["initialisers"]["against default"]
+    shown = [arm for arm in ARMS if arm in found]
+    for y, arm in enumerate(shown):
+        style = {"color": theme.PALETTE[int("scale" in arm)]}
+        axes[2].plot(100 * np.array(found[arm]["difference_ci95"]), [y, y], lw=1.6, **style)
+        axes[2].plot(100 * found[arm]["difference"], y, theme.MARKERS[int("scale" in arm)], ms=5, **style)
+    axes[2].axvline(0, color=theme.INK, lw=0.8, zorder=0)
+    axes[2].set_yticks(range(len(shown)), [ARMS[arm] for arm in shown])
+    axes[2].set_ylim(len(shown) - 0.4, -0.6)
+    axes[2].set_xlabel(f"points over the default start, {results['initialisers']['n']} paired seeds, 95 %")
+    plots.save(figure, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""`fit_pretrained`: the exchangeable distribution of one network, or of a few of any widths and depths.
+
+A population gives N samples of a network; one network gives its units. Parts that are not invariant under renumbering
+have mean zero, so the covariance of a type S is estimated about zero from d_S samples (see
+`weightscope.statistics.exchangeable`). Only the means over all units have one sample; they are as independent entries
+would have them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weightscope._util.checks import choice
+from weightscope._util.names import listing, matching
+from weightscope._version import __version__
+from weightscope.anatomy.permutation_groups import permutation_spec
+from weightscope.anatomy.places import Source, tensors_of
+from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.fits.exchangeable import Amplification, Exchangeable, Gain
+from weightscope.fits.one_network import origin
+from weightscope.fits.population_fit import Group, PopulationFit
+from weightscope.fits.resizing import (
+    block_of,
+    default_deviations,
+    depths,
+    in_blocks,
+    resized_fit,
+    tensors_by_depth,
+    type_of,
+)
+from weightscope.population import open_network
+from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics.exchangeable import TypeCovariance, invariant_parts
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, is_signed
+
+
+class _Measured(NamedTuple):
+    """The covariances of one network's weights, in units of their default deviations."""
+
+    where: str
+    spec: WeightSpec
+    permutations: PermutationSpec
+    types: list[TypeCovariance]
+
+
+def fit_pretrained(
+    sources: Any,
+    select: str | Sequence[str] | None = None,
+    *,
+    scale: str = "default",
+    gain: Gain = 1.0,
+    denoise: str = "threshold",
+) -> PopulationFit:
+    r"""Fit `Exchangeable` to one network, or to several pooled, for networks of any width and depth.
+
+    Weights are taken at their places in timm's scheme with the gains around them multiplied in (LayerScale, norms,
+    norms of queries and keys), see `weightscope.anatomy.places`. For a type with d_S dimensions, and copies a, b of
+    parts x_a, x_b (d_S,) of one network,
+
+        C_ab = x_a . x_b / d_S,   r_ab = C_ab / sqrt(C_aa C_bb)
+
+    Correlations beyond 4 standard errors are kept and multiplied by the gain, the others are dropped. The standard
+    error is that over all renumberings of one part against the other, the largest over the type's groups g of n units
+    with centred parts A, B (n, rest):
+
+        Var r = |A B^T|^2 / ((n - 1) |A|^2 |B|^2)      (n in place of n - 1 where signs flip)
+
+    so that a pair of independent parts is kept with a probability of 6e-5, whatever its spectrum. Of several networks,
+    correlations and variances are averaged with their numbers of samples d_S; blocks are those of the deepest (of
+    equals the largest) and take those of nearest relative depth. Where that is the same block twice, a network says
+    nothing about their correlation.
+
+    Args:
+        sources: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`; or a list of those.
+        select: patterns of places in timm's scheme; by default all matrices and filters of the repeated blocks.
+            Vectors (biases, norms) are never set.
+        scale: of the network that is initialised: "default", each tensor keeps the deviation that it has, and only
+            correlations and ratios between parts come from the sources; or "source", deviations are those of the
+            sources in units of 1 / sqrt(3 fan_in), and gains that are multiplied in become one.
+        gain: factor of the correlations that are kept, as of `Exchangeable`.
+        denoise: as of `Exchangeable`.
+
+    Raises:
+        UsageError: if an option is invalid or a pattern matches nothing.
+        AnatomyError: if the permutations of a network's tensors are not known.
+        DataError: if a weight is not finite or constant, or networks do not have the same tensors.
+
+    Example:
+        >>> fit_pretrained("hf://facebook/dinov2-small", gain=4).save("vit.safetensors")
+        >>> load_init("vit.safetensors")(timm.create_model("vit_tiny_patch16_224"))
+
+    Source: Hoeffding 1951, "A combinatorial central limit theorem", for the variance.
+    """
+    choice("scale", scale, ("default", "source"))
+    options = Amplification(gain, denoise)
+    opened = [open_network(one) for one in (sources if isinstance(sources, list | tuple) else [sources])]
+    if not opened:
+        raise UsageError("sources: expected at least one network, found none")
+    networks = [_measured(one, select) for one in opened]
+    reference = max(networks, key=lambda network: (sum(depths(network.spec).values()), network.spec.size))
+    spec, permutations = reference.spec, reference.permutations
+    covariances = [_pooled(kind, reference, networks) for kind in permutations.types]
+    structure = Exchangeable.of_covariances(covariances, spec, permutations, options)
+    settings = {"select": select if select is None or isinstance(select, str) else ",".join(select), "scale": scale}
+    provenance = {"weightscope": __version__, "sources": [origin(one) for one in opened]}
+    chosen = {"gain": gain} | ({"denoise": denoise} if denoise != "threshold" else {})
+    groups = (Group("all", spec, structure, chosen),)
+    return PopulationFit(spec, groups, (), len(networks), 0, settings, provenance)
+
+
+def placed(fit: PopulationFit, model: Source) -> PopulationFit:
+    """A fit by `fit_pretrained` for the tensors of another model, at their places.
+
+    With the scale "default", each matrix keeps the root mean square that it has in the model; a DataError if that is 0.
+    """
+    whole = {name: model.whole(name) for name in model.names if model.complete(name)}
+    every = WeightSpec(TensorSpec(name, tuple(value.shape)) for name, value in whole.items())
+    taken = tensors_by_depth(fit.spec, every)
+    spec = WeightSpec(tensor for tensor in every.tensors if tensor.name in taken)
+    if not spec.tensors:
+        raise SpecError(f"expected tensors like {listing(fit.spec.names)}, found {listing(every.names)}")
+    if fit.scale == "source":
+        return resized_fit(fit, spec)
+    deviations = {}
+    for view in permutation_spec(spec).views:
+        values = view.of(whole[view.tensor].double().numpy())
+        deviations[view.name] = float(np.sqrt(np.square(values).mean()))
+        if not 0 < deviations[view.name] < np.inf:
+            raise DataError(
+                f"`{view.name}`: expected weights whose scale is kept, found {'zeros' if not values.any() else 'NaN'}; "
+                "initialise it otherwise first, or fit with scale='source'"
+            )
+    return resized_fit(fit, spec, deviations)
+
+
+def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
+    source, where = Source(tensors_of(network)), origin(network).get("source", "a network in memory")
+    names = [name for name in source.names if source.complete(name)]
+    wanted = in_blocks(names) if select is None else matching(select, names)
+    folded = {name: value for name, value in source.folded(wanted).items() if value.ndim > 1}
+    if not folded:
+        raise UsageError(f"{where}: no matrices in numbered blocks; choose some of {listing(names)} by select")
+    for name, value in folded.items():
+        if not np.isfinite(value).all():
+            raise DataError(f"{where}: `{name}`: expected finite weights, found NaN or infinity")
+        if not value.std() > 0:
+            raise DataError(f"{where}: `{name}`: expected trained weights, found {value.size} equal ones")
+    spec = WeightSpec(TensorSpec(name, value.shape) for name, value in folded.items())
+    permutations, deviations = permutation_spec(spec), default_deviations(spec)
+    units = {name: value / (deviations[name] or 1.0) for name, value in folded.items()}
+    squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.views}
+    parts = invariant_parts(spec.pack(units, np.float64)[None], spec, permutations)
+    return _Measured(
+        where,
+        spec,
+        permutations,
+        [_covariance(k, x[0], squares) for k, x in zip(permutations.types, parts, strict=True)],
+    )
+
+
+def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, float]) -> TypeCovariance:
+    """Of a part (*sizes of S, C) about zero, with standard errors over renumberings; means as independent entries."""
+    zero, c = np.zeros(kind.copies), kind.copies
+    if not kind.groups:
+        variances = np.concatenate([np.full(view.copies, squares[view.name]) for view in kind.views])
+        return TypeCovariance(kind, 1, np.diag(variances), zero, np.ones((c, c)), 1)
+    rows = part.reshape(-1, c)
+    products = rows.T @ rows
+    norms = np.outer(products.diagonal(), products.diagonal())
+    variance = np.full((c, c), 1 / kind.dimension)
+    for axis, label in enumerate(kind.groups if len(kind.groups) > 1 else ()):
+        units = np.moveaxis(part, (axis, -1), (1, 0)).reshape(c, part.shape[axis], -1)  # (C, n, rest)
+        grams = (units.swapaxes(1, 2) @ units).reshape(c, -1)  # |A B^T|^2 = <A^T A, B^T B>
+        freedom = part.shape[axis] - (not is_signed(label))
+        variance = np.maximum(
+            variance, np.divide(grams @ grams.T / freedom, norms, out=np.ones((c, c)), where=norms > 0)
+        )
+    return TypeCovariance(kind, kind.dimension, products / kind.dimension, zero, np.sqrt(variance), 1)
+
+
+def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measured]) -> TypeCovariance:
+    """The covariance of a type of the reference, averaged over networks."""
+    c = kind.copies
+    weight, products, noise, variances = np.zeros((c, c)), np.zeros((c, c)), np.zeros((c, c)), np.zeros(c)
+    for network in networks:
+        found = _aligned(kind, reference, network)
+        weight += found.samples
+        products += found.samples * found.correlation
+        noise += (found.samples * found.errors) ** 2
+        variances += found.samples.diagonal() * found.variances
+    known = np.where(weight > 0, weight, np.nan)
+    units = default_deviations(reference.spec)
+    deviation = np.sqrt(variances / weight.diagonal())
+    deviation *= np.concatenate([np.full(view.copies, units[view.tensor] or 1.0) for view in kind.views])
+    covariance = np.nan_to_num(products / known) * np.outer(deviation, deviation)
+    samples = round(float(weight.diagonal().max()))
+    # `networks` is 1: the errors are not estimated from how networks differ
+    return TypeCovariance(kind, samples, covariance, np.zeros(c), np.sqrt(noise) / known, 1)
+
+
+class _Aligned(NamedTuple):
+    """A type's numbers in one network, all (C, C) but the variances (C,); samples are 0 where it has no such pair."""
+
+    samples: np.ndarray
+    correlation: np.ndarray
+    errors: np.ndarray
+    variances: np.ndarray
+
+
+def _aligned(kind: InvariantType, reference: _Measured, network: _Measured) -> _Aligned:
+    """The numbers of the views of a network that the reference's views correspond to."""
+    tensors = tensors_by_depth(network.spec, reference.spec)
+    views, types = {view.name: view for view in network.permutations.views}, network.permutations.types
+    places = []  # type and slice in the network
+    for view in kind.views:
+        name = tensors.get(view.tensor, view.tensor) + view.name[len(view.tensor) :]
+        if (origin := views.get(name)) is None or origin.copies != view.copies:
+            found = "none" if origin is None else f"fixed axes of {origin.shape}"
+            raise DataError(
+                f"{network.where}: `{name}`: expected the tensors of {reference.where}, fixed axes of {view.shape}, "
+                f"found {found}; choose common ones by select"
+            )
+        at = type_of(kind, view, origin, types)
+        places.append((at, types[at].slices[name], block_of(view.tensor), block_of(origin.tensor)))
+    c, correlations = kind.copies, {at: network.types[at].correlation() for at, *_ in places}
+    out = _Aligned(np.zeros((c, c)), np.zeros((c, c)), np.zeros((c, c)), np.zeros(c))
+    for one, (at, a, block, taken) in zip(kind.views, places, strict=True):
+        measured, mine = network.types[at], kind.slices[one.name]
+        out.variances[mine] = measured.covariance.diagonal()[a]
+        for other, (too, b, another, others) in zip(kind.views, places, strict=True):
+            if at == too and (block == another or taken != others):  # else not in one type, or one block taken twice
+                pair = mine, kind.slices[other.name]
+                out.samples[pair] = measured.samples
+                out.correlation[pair] = correlations[at][a, b]
+                out.errors[pair] = np.nan_to_num(measured.errors[a, b])
+    return out
