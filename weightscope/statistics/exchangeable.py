@@ -123,11 +123,11 @@ class TypeCovariance:
     errors: np.ndarray
     networks: int  # N
     # (2, C, C): of the correlations of views with one copy in each network alone, the mean over networks and its
-    # standard error, NaN as above. Networks that differ in scale count alike
-    own: np.ndarray
+    # standard error, NaN as above; None where networks are not compared. Networks that differ in scale count alike
+    own: np.ndarray | None = None
     # (V, V) for each pair of views: N sum of T_a T_b / (sum of T_a sum of T_b) over networks, T the trace of a view's
     # Gram matrix. That many times the variance of a correlation is that of networks of equal scale, where 1
-    inflation: np.ndarray
+    inflation: np.ndarray | None = None
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
@@ -387,7 +387,8 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
             if block.size == 1:
                 pair = _single(found, blocks[a].start, blocks[b].start)
             else:
-                samples = found.samples / max(effect, float(found.inflation[places[a], places[b]]))
+                scales = 1.0 if found.inflation is None else float(found.inflation[places[a], places[b]])
+                samples = found.samples / max(effect, scales)
                 pair = _canonical(block, white[a], white[b], samples)
             if pair is not None:
                 correlation, interval, z, p = pair
@@ -418,9 +419,10 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     scale = sqrt(found.covariance[i, i] * found.covariance[j, j])
     if not scale > 0 or found.samples < 4:
         return None
-    known = bool(np.isfinite(found.own[1, i, j]))
-    r = float(np.clip(found.own[0, i, j] if known else found.covariance[i, j] / scale, -1, 1))
-    error = float(found.own[1, i, j]) if known else (1 - r**2) / sqrt(found.samples - 3)
+    own = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
+    known = bool(np.isfinite(own[1]))
+    r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
+    error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
     return r, *fisher_interval(r, error, stats.t(found.networks - 1) if known else stats.norm)
 
 
