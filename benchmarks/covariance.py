@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -55,9 +54,7 @@ def make_population(path: Path, networks: int, size: int, spec: WeightSpec | Non
         weights = rng.standard_normal((32, size), dtype=np.float32) + mean
         weights += rng.standard_normal((32, 8), dtype=np.float32) @ common
         seeds = seeds_of(manifest, 32 * tile, 32)
-        trained = SimpleNamespace(
-            index=tile, weights=weights, seeds=seeds, metrics={"diverged": np.zeros(32, dtype=bool)}
-        )
+        trained = shards.TrainedTile(tile, weights, seeds, {"diverged": np.zeros(32, dtype=bool)})
         shards.save(path, manifest, trained, "cpu")
         rows.append(weights[: manifest.rows(tile)])
     np.save(path.with_suffix(".npy"), np.concatenate(rows))

@@ -1,18 +1,38 @@
 """Networks that were trained elsewhere, imported into a population."""
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import fake_training as fake
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from click.testing import CliRunner
+from hub_server import COMMIT, Hub, connect, isolate, serving
+from safetensors.torch import save, save_file
 from torch import nn
 
-from weightscope import Population, export, inspect, verify
+from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
+from weightscope._util.trust import trusting
+from weightscope.cli import cli
+from weightscope.errors import DataError, UsageError
+from weightscope.networks import build_for
+from weightscope.population import shards
+from weightscope.population.importing import sources_of
 
+MODULE = """
+import torch
+from torch import nn
 
-class MLP(nn.Module):
-    """A plain network whose tensors are named as in no shipped family."""
-
-    def __init__(self, hidden: int = 16) -> None:
+class Net(nn.Module):
+    def __init__(self, hidden=16):
         super().__init__()
         self.first, self.norm = nn.Linear(8, hidden), nn.BatchNorm1d(hidden)
         self.second = nn.Linear(hidden, 4)
@@ -20,19 +40,21 @@ class MLP(nn.Module):
     def forward(self, x):
         return self.second(torch.relu(self.norm(self.first(x))))
 
-
-def example():
-    return MLP(), torch.zeros(4, 8)
+def network():
+    return Net(), torch.zeros(4, 8)
+"""
+exec(MODULE)
+Net: Any = globals()["Net"]
 
 
 def states(count: int) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    return [MLP().state_dict() for _ in range(count)]
+    return [Net().state_dict() for _ in range(count)]
 
 
-def saved(folder, found, suffix=".pt"):
-    """The files of some state dicts, named so that their order is that of the list."""
-    folder.mkdir()
+def saved(folder: Path, found: list[dict[str, torch.Tensor]], suffix: str = ".pt") -> list[Path]:
+    """The files of some state dicts, whose names sort as the list does."""
+    folder.mkdir(exist_ok=True)
     files = [folder / f"net-{k:03}{suffix}" for k in range(len(found))]
     for file, state in zip(files, found, strict=True):
         if suffix == ".npz":
@@ -42,9 +64,8 @@ def saved(folder, found, suffix=".pt"):
     return files
 
 
-def packed(found):
-    floats = [[x.numpy().ravel() for x in state.values() if x.is_floating_point()] for state in found]
-    return np.stack([np.concatenate(each) for each in floats])
+def rows_of(population: Population, found: list[dict[str, torch.Tensor]]) -> np.ndarray:
+    return np.stack([population.spec.pack({name: state[name] for name in population.spec.names}) for state in found])
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
@@ -53,16 +74,320 @@ def test_files_are_copied_or_read_where_they_are(tmp_path, suffix, by_reference)
     found = states(7)
     files = saved(tmp_path / "zoo", found, suffix)
     population = Population.of(files, tmp_path / "zoo.pop", metrics={"loss": range(7)}, by_reference=by_reference)
-    order = list(population.spec.names)
-    expected = packed([{name: state[name] for name in order} for state in found])
+    expected = rows_of(population, found)
     assert np.array_equal(population.weights(), expected)
     assert np.array_equal(population[2:5], expected[2:5])
-    assert np.array_equal(
-        population.weights("second.*"), expected[:, population.spec.columns(population.spec.select("second.*"))]
-    )
+    part = population.spec.select("second.*")
+    assert np.array_equal(population.weights("second.*"), expected[:, population.spec.columns(part)])
     assert population.metrics["loss"].tolist() == [*range(7)]
-    assert [row["source"].endswith(f"net-00{k}{suffix}") for k, row in enumerate(population.rows())] == [True] * 7
+    assert [Path(row["source"]) for row in population.rows()] == files
     assert not verify(population).damaged
     assert "7 of 7 networks" in inspect(population).text()
     export(population, tmp_path / "zoo.h5")
     assert inspect(tmp_path / "zoo.h5").exported.networks == 7
+    with pytest.raises(UsageError, match=r"imported as weights only; .* --network MODULE:FUNCTION"):
+        population.network(0)
+    with pytest.raises(UsageError, match="imported without one"):
+        _ = population.recipe
+
+
+@pytest.mark.parametrize("count", [None, 6])
+def test_state_dicts_modules_and_generators(tmp_path, count):
+    """With the function that builds it, an imported network runs; what is imported again must be the same."""
+    torch.manual_seed(0)
+    modules = [Net() for _ in range(6)]
+    x = torch.randn(3, 8)
+    given = modules if count is None else (module.state_dict() for module in modules)
+    population = Population.of(given, tmp_path / "zoo.pop", count=count, network=Net)
+    assert all(torch.equal(population[k](x), modules[k].eval()(x)) for k in range(6))
+    assert len(Population.of([*modules, Net()], tmp_path / "zoo.pop", network=Net)) == 7
+    with pytest.raises(DataError, match=r"network 5 differ from the networks that were imported"):
+        Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
+    with pytest.raises(UsageError, match="count: expected the number of networks"):
+        Population.of(iter(modules), tmp_path / "other.pop")
+    with pytest.raises(UsageError, match="count: expected 7 networks, found 6"):
+        Population.of(iter(modules), tmp_path / "other.pop", count=7)
+
+
+def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
+    found = states(9)
+    files = saved(tmp_path / "zoo", found)
+    torch.save({f"module.{name}": value for name, value in found[2].items()}, files[2])
+    torch.save(found[3] | {"second.weight": torch.zeros(4, 15)}, files[3])
+    torch.save(found[4] | {"second.weight": torch.zeros(4, 16, dtype=torch.complex64)}, files[4])
+    torch.save(found[5] | {"extra": torch.zeros(2)}, files[5])
+    torch.save(found[6] | {"second.weight": torch.zeros(4, 16).to(torch.float8_e4m3fn)}, files[6])
+    files[7].write_bytes(b"no network")
+    with pytest.raises(DataError) as error:
+        Population.of(files, tmp_path / "zoo.pop")
+    text = str(error.value)
+    assert "6 of 9 networks do not fit the tensors of" in text
+    assert "lacks `first.weight`" in text
+    assert "and 4 more" in text
+    assert "`second.weight` has shape (4, 15), expected (4, 16)" in text
+    assert "`second.weight` is complex" in text
+    assert "8 bits" in text
+    assert "also has `extra`" in text
+    assert "cannot be read" in text
+    assert not (tmp_path / "zoo.pop").exists()
+    population = Population.of(files, tmp_path / "zoo.pop", skip_unfit=True, metrics={"number": range(9)})
+    assert np.array_equal(population.weights(), rows_of(population, [found[k] for k in (0, 1, 8)]))
+    assert population.metrics["number"].tolist() == [0, 1, 8]
+    assert "do not fit" in caplog.text
+    assert [row["source"] for row in population.rows()] == [str(files[k]) for k in (0, 1, 8)]
+    renamed = Population.of(files[:3], tmp_path / "renamed.pop", rename=["module.="])
+    assert np.array_equal(renamed.weights(), rows_of(renamed, found[:3]))
+    chosen = Population.of([*files[:2], files[5]], tmp_path / "chosen.pop", select="first.*,second.*")
+    assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
+
+
+def test_equal_and_nan_networks_are_left_out_of_statistics(tmp_path, caplog):
+    found = states(8)
+    found[3]["first.bias"][2] = torch.nan
+    found[6] = found[1]
+    population = Population.of(saved(tmp_path / "zoo", found), tmp_path / "zoo.pop")
+    assert np.flatnonzero(population.diverged).tolist() == [3, 6]
+    assert "NaN or infinite weights: " in caplog.text
+    assert "net-003" in caplog.text
+    assert "net-006.pt (= " in caplog.text
+    assert "net-001.pt)" in caplog.text
+    estimate = covariance(population, "second.weight")
+    kept = population.weights("second.weight")[[0, 1, 2, 4, 5, 7]].astype(float)
+    np.testing.assert_allclose(estimate.matrix, np.cov(kept.T), rtol=1e-9)
+    assert (estimate.n, estimate.excluded) == (6, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_precisions_are_read_as_float32(tmp_path, dtype):
+    found = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()} for state in states(3)]
+    population = Population.of(saved(tmp_path / "zoo", found), tmp_path / "zoo.pop")
+    wide = [{k: v.float() for k, v in state.items()} for state in found]
+    assert np.array_equal(population.weights(), rows_of(population, wide))
+
+
+def test_a_source_by_reference_that_changes_is_found_by_its_digest(tmp_path):
+    found = states(4)
+    files = saved(tmp_path / "zoo", found)
+    population = Population.of(files, tmp_path / "zoo.pop", by_reference=True)
+    assert sum(file.stat().st_size for file in (tmp_path / "zoo.pop/shards").iterdir()) < 7000
+    before = population.weights()
+    torch.save(found[0], files[2])
+    for opened in (population, Population(tmp_path / "zoo.pop")):
+        assert np.array_equal(opened[3:4], before[3:4])
+        with pytest.raises(DataError, match=r"net-002.pt is not what it was when it was imported"):
+            opened.weights()
+    assert [row["name"] for row in verify(population).files if row["status"] == "damaged"] == [str(files[2])]
+
+
+def test_a_killed_import_is_resumed(tmp_path, monkeypatch):
+    """Whatever tile it had reached, the same call gives the same bytes; what was written is not written again."""
+    monkeypatch.setattr("weightscope.population.importing._TILE", 4)
+    found = states(22)
+    whole = Population.of(found, tmp_path / "whole.pop")
+    for stop in (1, 5, 11, 21):
+        path = tmp_path / f"{stop}.pop"
+
+        def stopped(stop=stop):
+            for k, state in enumerate(found):
+                if k == stop:
+                    raise RuntimeError("killed")
+                yield state
+
+        with pytest.raises(RuntimeError):
+            Population.of(stopped(), path, count=22)
+        kept = {file: file.stat().st_mtime_ns for file in (path / "shards").glob("*.h5")}
+        assert len(kept) == stop // 4
+        again = Population.of(found, path)
+        assert {file: file.stat().st_mtime_ns for file in kept} == kept
+        for tile in range(6):
+            first, second = (shards.shard_file(p.path, tile).read_bytes() for p in (whole, again))
+            assert first == second
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_leaves_what_the_same_command_completes(tmp_path):
+    found = states(1) * 1500
+    for k, state in enumerate(found):
+        torch.save(state | {"second.bias": torch.full((4,), float(k))}, tmp_path / f"{k:04}.pt")
+    command = [sys.executable, "-m", "weightscope", "import", f"{tmp_path}/*.pt", "-o", str(tmp_path / "zoo.pop")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not list(tmp_path.glob("zoo.pop/shards/*.h5")) and process.poll() is None:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    partial = Population(tmp_path / "zoo.pop", partial=True)
+    assert 0 < len(partial) < 1500
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
+    assert Population(tmp_path / "zoo.pop").weights("second.bias")[:, 0].tolist() == [*range(1500)]
+
+
+def test_imported_networks_have_the_covariances_of_the_same_networks_collected(tmp_path):
+    """Bit for bit, also of a subset and over permutations."""
+    recipe = fake.recipe(networks=12, tile=4)
+    with torch.random.fork_rng():
+        module = build_for(recipe)
+    manifest = fake.manifests.Manifest(recipe, fake.WeightSpec.of(module), {}, (12,))
+    (tmp_path / "a.pop" / "shards").mkdir(parents=True)
+    (tmp_path / "a.pop" / "population.json").write_bytes(manifest.to_bytes())
+    rng = np.random.default_rng(0)
+    for tile in range(3):
+        weights = rng.standard_normal((4, manifest.spec.size)).astype(np.float32)
+        metrics = {"diverged": np.zeros(4, bool)}
+        trained = shards.TrainedTile(tile, weights, shards.seeds_of(manifest, 4 * tile, 4), metrics)
+        shards.save(tmp_path / "a.pop", manifest, trained, "cpu")
+    collected = Population(tmp_path / "a.pop")
+    imported = Population.of((network.state_dict() for network in collected), tmp_path / "b.pop", count=12)
+    with_recipe = Population.of([*collected], tmp_path / "c.pop", network=recipe)
+    for other in (imported, with_recipe):
+        assert np.array_equal(covariance(collected, "*fc1*").matrix, covariance(other, "*fc1*").matrix)
+        pairs = [covariance(source, exchangeable=True) for source in (collected, other)]
+        for mine, theirs in zip(*(found.types for found in pairs), strict=True):
+            assert np.array_equal(mine.covariance, theirs.covariance)
+    assert with_recipe.recipe == recipe.replace({"population.networks": 12})
+    assert with_recipe.network(3).state_dict().keys() == module.state_dict().keys()
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=code != 0)
+    assert (found.exit_code if not isinstance(found.exception, UsageError) else 2) == code, found.output
+    return found.output
+
+
+def test_two_hundred_state_dicts_of_a_plain_network_end_to_end(tmp_path, monkeypatch, caplog):
+    """Trained in seconds, imported with the code, analysed, fitted, and applied to a network of the same code."""
+    monkeypatch.chdir(tmp_path)
+    Path("plain_net.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    torch.manual_seed(0)
+    x = torch.randn(256, 8)
+    y = (x[:, :4] * x[:, 4:]).argmax(1)
+    Path("zoo").mkdir()
+    rows = ["path,test_accuracy,optimiser"]
+    for k in range(200):
+        net = Net()
+        optimiser = torch.optim.Adam(net.parameters(), 0.02)
+        for _ in range(8):
+            loss = nn.functional.cross_entropy(net(x), y)
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        torch.save(net.state_dict(), f"zoo/{k:03}.pt")
+        rows.append(f"zoo/{k:03}.pt,{(net(x).argmax(1) == y).float().mean():.4f},adam")
+    Path("zoo.csv").write_text("\n".join(rows))
+    assert "200 of 200 networks" in run(
+        "import", "zoo.csv", "-o", "zoo.pop", "--network", "plain_net:network", "--trust"
+    )
+    assert "test_accuracy" in run("inspect", "zoo.pop")
+    run("covariance", "zoo.pop", "-o", "joint.png")
+    run("covariance", "zoo.pop", "--exchangeable", "-o", "exchangeable.png", "--json", "pairs.json", "--trust")
+    groups = {axis for found in json.loads(Path("pairs.json").read_text())["types"] for axis in found["groups"]}
+    assert groups, "renumbering the hidden units leaves the function unchanged, so they are a group"
+    run("fit-init", "zoo.pop", "--structure", "diagonal", "-o", "init.safetensors")
+    assert "fitting all 2 with two axes or more" in caplog.text
+    population = Population("zoo.pop", trust=True)
+    with trusting():
+        net = load_init("init.safetensors")(population.template()[0], generator=torch.Generator().manual_seed(1))
+    expected = population.weights("first.weight").std(axis=0)
+    assert 0.75 < float(net.first.weight.detach().std()) / float(np.sqrt((expected**2).mean())) < 1.33
+    assert fit_init(population, "exchangeable", joint="all").table[0]["failed"] is None
+
+
+def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
+    """A folder as Ray Tune writes it for Model Zoos."""
+    torch.manual_seed(seed)
+    folder.mkdir(parents=True)
+    (folder / "params.json").write_text(json.dumps({"seed": seed, "optim::lr": 0.01 * seed, "model::nlin": "tanh"}))
+    lines = [{"training_iteration": e, "test_acc": e / 100 + seed, "pid": 1, "config": {"a": 1}} for e in range(1, 9)]
+    (folder / "result.json").write_text("\n".join(map(json.dumps, lines)))
+    for epoch in epochs:
+        (folder / f"checkpoint_{epoch:06}").mkdir()
+        torch.save(Net().state_dict(), folder / f"checkpoint_{epoch:06}" / "checkpoints")
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, by_reference):
+    for k in range(5):
+        trial(tmp_path / "zoo" / f"NN_tune_trainable_{k}", k + 1, (0, 2, 4, 6) if k else (0, 2, 4))
+    sources, metrics, moments = sources_of([str(tmp_path / "zoo")])
+    assert moments == [0, 2, 4]
+    options = {"metrics": metrics, "snapshots": moments, "by_reference": by_reference}
+    population = Population.of(sources, tmp_path / "zoo.pop", **options)
+    np.testing.assert_allclose(population.metrics["test_acc"], [1.04, 2.06, 3.06, 4.06, 5.06])
+    assert population.metrics["seed"].tolist() == [1, 2, 3, 4, 5]
+    assert "pid" not in population.metrics
+    for moment, row in ((0, 3), (4, 0), (None, 3)):
+        folder = tmp_path / "zoo" / f"NN_tune_trainable_{row}" / f"checkpoint_{6 if moment is None else moment:06}"
+        stored = torch.load(folder / "checkpoints")
+        view = population if moment is None else population.at(moment)
+        assert np.array_equal(view[row : row + 1], rows_of(population, [stored]))
+    assert "step 4" in population.at(4).summary()
+    assert "5 of 5 networks" in run("import", tmp_path / "zoo", "-o", tmp_path / "b.pop", "--snapshots", "0,4")
+    assert Population(tmp_path / "b.pop").snapshots == (0, 4)
+    run("import", tmp_path / "zoo", "-o", tmp_path / "c.pop", "--snapshots", "6", code=2)
+
+
+def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp_path, monkeypatch):
+    """Only the byte ranges of the tensors asked for are fetched, and addresses name commits."""
+    isolate(monkeypatch, tmp_path / "cache")
+    found = states(1)[0]
+    hub = Hub({"model.safetensors": save(found)}, fail={"api": [503], "model.safetensors": [500, 429]}, drop=2)
+    with serving(hub):
+        connect(monkeypatch, hub.url)
+        population = Population.of(["hf://org/model"], tmp_path / "hub.pop", by_reference=True)
+        before = hub.sent
+        weights = population.weights("second.weight")
+        assert hub.sent - before < 2 * 4 * weights.size + 64
+        again = Population.of(["hf://org/model"], tmp_path / "hub.pop", by_reference=True)
+        hub.fail["api"] = [404]
+        with pytest.raises(DataError, match="no such model"):
+            Population.of(["hf://org/model", "hf://org/none"], tmp_path / "b.pop", skip_unfit=True)
+    assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
+    assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)
+
+
+def test_braces_expand_and_revisions_are_snapshots():
+    sources, _, moments = sources_of(["hf://org/name-seed{08..10}@step{0,1000}"])
+    assert moments == [0, 1000]
+    assert sources[0] == {0: "hf://org/name-seed08@step0", 1000: "hf://org/name-seed08@step1000"}
+    assert len(sources) == 3
+    assert "seed10" in sources[2][0]
+    assert sources_of(["hf://o/{a,b}"])[0] == ["hf://o/a", "hf://o/b"]
+    with pytest.raises(UsageError, match="to end in different numbers"):
+        sources_of(["hf://o/a@{main,other}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "match"),
+    [
+        ("a.csv", "where,loss\nx.pt,1\n", "expected a column path, file"),
+        ("a.csv", "path,loss\n,1\n", "row 1 has no path"),
+        ("a.csv", b"\xff\xfe\x00", "cannot be read as a table"),
+        ("none/*.pt", None, "no file matches it"),
+    ],
+)
+def test_a_table_or_pattern_without_networks(tmp_path, name, text, match):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=match):
+        sources_of([str(tmp_path / name)])
+
+
+def test_a_damaged_npz_allocates_nothing(tmp_path):
+    header = np.lib.format.header_data_from_array_1_0(np.zeros(1)) | {"shape": (10**12,)}
+    with open(tmp_path / "a.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.write(tmp_path / "a.npy", "a.npy")
+    with pytest.raises(DataError, match="holds no array of numbers of its size"):
+        Population.of([tmp_path / "a.npz"], tmp_path / "a.pop")
+
+
+def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):
+    Population.of(states(3), tmp_path / "a.pop")
+    wanted = fake.manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
+    with pytest.raises(UsageError, match="was imported from networks with other tensors or options"):
+        fake.manifests.create_or_match(tmp_path / "a.pop", wanted, resize=True)
+    fake.write_population(tmp_path / "b.pop", fake.recipe())
+    with pytest.raises(UsageError, match="was collected"):
+        Population.of(states(3), tmp_path / "b.pop")

@@ -38,6 +38,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json"))
 _ONNX_SUFFIX = ".onnx"
+_ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -106,7 +107,8 @@ def open_path(path: Path, key: str | None) -> Store:
         return open_folder(Folder(path), key)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
-    if not path.name.endswith((".safetensors", ".index.json", _ONNX_SUFFIX, *TORCH_SUFFIXES)):
+    known_as = (".safetensors", ".index.json", _ONNX_SUFFIX, *TORCH_SUFFIXES)
+    if path.name != _ZOO_FILE and not path.name.endswith(known_as):
         known = ", ".join((*TORCH_SUFFIXES, _ONNX_SUFFIX))
         raise UsageError(
             f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder; an ONNX model "

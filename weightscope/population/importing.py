@@ -454,7 +454,7 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
-_MOST_JSON = 256 * 2**20
+_MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
 _RAY |= {
@@ -563,7 +563,7 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     try:
-        text = read_regular(file, _MOST_JSON).decode()
+        text = read_regular(file, _MOST_TEXT).decode()
         lines = [text] if file.name == "params.json" else text.splitlines()
         found = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
@@ -581,8 +581,7 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
 
             rows = pandas.read_parquet(file).to_dict("records")
         else:
-            with open_regular(file) as stream:
-                rows = list(csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline="")))
+            rows = list(csv.DictReader(io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")))
     except ImportError as error:
         raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
     except (OSError, ValueError, csv.Error) as error:
