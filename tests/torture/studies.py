@@ -14,11 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
+from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -164,3 +166,17 @@ def test_the_study_of_emergence_and_its_figure(tmp_path: Path, monkeypatch: pyte
     assert np.exp(row["curve"][0]["value"]) == pytest.approx(ratio, rel=1e-4)
     script("figures/emergence.py").main(tmp_path, tmp_path / "emergence.png")
     assert (tmp_path / "emergence.png").stat().st_size > 10_000
+
+
+def test_the_study_of_pretrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = script("analyses/pretrained_law/run.py")
+    source = tmp_path / "vit.pt"
+    torch.save(build_for(Recipe.load(study.RECIPE)).state_dict(), source)
+    arguments = ["--source", str(source), "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--seeds", "2"]
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--only", "digits"])
+    study.main()
+    found = json.loads((tmp_path / "results.json").read_text())["digits"]
+    assert {len(values) for values in found["accuracies"].values()} == {2}
+    assert len(found["contrasts"]) == 3
+    script("figures/pretrained_law.py").main(tmp_path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
