@@ -1,6 +1,6 @@
 """Import of many small networks: seconds and memory, beside reading the same files; killed and resumed.
 
-    python benchmarks/import_speed.py --networks 10000 --out benchmarks/results/import_speed.json
+    python benchmarks/import_speed.py --networks 10000 --json benchmarks/results/import_speed.json
 
 Each measurement is a process of its own, after the files were read once (a warm cache). Seconds are of the clock and of
 the processor, since the machine may be busy.
@@ -103,7 +103,7 @@ def main() -> None:
     """Measure, print and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", type=int, default=10_000)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {"networks": options.networks, "environment": environment(), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
@@ -128,8 +128,8 @@ def main() -> None:
             row["resumed_is_equal"] = all((a == b).all() for a, b in pairs)
             found[suffix] = row
             print(suffix, json.dumps(row))
-    if options.out is not None:
-        atomic.write(options.out, (json.dumps(found, indent=1) + "\n").encode())
+    if options.json is not None:
+        atomic.write(options.json, (json.dumps(found, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from weightscope.anatomy import positions
 from weightscope.data import SequenceSource, load
 from weightscope.data.augment import normalise
 from weightscope.errors import AnatomyError, DataError, UsageError
-from weightscope.init import mimetic_attention_
+from weightscope.init import impulse_attention_, mimetic_attention_
 from weightscope.networks import ConvMixer, ViT
 from weightscope.networks.sequences import CausalTransformer
 from weightscope.population import Population
@@ -189,6 +189,23 @@ def test_offsets_and_neighbours_equal_loops():
     assert row["self"] == pytest.approx(np.mean(places[3][3]))
     assert row["special"] == pytest.approx(found.layers[1].maps[2, 1:, 0].mean())
     np.testing.assert_allclose(found.offsets()[1, 2], [[np.mean(p) for p in line] for line in places])
+    best = max(np.ndindex(3, 3), key=lambda at: np.mean(places[2 + at[0]][2 + at[1]]))
+    assert row["offset"] == [best[0] - 1, best[1] - 1]
+    assert row["target"] == pytest.approx(np.mean(places[2 + best[0]][2 + best[1]]))
+
+
+def test_impulses_have_their_weight_on_the_target_of_codes_and_less_on_images():
+    """Offsets given in a cycle; with black images every token is its code and one common vector."""
+    given = [(0, 1), (1, -1), (-1, 0)]
+    vit = impulse_attention_(ViT(32, 4, 48, 1, 3, 5), offsets=given, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.zeros_(vit.patch_embed.proj.weight)
+    torch.nn.init.zeros_(vit.patch_embed.proj.bias)
+    codes = attention_maps(vit, torch.zeros(1, 3, 32, 32)).rows()
+    assert [tuple(row["offset"]) for row in codes] == given
+    assert min(row["target"] for row in codes) > 0.8
+    torch.nn.init.normal_(vit.patch_embed.proj.weight, std=0.2, generator=torch.Generator().manual_seed(1))
+    noise = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    assert max(row["target"] for row in attention_maps(vit, noise).rows()) < 0.5
 
 
 def test_positions_of_another_grid_are_resampled():

@@ -111,7 +111,7 @@ def test_results_say_it() -> None:
     source = WeightArray(packed(tensors), SPEC)
     found = exchangeable_covariance(source, permutations=PERMUTATIONS)
     line = next(line for line in found.text().splitlines() if "by distribution" in line)
-    assert line.startswith("not exchangeable by distribution, 1 of 3 groups of units: channels (2 means or variances; ")
+    assert line.startswith("not exchangeable by distribution, 1 of 3 groups of units: channels (mean of norm: F = ")
     assert [e["group"] for e in found.to_dict()["index_effects"] if e["p"] < 0.05] == ["channels"]
     fitted = fit(source, "*", structure="exchangeable", joint="all", permutations=PERMUTATIONS)
     assert "not exchangeable by distribution, 1 of 3 groups" in fitted.text()

@@ -20,8 +20,8 @@ from weightscope.anatomy import depthwise
 def filter_inputs(model: nn.Module, images: Tensor) -> dict[str, tuple[int, int, np.ndarray]]:
     """The stable rank k = `sum s_i^2 / s_1^2` of the input X (pixels, D) of every depthwise convolution.
 
-    By Proposition 1, mixing channels alone gives any output of f x f filters if D >= k f^2. The stable rank is at most
-    the rank, and X is not centred (Remark 1).
+    By Proposition 1, mixing channels alone gives any output of f x f filters if D >= k f^2, k the rank. The stable rank
+    is at most the rank, so D >= k f^2 with it is easier to meet than the condition itself; X is not centred (Remark 1).
 
     Args:
         model: a network with depthwise convolutions, each called once in a forward pass.
@@ -85,7 +85,10 @@ def main(population: str, network: Any = 0) -> None:
         (name, f"{ranks.mean():.2f}", str(f), f"{ranks.mean() * f * f:.1f}", str(width))
         for name, (width, f, ranks) in filter_inputs(model, images).items()
     ]
-    print(text_table(("layer", "k", "f", "k f^2", "D"), rows))
+    print(text_table(("layer", "stable rank k", "f", "k f^2", "D"), rows))
+    print(
+        "the stable rank is at most the rank: D >= k f^2 with it does not show that the proposition's condition holds"
+    )
 
 
 if __name__ == "__main__":

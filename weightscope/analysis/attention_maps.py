@@ -73,21 +73,32 @@ class AttentionMaps(Result):
         `self` is the mean weight of a patch token on itself; `near` on the f x f tokens around it, itself included (of
         sequences the f tokens around it or, if attention is causal, itself and the f - 1 before); `special` on class
         token and registers; `expected_r` the correlation of the patch tokens' entries with Eq. 3.19, None without one.
+        `target` is the mean weight at `offset`, the (dy, dx) within f // 2 of the token that has most: of impulse
+        attention, the weight that is on the targets of a head.
         """
         near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
+        placed = np.nan_to_num(self.offsets())
+        middle, reach = (placed.shape[2] // 2, placed.shape[3] // 2), self.filter_size // 2
+        first = [max(0, centre - reach) for centre in middle]
+        window = placed[:, :, first[0] : middle[0] + reach + 1, first[1] : middle[1] + reach + 1]
         rows: list[dict[str, Any]] = []
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             for head, whole in enumerate(layer.maps):
-                block = whole[patches, patches]
+                block, found = whole[patches, patches], window[number, head]
+                place = np.unravel_index(found.argmax(), found.shape)
                 shares = {
                     "self": np.trace(block) / len(block),
                     "near": (block * near).sum() / len(block),
+                    "target": found[place],
                     "special": whole[patches, : self.tokens.prefix].sum() / len(block),
                     "entropy": layer.entropy[head],
                     "beta": layer.beta[head],
                 }
-                row = {"layer": layer.layer, "head": head} | {key: float(value) for key, value in shares.items()}
+                row: dict[str, Any] = {"layer": layer.layer, "head": head} | {
+                    key: float(value) for key, value in shares.items()
+                }
                 other = None if layer.expected is None else layer.expected[head, patches, patches]
+                row |= {"offset": [int(p + a - m) for p, a, m in zip(place, first, middle, strict=True)]}
                 rows.append(row | {"expected_r": None if other is None else _correlation(block, other)})
         return rows
 
@@ -136,13 +147,14 @@ class AttentionMaps(Result):
         f, grid, images = self.filter_size, self.tokens, self.inputs == "images"
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
         near = f"{f}x{f}" if images else f"{'last' if grid.causal else 'nearest'} {f}"
-        columns = {"layer": "{layer}", "self": "{self:.3f}", near: "{near:.3f}", "special": "{special:.3f}"}
+        columns = {"layer": "{layer}", "self": "{self:.3f}", near: "{near:.3f}", "target": "{target:.3f}"}
+        columns |= {"special": "{special:.3f}"}
         columns |= {"entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
         columns |= {"k": "{stable_rank:.2f}", f"{self.taps} k": "{needed:.1f}", "D": "{width}", "": "{verdict}"}
         heads, table = self.rows(), []
         for row in self.condition():
             mine = [head for head in heads if head["layer"] == row["layer"]]
-            for key in ("self", "near", "special", "entropy", "beta", "expected_r"):
+            for key in ("self", "near", "target", "special", "entropy", "beta", "expected_r"):
                 known = [head[key] for head in mine if head[key] is not None]
                 row[key] = np.mean(known) if known else None
             table.append(row | {"verdict": "" if row["holds"] else f"D < k {self._taps}"})
@@ -153,6 +165,7 @@ class AttentionMaps(Result):
             row_table(columns, table, left=(len(columns) - 1,)),
             "",
             f"self, {near}: share of a query's attention on itself, and on {around}; special: on special tokens",
+            "target: on the relative position near it that the head attends to most",
             "entropy: of the attention, 1 if uniform; beta: mean of the diagonal of W_Q W_K^T",
             "r(3.19): correlation with the map that positions alone predict",
             "k: stable rank of the layer's input; D: its width",

@@ -54,7 +54,7 @@ _CONVNEXT = (
     (r"^classifier\.", "head.fc."),
 )
 _CLIP = (
-    (r"^vision_model\.encoder\.layers\.(\d+)\.", r"blocks.\1."),
+    (r"^(?:vision_model\.)?encoder\.layers\.(\d+)\.", r"blocks.\1."),
     (r"^(blocks\.\d+\.)self_attn\.out_proj\.", r"\1attn.proj."),
     (r"^(blocks\.\d+\.)layer_norm(\d)\.", r"\1norm\2."),
 )
@@ -96,7 +96,7 @@ def places(names: Iterable[str]) -> dict[str, Place]:
         rules = _VIT
     elif any(name.startswith("embeddings.patch_embeddings.") for name in known):
         rules = _CONVNEXT
-    elif any(name.startswith("vision_model.encoder.layers.") for name in known):
+    elif known & {"embeddings.class_embedding", "vision_model.embeddings.class_embedding"}:
         rules = _CLIP
     one_norm = not any(name.startswith("norm.") for name in known)
     out = {}

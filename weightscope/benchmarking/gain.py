@@ -33,7 +33,8 @@ class GainChoice(Result):
 
     The curve has one row for each candidate: `gain`, `n`, the mean of the primary metric on the validation images under
     its name without `test_` (`accuracy`), paired `difference` to the smallest gain and to the best one (`to_best`) with
-    their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks, nats each) and `chosen`.
+    their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks, nats each), `realised` and
+    `chosen`. `realised` is the gain that clipping and projection leave, the mean over types, by kept correlations.
     Where a network's metric is not finite, the mean and what is compared with it are None. The settings are `epochs`,
     `seeds`, `seed` (the root), `train` and `validation` (numbers of images, or of sequences), `metric`, and `data`.
     """
@@ -69,14 +70,16 @@ class GainChoice(Result):
                 ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
                 shown(row, metric.key, ""),
                 *(f"{shown(row, key)} +- {shown(row, f'{key}_se', '')}" for key in ("difference", "to_best")),
+                f"{row['realised']:.3g}",
                 f"{row['log_prob']:.4g}",
             )
             for row in self.curve
         ]
         value = f"{metric.label} {metric.unit}".strip()
-        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "log-likelihood")
+        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "realised", "log-likelihood")
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
+            "realised: the gain that clipping and projection leave; gains that realise the same are nearly one law\n"
             "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
             "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
         )
@@ -111,10 +114,11 @@ def choose_gain(
     """Fit `exchangeable` with each gain and choose one by short trainings on paired seeds.
 
     No test image and no seed of a later benchmark is used: networks are trained on the first training images and
-    evaluated on the last ones, which the population was trained on, and their root seed is that of a domain of its
-    own. Networks for sequences are evaluated on those of `data.held_out = "valid"`. The smallest gain within one
-    standard error of the best is taken (Breiman et al. 1984, section 3.4.3), because a larger gain is a larger
-    departure from what was estimated: more is clipped and projected.
+    evaluated on the last ones, and their root seed is that of a domain of its own. The population itself saw those last
+    images: collect it with a smaller `data.train` for a choice by images that nothing has seen. Networks for sequences
+    are evaluated on those of `data.held_out = "valid"`. The smallest gain within one standard error of the best is
+    taken (Breiman et al. 1984, section 3.4.3), because a larger gain is a larger departure from what was estimated:
+    more is clipped and projected.
 
     The recipe of the population is trained, `seeds` networks for each of the `gains` (0 has the variances of all parts
     and no correlation), for a quarter of its epochs unless `epochs` are given, and evaluated on a fifth of its training
@@ -151,10 +155,18 @@ def choose_gain(
     values = np.array(found).reshape(len(candidates), seeds)
     scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
     curve, chosen = curve_of(candidates, values, metric)
-    rows = tuple(row | {"log_prob": score} for row, score in zip(curve, scores, strict=True))
+    realised = [_realised(one) for one in fits]
+    rows = tuple(row | {"log_prob": a, "realised": b} for row, a, b in zip(curve, scores, realised, strict=True))
     settings |= {"seeds": seeds, "metric": metric.name}
     best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
     return GainChoice(candidates[chosen], rows, best, trainings, settings)
+
+
+def _realised(fitted: PopulationFit) -> float:
+    """The mean of the gain that is left after clipping and projection, over types by their kept correlations."""
+    notes = [n for g in fitted.groups if g.structure for n in g.structure.diagnostics.values() if isinstance(n, dict)]
+    kept = [(note["kept"], note["realised"]) for note in notes if note.get("kept")]
+    return sum(n * gain for n, gain in kept) / sum(n for n, _ in kept) if kept else 0.0
 
 
 def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURACY) -> tuple[list[dict[str, Any]], int]:

@@ -106,7 +106,8 @@ def in_words(notes: Mapping[str, Any]) -> str:
     else:
         kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']} correlations beyond 4 standard errors"
     moved = f"{notes['clipped']} clipped at 0.9, projection moved them by {notes['moved']:.1%}"
-    return f"{start}gain {notes['gain']:g}: {kept}, {moved}"
+    realised = f", realised gain {notes['realised']:.3g}" if "realised" in notes else ""  # older files lack it
+    return f"{start}gain {notes['gain']:g}: {kept}, {moved}{realised}"
 
 
 def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:

@@ -122,6 +122,12 @@ class TypeCovariance:
     # of several copies, and with fewer than 3 networks
     errors: np.ndarray
     networks: int  # N
+    # (2, C, C): of the correlations of views with one copy in each network alone, the mean over networks and its
+    # standard error, NaN as above; None where networks are not compared. Networks that differ in scale count alike
+    own: np.ndarray | None = None
+    # (V, V) for each pair of views: N sum of T_a T_b / (sum of T_a sum of T_b) over networks, T the trace of a view's
+    # Gram matrix. That many times the variance of a correlation is that of networks of equal scale, where 1
+    inflation: np.ndarray | None = None
 
     def correlation(self) -> np.ndarray:
         """(C, C), with zeros for copies that do not vary."""
@@ -170,6 +176,10 @@ class ExchangeableMoments:
         }
         # With G a network's Gram matrix of single copies, sums over networks of G_ab^2, G_ab G_aa, G_aa G_bb.
         self._squares = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
+        # of the correlations in single networks, their sums and those of their squares
+        self._own = {key: np.zeros((2, *squares.shape[1:])) for key, squares in self._squares.items()}
+        # of the views' traces, sums over networks of T_a T_b (V, V), and of T_a in the last row
+        self._traces = {key: np.zeros((len(kind.views) + 1, len(kind.views))) for key, kind in self._types.items()}
         self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
 
@@ -189,20 +199,29 @@ class ExchangeableMoments:
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
                 grams = _centred_grams(averages, kind.views, key)
                 products = grams.sum(axis=0)
+                traces = grams.diagonal(axis1=1, axis2=2)
                 sums = np.concatenate([averages(view, key).sum(axis=0) for view in kind.views], axis=-1)
             else:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
                 unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
                 sums, products = joined.sum(axis=0), _centred_products(joined, unsigned)
                 if key:
-                    single = centred(joined[..., self._single[key]], unsigned).reshape(len(block), kind.places, -1)
+                    parts = centred(joined, unsigned).reshape(len(block), kind.places, -1)
+                    single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
+                    squares = np.einsum("npc,npc->nc", parts, parts)
+                    traces = np.add.reduceat(squares, [kind.slices[v.name].start for v in kind.views], axis=1)  # (n, V)
             self._products[key] += products
             self._sums[key] = self._sums.get(key, 0.0) + sums
             if key:
                 own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
                 mixed = np.einsum("nab,na->ab", grams, own)
                 self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
+                root = np.sqrt(own)
+                scale = root[:, :, None] * root[:, None, :]
+                alone = np.divide(grams, scale, out=np.zeros_like(grams), where=scale > 0)
+                self._own[key] += alone.sum(axis=0), np.square(alone).sum(axis=0)
+                self._traces[key] += np.concatenate([traces.T @ traces, traces.sum(axis=0, keepdims=True)])
         self.n += len(block)
         return self
 
@@ -238,19 +257,45 @@ class ExchangeableMoments:
                 origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
                 mean = self._sums[key] / self.n + np.concatenate(origin)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
-            out.append(TypeCovariance(kind, samples, matrix, mean, self._errors(key, products), self.n))
+            errors = self._errors(key, products, matrix * samples)
+            found = (matrix, mean, errors, self.n, self._alone(key), self._inflation(key))
+            out.append(TypeCovariance(kind, samples, *found))
         return tuple(out)
 
-    def _errors(self, key: tuple[str, ...], total: np.ndarray) -> np.ndarray:
-        """Delta method for r = sum G_ab / sqrt(sum G_aa sum G_bb), with networks as the independent units."""
+    def _alone(self, key: tuple[str, ...]) -> np.ndarray:
+        """Mean and standard error over networks of the correlations in each of them."""
+        single = self._single[key]
+        out = np.full((2, len(single), len(single)), np.nan)
+        if self.n >= 3 and key:
+            mean, squares = self._own[key] / self.n
+            spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
+            out[np.ix_(np.arange(2), np.flatnonzero(single), np.flatnonzero(single))] = mean, spread
+        return out
+
+    def _inflation(self, key: tuple[str, ...]) -> np.ndarray:
+        """What networks of different scale add to the variance of correlations."""
+        products, totals = self._traces[key][:-1], self._traces[key][-1]
+        scale = np.outer(totals, totals)
+        return np.divide(self.n * products, scale, out=np.ones_like(scale), where=scale > 0)
+
+    def _errors(self, key: tuple[str, ...], total: np.ndarray, centred_total: np.ndarray) -> np.ndarray:
+        """Delta method for r = sum G_ab / sqrt(sum G_aa sum G_bb), with networks as the independent units.
+
+        What the covariance subtracts for the mean over networks is subtracted from G, in equal parts of all networks.
+        """
         single = self._single[key]
         out = np.full(total.shape, np.nan)
         if self.n < 3 or not key:
             return out
-        sums = total[np.ix_(single, single)]
-        own = sums.diagonal()
+        uncentred, sums = (x[np.ix_(single, single)] for x in (total, centred_total))
+        part = (uncentred - sums) / self.n
+        own, before = sums.diagonal(), uncentred.diagonal()
         scale = np.sqrt(np.outer(own, own))
         squares, mixed, pairs = self._squares[key]
+        away = part.diagonal()
+        squares = squares - 2 * part * uncentred + self.n * part**2
+        mixed = mixed - part * before[:, None] - uncentred * away[:, None] + self.n * part * away[:, None]
+        pairs = pairs - np.outer(away, before) - np.outer(before, away) + self.n * np.outer(away, away)
         with np.errstate(invalid="ignore", divide="ignore"):
             r, share = sums / scale, mixed / own[:, None]
             spread = pairs.diagonal() / own**2
@@ -319,26 +364,31 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the correlation, with the standard error over N networks where it is
-    known, compared with Student's t of N - 1 degrees of freedom, and 1 / sqrt(samples) otherwise. Several copies: the
-    largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the type's
-    design effect, the median squared ratio of the two standard errors of its single copies, where that exceeds one.
-    Its interval inverts the noncentral chi-squared distribution of the same statistic.
+    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, so that
+    networks of different scale count alike, with its standard error compared with Student's t of N - 1 degrees of
+    freedom; with fewer than 3 networks, the correlation of their covariance, with 1 / sqrt(samples). Several copies:
+    the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the
+    type's design effect, the median squared ratio of the two standard errors of its single copies, or by what the
+    networks' different scales do to the variance of the two views' correlations, where either exceeds one. Its
+    interval inverts the noncentral chi-squared distribution of the same statistic.
     """
     out = []
     for found in covariances:
         if not found.kind.groups:
             continue
-        samples = found.samples / max(1.0, design_effect(found))
+        effect = max(1.0, design_effect(found))
         blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
         # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
-        testable = [name for name, part in blocks.items() if part.stop - part.start < samples - 3]
+        testable = [name for name, part in blocks.items() if part.stop - part.start < found.samples / effect - 3]
+        places = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
         for a, b in combinations(testable, 2):
             block = found.covariance[blocks[a], blocks[b]]
             if block.size == 1:
                 pair = _single(found, blocks[a].start, blocks[b].start)
             else:
+                scales = 1.0 if found.inflation is None else float(found.inflation[places[a], places[b]])
+                samples = found.samples / max(effect, scales)
                 pair = _canonical(block, white[a], white[b], samples)
             if pair is not None:
                 correlation, interval, z, p = pair
@@ -369,9 +419,10 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     scale = sqrt(found.covariance[i, i] * found.covariance[j, j])
     if not scale > 0 or found.samples < 4:
         return None
-    r = float(np.clip(found.covariance[i, j] / scale, -1, 1))
-    known = np.isfinite(found.errors[i, j])
-    error = found.errors[i, j] if known else (1 - r**2) / sqrt(found.samples - 3)
+    own = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
+    known = bool(np.isfinite(own[1]))
+    r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
+    error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
     return r, *fisher_interval(r, error, stats.t(found.networks - 1) if known else stats.norm)
 
 

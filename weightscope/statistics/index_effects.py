@@ -39,7 +39,7 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
     if not failing:
         return f"exchangeable by distribution: no effect of the index in {number} (permutation test, p >= {level:g})"
     shown = [
-        f"{e.group} ({len(e.beyond)} means or variances; {e.largest}: F = {e.f:.1f} for {e.chance:.1f}, p = {e.p:.2g})"
+        f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p = {e.p:.2g}; {len(e.beyond)} beyond chance)"
         for e in failing
     ]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""

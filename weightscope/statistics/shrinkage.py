@@ -124,8 +124,9 @@ def amplified(
 ) -> tuple[np.ndarray, dict[str, Any]]:
     """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation.
 
-    Also returns the numbers of pairs that were `kept`, `dropped` (set to zero) and `clipped`, and `moved`, the
-    Frobenius distance of the projection relative to the norm without the diagonal.
+    Also returns the numbers of pairs that were `kept`, `dropped` (set to zero) and `clipped`; `moved`, the Frobenius
+    distance of the projection relative to the norm without the diagonal; and `realised`, the gain that is left of the
+    one that was wanted, the slope sum r'r / sum r^2 of the result r' on the kept correlations r (0 if none is).
     """
     beyond = np.abs(correlation) > threshold * errors
     np.fill_diagonal(beyond, False)
@@ -134,9 +135,11 @@ def amplified(
     target = wanted + np.eye(len(raw))
     matrix = nearest_correlation(target)
     kept, norm = int(beyond.sum()) // 2, float(np.linalg.norm(wanted))
+    squares = float(np.square(correlation[beyond]).sum())
     return matrix, {
         "kept": kept,
         "dropped": len(raw) * (len(raw) - 1) // 2 - kept,
         "clipped": int((np.abs(raw) > limit).sum()) // 2,
         "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
+        "realised": float((matrix * correlation)[beyond].sum()) / squares if squares else 0.0,
     }
