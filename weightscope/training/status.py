@@ -20,7 +20,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.results import Result
-from weightscope._util.sources import is_population, read_regular
+from weightscope._util.sources import POPULATION_FILE, is_population, read_regular
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population.manifest import Manifest
@@ -175,7 +175,7 @@ def status(path: str | Path) -> list[Status]:
         >>> print(*status("digits.pop"), sep="\n")
     """
     path = Path(path)
-    found = [path] if is_population(path) else sorted(p for p in path.glob("*/*") if is_population(p))
+    found = [path] if is_population(path) else sorted(file.parent for file in path.rglob(POPULATION_FILE))
     if not found:
         raise UsageError(f"{path}: expected a population's folder, or a benchmark's, found none in it")
     return [Status.of(each) for each in found]
