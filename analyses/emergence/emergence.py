@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import covariance
 from weightscope.analysis.emergence import Emergence, emergence
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
 from weightscope.benchmarking.statistics import paired
 from weightscope.population import Population
 from weightscope.recipe import Recipe
+from weightscope.statistics.mlps import stripes
 from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent
 KINDS = {"convnext": "stages.0.blocks.{}", "vit": "blocks.{}"}
 SNAPSHOTS, EARLY = (0, 1, 2, 4, 8, 16), 2
-NETWORKS, SEEDS, BENCH_EPOCHS = 128, 96, 4
+NETWORKS, SEEDS, BENCH_EPOCHS = 128, 96, 2
 GAINS, GAIN_SEEDS = (1.0, 2.0, 4.0, 8.0), 16
 SEED, BENCH_SEED = 5_200_000, 5_300_000
 PAIRS = {
@@ -68,12 +68,15 @@ def pair_rows(kind: str, found: Emergence, depth: int) -> list[dict[str, Any]]:
 def stripe_rows(population: Population) -> list[dict[str, Any]]:
     """The variance of row and column means over that of independent entries, of each matrix, as logarithms."""
     curves: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
+    tensors = population.spec.select("*.mlp.fc?.weight")
     for moment in population.snapshots:
-        for row in covariance(population.at(moment), "*.mlp.fc?.weight").rows():
-            if row["means"] != "grand":
-                value, low, high = (float(np.log(row[key])) for key in ("ratio", "low", "high"))
-                entry = {"value": value, "ci95": [low, high], "p": row["p"], "sure": low > 0}
-                curves.setdefault((row["tensor"], row["means"]), []).append(entry)
+        for tensor in tensors:
+            weights = population.at(moment).weights(tensor.name)[~population.diverged]
+            ratios = stripes(weights.reshape(-1, *tensor.shape)).ratios
+            for means in ("column", "row"):
+                value, low, high = (float(np.log(x)) for x in (ratios[means].value, *ratios[means].ci95))
+                entry = {"value": value, "ci95": [low, high], "p": ratios[means].p, "sure": low > 0}
+                curves.setdefault((tensor.name, means), []).append(entry)
     return [
         {"what": f"stripes of {tensor.split('.')[-2]}, {means} means", "block": int(tensor.split(".")[-4])}
         | {"curve": curve, **appearance(curve, population.snapshots)}
