@@ -123,7 +123,7 @@ def test_the_command(folder, tmp_path):
     assert values["complete"]
     assert values["hours_left"] is None
     with pytest.raises(UsageError, match="expected a population's folder"):
-        status(tmp_path)
+        status(tmp_path / "elsewhere")
 
 
 def test_interrupted_runs_leave_no_mark(tmp_path, monkeypatch):
