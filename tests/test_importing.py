@@ -104,7 +104,7 @@ def test_state_dicts_modules_and_generators(tmp_path, count):
     assert len(Population.of(seven, tmp_path / "zoo.pop", network=Net)) == 7
     with pytest.raises(DataError, match=r"network 5 differ from the networks that were imported"):
         Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
-    with pytest.raises(UsageError, match="zoo.pop holds 7 networks, found 6; give all of them"):
+    with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6; give all of them"):
         Population.of(modules, tmp_path / "zoo.pop", network=Net)
     with pytest.raises(DataError, match="the metric loss differs from that of the networks that were imported"):
         Population.of(seven, tmp_path / "zoo.pop", network=Net, metrics={"loss": range(7)})
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert not (tmp_path / "zoo.pop").exists()
     for first in files[4], files[6]:
         with pytest.raises(
-            DataError, match="1 of 2 networks do not fit the tensors of .*net-000.pt: .*(complex|8 bits)"
+            DataError, match=r"1 of 2 networks do not fit the tensors of .*net-000.pt: .*(complex|8 bits)"
         ):
             Population.of([first, files[0]], tmp_path / "zoo.pop")
     population = Population.of(files, tmp_path / "zoo.pop", skip_unfit=True, metrics={"number": range(9)})
