@@ -15,6 +15,7 @@ import math
 import re
 import shutil
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -506,6 +507,10 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
         found += [each for path in paths for each in _at(path)]
     for addresses in hub.values():
         found.append((_moments(addresses) if len(addresses) > 1 else addresses[0], {}))
+    ends = Counter(max(source) for source, _ in found if isinstance(source, dict))
+    if len(ends) > 1:
+        counts = ", ".join(f"{ends[moment]} end at {moment}" for moment in sorted(ends))
+        _log.warning("not all networks were trained for as long: %s", counts)
     if any(isinstance(source, dict) and len(source) > 1 for source, _ in found):
         if plain := [source for source, _ in found if not isinstance(source, dict)]:
             raise UsageError(f"{plain[0]}: expected several moments of training, as the other networks have, found one")
@@ -576,7 +581,12 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
         raise DataError(f"{folder}: expected checkpoint_NNNNNN/checkpoints beside result.json, found none")
     settings = _json_lines(folder / "params.json")[0] if (folder / "params.json").is_file() else {}
     results = _json_lines(folder / "result.json") or [{}]
-    last = next((row for row in results if row.get("training_iteration") == max(files)), results[-1])
+    last = next((row for row in results if row.get("training_iteration") == max(files)), None)
+    if last is None:
+        numbered = any("training_iteration" in row for row in results)
+        last = {} if numbered else results[-1]
+        if numbered:
+            _log.warning("%s: no results of its last checkpoint, %d", folder, max(files))
     numbers = {k: float(v) for k, v in (settings | last).items() if isinstance(v, int | float) and k not in _RAY}
     return files, numbers
 
