@@ -12,6 +12,7 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import zipfile
@@ -384,11 +385,17 @@ def digest_of(source: str | Path) -> bytes:
 
 
 def files_of(source: str | Path) -> list[Path]:
-    """The file of a source, or the model files in its folder; none of a model at the hub."""
+    """The file of a source, or the model files in its folder, with those that they name; none at the hub."""
     path = Path(source).expanduser()
-    if str(source).startswith(_HUB) or not path.is_dir():
-        return [] if str(source).startswith(_HUB) else [path]
-    return sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file())
+    if str(source).startswith(_HUB):
+        return []
+    found = {path}
+    if path.is_dir():
+        found = {file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file()}
+    for file in [file for file in found if file.suffix in (".onnx", ".json")]:  # external data, or shards of an index
+        text = read_regular(file, _MOST_NAMING)
+        found |= {beside for beside in file.parent.iterdir() if beside.is_file() and os.fsencode(beside.name) in text}
+    return sorted(found)
 
 
 def _commit_digest(commit: str) -> bytes:
@@ -475,6 +482,7 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
+_MOST_NAMING = 2**31  # bytes of a file that names others, protobuf's limit
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
