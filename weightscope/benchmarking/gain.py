@@ -93,10 +93,7 @@ class GainChoice(Result):
         """The primary metric against gain, with standard errors of the paired differences and the choice marked."""
         from weightscope import plots
 
-        figure = plots.root_figure(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title))
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title), path)
 
 
 def choose_gain(
