@@ -170,7 +170,8 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
     if (built := template()) is not None and built[1] is not None:
-        change, tolerance = change_of_function(*built, found)
+        module, inputs = built
+        change, tolerance = change_of_function(module, inputs, found)
         if not change < tolerance:
             raise SpecError(
                 "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
