@@ -79,7 +79,7 @@ class GainChoice(Result):
         head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "realised", "log-likelihood")
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
-            "realised: the gain that clipping and projection leave; gains that realise the same are nearly one law\n"
+            "realised: the gain that clipping and projection leave; equal ones give nearly equal distributions\n"
             "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
             "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
         )
