@@ -307,7 +307,7 @@ def test_empty_first_layers_of_mlps_are_named(mode):
     if mode != "anticorrelated":
         model = nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(3, 4), "fc2": nn.Linear(4, 3)})})
         model["mlp"]["fc1"].weight = nn.Parameter(torch.zeros(4, 0))
-        model["mlp"]["fc2"].weight = nn.Parameter(torch.zeros(0, 4))
+        model["mlp"]["fc2"].weight, model["mlp"]["fc2"].bias = nn.Parameter(torch.zeros(0, 4)), None
         with pytest.raises(AnatomyError, match=r"expected a weight with inputs, found the shape \(4, 0\)"):
             wi.mimetic_mlp_(model, mode=mode)
 

@@ -50,7 +50,7 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "gelu_batch_norm, gradient"),
     "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "attention, forward differs"),
     "wrong gradient of attention": ("vit", "get(sr + j) - along", "get(sr + j)", "attention, gradient"),
-    "wrong decay": ("vit", "step * shrink * weights[d]", "shrink * weights[d]", "adamw, weights differs"),
+    "wrong decay": ("vit", "eta * decayed[d]", "decayed[d]", "adamw, weights differs"),
 }
 
 pytestmark = pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler")

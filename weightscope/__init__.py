@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.analysis.inspection import inspect, verify
     from weightscope.anatomy.permutation_groups import permutation_spec
     from weightscope.auditing import audit, track
-    from weightscope.benchmarking import bench, publish
+    from weightscope.benchmarking import bench
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.training.collection import collect
-    from weightscope.training.status import status
 
 # Public name -> the module that defines it.
 _HOMES = {
@@ -52,8 +51,6 @@ _HOMES = {
     "load_init": "init",
     "permutation_spec": "anatomy.permutation_groups",
     "products": "analysis.attention_products",
-    "publish": "benchmarking",
-    "status": "training.status",
     "track": "auditing",
     "verify": "analysis.inspection",
 }

@@ -159,7 +159,7 @@ CASES = {
     "xavier": Case("xavier", vit, V, DEVIATION, {"gain": 1.2}),
     "trunc_normal": Case("trunc_normal", vit, V, DEVIATION, {"std": 0.024}),
     "t_fixup": Case("t_fixup", vit, V, DEVIATION, gain),
-    "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "q", 1.2)),
+    "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "v", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
     "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
     "constant_mlp_bias": Case("constant_mlp_bias", convnext, C, error_in("value"), {"value": 0.12}),
