@@ -384,7 +384,7 @@ def position_codes(
     elif isinstance(grid, int):
         tokens = TokenGrid(1, count("grid", grid, 2))
     elif len(grid) == 2:
-        tokens = TokenGrid(*(count("grid", n) for n in grid))
+        tokens = TokenGrid(count("grid", grid[0]), count("grid", grid[1]))
     else:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     if part.window is not None and max(tokens.rows, tokens.columns) > part.window:
@@ -400,8 +400,8 @@ def position_codes(
     if table is not None:
         codes = table.read().cpu()
     else:
-        sides = (tokens.columns, None) if isinstance(grid, int) else (tokens.rows, tokens.columns)
-        codes = sinusoidal_positions(*sides, part.width)
+        rows, columns = (grid, None) if isinstance(grid, int) else (tokens.rows, tokens.columns)
+        codes = sinusoidal_positions(rows, columns, part.width)
     return codes, replace(tokens, causal=bool(part.causal))
 
 
