@@ -60,7 +60,8 @@ def benchmark_cost(recipe: Recipe, arms: Sequence[Arm] | None = None) -> tuple[i
 def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
     """The arms of a recipe's benchmark; what is given replaces what its [bench] table says."""
     assert recipe.bench is not None
-    design = recipe.bench.model_dump(exclude={"seed", "metric"}) | {key: value for key, value in given.items() if value}
+    stated = {key: value for key, value in recipe.bench if key not in ("seed", "metric", "contrast")}
+    design = stated | {key: value for key, value in given.items() if value}
     return plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
 
 

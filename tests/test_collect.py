@@ -222,7 +222,7 @@ def test_another_network_or_other_data_under_the_same_name(path, monkeypatch):
         patch.setattr(training, "spec_of", lambda _: fake.WeightSpec(fake.SPEC.tensors[1:]))
         with pytest.raises(DataError, match=r"builds another network from the same recipe: `mlp.fc1.weight`"):
             collect(fake.recipe(), path)
-    monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16))
+    monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16, examples=64))
     with pytest.raises(DataError, match=r"collected with another data digits: expected hash \w{16}, found 0{16}"):
         collect(fake.recipe(), path)
 

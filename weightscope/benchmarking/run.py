@@ -255,7 +255,7 @@ class Design:
         folder, recipe = default_folder(recipe) if out is None else as_path(out), recipe_of(recipe)
         _check_folder(folder)
         given = {key: value for key, value in {**given, "init": inits}.items() if value not in (None, (), [], {})}
-        wanted = (recipe.bench or BenchConfig()).model_dump() | given
+        wanted = dict(recipe.bench or BenchConfig()) | given
         own, inits, metric, contrast = (wanted.pop(key) for key in ("seed", "init", "metric", "contrast"))
         if not inits:
             raise UsageError(

@@ -217,6 +217,7 @@ class BenchConfig(Section):
     `metric` is one of the task's, such as `"test_loss"`.
     """
 
+    added: ClassVar[tuple[str, ...]] = ("control", "contrast")
     init: tuple[str | dict[str, Any], ...] = ()
     vary: Values = Field(default_factory=dict)
     grid: Values = Field(default_factory=dict)
