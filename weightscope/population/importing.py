@@ -14,7 +14,6 @@ import logging
 import math
 import re
 import shutil
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,7 +29,7 @@ from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing
 from weightscope._util.sources import as_path, open_regular, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
-from weightscope.checkpoint.files import CANDIDATES, CONFIG, TORCH_SUFFIXES
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -105,6 +104,7 @@ class _Run:
         self.reference = ""  # what the others are compared with
         self.inputs: dict[str, str] = {}
         self.expected: WeightSpec | None = None
+        self.fitting: dict[Any, dict[str, str]] = {}  # layout that is as expected -> names, here -> as stored
         self.kept: list[int] = []  # place in the iterable of each network
         self.sources: list[tuple[str, ...]] = []
         self.first: dict[bytes, str] = {}  # digest -> the first network that has it
@@ -172,10 +172,10 @@ class _Run:
         """Read one network into the tile, and write the tile if it is full."""
         label, sources = self.described(number, item)
         try:
-            opened = [_opened(source, self.made.rename) for source in sources]
+            checkpoints = [_opened(source) for source in sources]
             if self.manifest is None:
-                self.begin(label, *opened[0], len(sources) - 1)
-            reasons = [why for each in opened for why in self.misfits(*each)]
+                self.begin(label, checkpoints[0], len(sources) - 1)
+            reasons = [why for checkpoint in checkpoints for why in self.misfits(checkpoint)]
         except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
@@ -183,7 +183,7 @@ class _Run:
         if reasons:
             self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
         elif not self.unfit or self.skip_unfit:
-            self.fill(number, label, sources, opened)
+            self.fill(number, label, sources, checkpoints)
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
         """A label, and the source of a network and of its snapshots."""
@@ -204,12 +204,13 @@ class _Run:
             raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
-    def begin(self, label: str, checkpoint: Checkpoint, names: dict[str, str], moments: int) -> None:
+    def begin(self, label: str, checkpoint: Checkpoint, moments: int) -> None:
         """Make the population with the tensors that are expected, by default those of the first network."""
         if self.expected is None:
+            names = _names(checkpoint, self.made.rename)
             tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
             self.expected, self.reference = WeightSpec(tensors).select(self.patterns), label
-            if self.misfits(checkpoint, names):
+            if self.misfits(checkpoint):
                 self.expected = None
                 return
         spec = self.expected
@@ -232,11 +233,13 @@ class _Run:
         self.digests = np.zeros((shape[0], 1 + moments, 32), np.uint8)
         self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
 
-    def misfits(self, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
+    def misfits(self, checkpoint: Checkpoint) -> list[str]:
         """What of a network is not as expected."""
-        spec, chosen = self.expected, {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
-        if spec is None:
+        spec, layout = self.expected, checkpoint.layout
+        if spec is None or layout in self.fitting:
             return []
+        names = _names(checkpoint, self.made.rename)
+        chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
         refused = {}
         for stored, why in checkpoint.skipped.items():
             name = renamed(stored, self.made.rename)
@@ -253,19 +256,20 @@ class _Run:
             if name in names and (found := checkpoint.shape(names[name])) != spec[name].shape:
                 out.append(f"`{name}` has shape {found}, expected {spec[name].shape}")
         extra = [name for name in names if name in chosen and name not in spec.slices]
-        return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
+        out += [f"also has {listing(extra, most=_NAMED)}"] if extra else []
+        if not out:
+            self.fitting[layout] = names
+        return out
 
-    def fill(
-        self, number: int, label: str, sources: list[Any], opened: list[tuple[Checkpoint, dict[str, str]]]
-    ) -> None:
+    def fill(self, number: int, label: str, sources: list[Any], checkpoints: list[Checkpoint]) -> None:
         assert self.manifest is not None
         spec, row = self.manifest.spec, len(self.kept) % self.manifest.tile
         weights = self.weights[row]
-        for i, (checkpoint, names) in enumerate(opened):
+        for i, checkpoint in enumerate(checkpoints):
             if self.made.by_reference:
                 digest = digest_of(sources[i]) if checkpoint.commit is None else _commit_digest(checkpoint.commit)
             else:
-                _read(checkpoint, names, spec, weights[i])
+                _read(checkpoint, self.fitting[checkpoint.layout], spec, weights[i])
                 digest = hashlib.sha256(weights[i]).digest()
             self.digests[row, i] = np.frombuffer(digest, np.uint8)
         if not np.isfinite(weights[0]).all():
@@ -277,16 +281,16 @@ class _Run:
             self.diverged[row] = self.duplicate[row] = True
         self.first.setdefault(key, label)
         self.kept.append(number)
-        self.sources.append(tuple(map(self.address, sources, opened)))
+        self.sources.append(tuple(map(self.address, sources, checkpoints)))
         if row == self.manifest.tile - 1:
             self.write(self.manifest)
 
-    def address(self, source: Any, opened: tuple[Checkpoint, dict[str, str]]) -> str:
+    def address(self, source: Any, checkpoint: Checkpoint) -> str:
         """The text that the manifest has of a source: of a model at the hub with its commit."""
         if not isinstance(source, str | Path):
             return ""
-        if opened[0].commit is not None:
-            return f"{str(source).partition('@')[0]}@{opened[0].commit}"
+        if checkpoint.commit is not None:
+            return f"{str(source).partition('@')[0]}@{checkpoint.commit}"
         return str(Path(source).expanduser().absolute()) if self.made.by_reference else str(source)
 
     def write(self, manifest: Manifest) -> None:
@@ -345,7 +349,8 @@ def renamed(name: str, rename: Sequence[str]) -> str:
 
 def read_source(source: str, rename: Sequence[str], spec: WeightSpec, out: np.ndarray) -> None:
     """Read the tensors of a spec from a source into a vector (D,)."""
-    _read(*_opened(source, rename), spec, out)
+    checkpoint = _opened(source)
+    _read(checkpoint, _names(checkpoint, rename), spec, out)
 
 
 def digest_of(source: str | Path) -> bytes:
@@ -374,46 +379,16 @@ def _commit_digest(commit: str) -> bytes:
     return bytes.fromhex(commit).ljust(32, b"\0")
 
 
-def _opened(source: Any, rename: Sequence[str]) -> tuple[Checkpoint, dict[str, str]]:
-    """A network, and its tensors' names -> the names they are stored under."""
-    if isinstance(source, str | Path):
-        checkpoint = Checkpoint(_npz(Path(source))) if str(source).endswith(".npz") else open_checkpoint(source)
-    else:
-        checkpoint = Checkpoint(source)
+def _opened(source: Any) -> Checkpoint:
+    return open_checkpoint(source) if isinstance(source, str | Path) else Checkpoint(source)
+
+
+def _names(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
+    """The tensors' names -> the names they are stored under."""
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
-    return checkpoint, names
-
-
-def _npz(path: Path) -> dict[str, torch.Tensor]:
-    """The arrays of a file of `numpy.savez`; headers must agree with the sizes of records."""
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    out = {}
-    try:
-        with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
-            for info in archive.infolist():
-                with archive.open(info) as file:
-                    shape, fortran, dtype = headers[np.lib.format.read_magic(file)](file)
-                    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-                    if dtype.kind not in "fiubc" or size != info.file_size - file.tell():
-                        raise ValueError(f"{info.filename} holds no array of numbers of its size")
-                    array = np.frombuffer(file.read(), dtype).reshape(shape, order="F" if fortran else "C")
-                out[info.filename.removesuffix(".npy")] = torch.from_numpy(
-                    array.astype(dtype.newbyteorder("="), order="C")
-                )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        MemoryError,
-    ) as error:
-        raise DataError(f"{path}: expected a file of numpy.savez, found another or a damaged one ({error})") from error
-    return out
+    return names
 
 
 def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
@@ -428,7 +403,7 @@ def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec, out: np.ndarray) -> None:
     for tensor in spec:
-        out[spec.slices[tensor.name]] = checkpoint[names[tensor.name]].numpy().reshape(-1)
+        checkpoint.read_into(names[tensor.name], out[spec.slices[tensor.name]])
 
 
 def _metric(name: str) -> str:
@@ -451,7 +426,6 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 # --- sources of the command line --------------------------------------------------------------------------------------
 
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
