@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
             seen.add(entry.identity)
         return WeightSpec(tensors)
 
-    @property
+    @cached_property
     def layout(self) -> tuple[Any, ...]:
         """What `names`, `spec`, `skipped` and the data types follow from, to be compared with another checkpoint's."""
         first: dict[Any, str] = {}

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
-from weightscope._util.names import joined, listing
+from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import as_path, open_regular, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
@@ -67,6 +67,8 @@ def import_networks(
     if count < 1:
         raise UsageError("expected at least one network, found none")
     columns = {_metric(name): np.asarray(values, dtype=np.float64) for name, values in (metrics or {}).items()}
+    if len(columns) < len(metrics or {}):
+        raise UsageError(f"metrics: two have one name, {', '.join(sorted(columns))}, with '.' for '/'; rename one")
     for name, values in columns.items():
         if values.shape != (count,):
             raise UsageError(f"metrics: expected {count} numbers of {name}, one for each network, found {values.shape}")
@@ -173,17 +175,23 @@ class _Run:
         label, sources = self.described(number, item)
         try:
             checkpoints = [_opened(source) for source in sources]
-            if self.manifest is None:
-                self.begin(label, checkpoints[0], len(sources) - 1)
-            reasons = [why for checkpoint in checkpoints for why in self.misfits(checkpoint)]
+            names = [self.fitting.get(each.layout) or _names(each, self.made.rename) for each in checkpoints]
+            expected = self.expected or self.wanted(checkpoints[0], names[0])
+            pairs = [pair for pair in zip(checkpoints, names, strict=True) if pair[0].layout not in self.fitting]
+            reasons = [why for pair in pairs for why in self.misfits(expected, *pair)]
         except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
             reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
         if reasons:
             self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
-        elif not self.unfit or self.skip_unfit:
-            self.fill(number, label, sources, checkpoints)
+            return
+        self.expected, self.reference = expected, self.reference or label
+        self.fitting |= {checkpoint.layout: found for checkpoint, found in pairs}
+        if not self.unfit or self.skip_unfit:
+            if self.manifest is None:
+                self.begin(expected, len(sources) - 1)
+            self.fill(number, label, sources, list(zip(checkpoints, names, strict=True)))
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
         """A label, and the source of a network and of its snapshots."""
@@ -204,16 +212,8 @@ class _Run:
             raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
-    def begin(self, label: str, checkpoint: Checkpoint, moments: int) -> None:
-        """Make the population with the tensors that are expected, by default those of the first network."""
-        if self.expected is None:
-            names = _names(checkpoint, self.made.rename)
-            tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
-            self.expected, self.reference = WeightSpec(tensors).select(self.patterns), label
-            if self.misfits(checkpoint):
-                self.expected = None
-                return
-        spec = self.expected
+    def begin(self, spec: WeightSpec, moments: int) -> None:
+        """Make the population with the tensors that are expected."""
         fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
         tile = _TILE if self.made.by_reference else max(1, min(_TILE, fitting))
         self.made = replace(self.made, tile=tile, snapshots=tuple(self.snapshots or ()))
@@ -233,12 +233,13 @@ class _Run:
         self.digests = np.zeros((shape[0], 1 + moments, 32), np.uint8)
         self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
 
-    def misfits(self, checkpoint: Checkpoint) -> list[str]:
+    def wanted(self, checkpoint: Checkpoint, names: dict[str, str]) -> WeightSpec:
+        """The tensors of the first network, which are then expected."""
+        tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
+        return WeightSpec(tensors).select(self.patterns)
+
+    def misfits(self, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
         """What of a network is not as expected."""
-        spec, layout = self.expected, checkpoint.layout
-        if spec is None or layout in self.fitting:
-            return []
-        names = _names(checkpoint, self.made.rename)
         chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
         refused = {}
         for stored, why in checkpoint.skipped.items():
@@ -256,20 +257,19 @@ class _Run:
             if name in names and (found := checkpoint.shape(names[name])) != spec[name].shape:
                 out.append(f"`{name}` has shape {found}, expected {spec[name].shape}")
         extra = [name for name in names if name in chosen and name not in spec.slices]
-        out += [f"also has {listing(extra, most=_NAMED)}"] if extra else []
-        if not out:
-            self.fitting[layout] = names
-        return out
+        return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
 
-    def fill(self, number: int, label: str, sources: list[Any], checkpoints: list[Checkpoint]) -> None:
+    def fill(
+        self, number: int, label: str, sources: list[Any], opened: list[tuple[Checkpoint, dict[str, str]]]
+    ) -> None:
         assert self.manifest is not None
         spec, row = self.manifest.spec, len(self.kept) % self.manifest.tile
         weights = self.weights[row]
-        for i, checkpoint in enumerate(checkpoints):
+        for i, (checkpoint, names) in enumerate(opened):
             if self.made.by_reference:
                 digest = digest_of(sources[i]) if checkpoint.commit is None else _commit_digest(checkpoint.commit)
             else:
-                _read(checkpoint, self.fitting[checkpoint.layout], spec, weights[i])
+                _read(checkpoint, names, spec, weights[i])
                 digest = hashlib.sha256(weights[i]).digest()
             self.digests[row, i] = np.frombuffer(digest, np.uint8)
         if not np.isfinite(weights[0]).all():
@@ -281,26 +281,31 @@ class _Run:
             self.diverged[row] = self.duplicate[row] = True
         self.first.setdefault(key, label)
         self.kept.append(number)
-        self.sources.append(tuple(map(self.address, sources, checkpoints)))
+        self.sources.append(tuple(map(self.address, sources, opened)))
         if row == self.manifest.tile - 1:
             self.write(self.manifest)
 
-    def address(self, source: Any, checkpoint: Checkpoint) -> str:
+    def address(self, source: Any, opened: tuple[Checkpoint, dict[str, str]]) -> str:
         """The text that the manifest has of a source: of a model at the hub with its commit."""
         if not isinstance(source, str | Path):
             return ""
-        if checkpoint.commit is not None:
-            return f"{str(source).partition('@')[0]}@{checkpoint.commit}"
+        if opened[0].commit is not None:
+            return f"{str(source).partition('@')[0]}@{opened[0].commit}"
         return str(Path(source).expanduser().absolute()) if self.made.by_reference else str(source)
 
     def write(self, manifest: Manifest) -> None:
         """Write the tile, or compare the digests of the one that is there."""
         tile = (len(self.kept) - 1) // manifest.tile
         rows, first = manifest.rows(tile), tile * manifest.tile
+        metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
+        for name, values in self.metrics.items():
+            metrics[name] = np.full(manifest.tile, np.nan)
+            metrics[name][:rows] = values[self.kept[first : first + rows]]
         there = shards.state(self.path, manifest, tile).kind
         if there in ("done", "short"):
             with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
                 stored = h5["digest"][:rows]
+                before = {name: values[:rows] for name, values in h5["metrics"].items()}
             same = (stored == self.digests[: len(stored)]).all(axis=(1, 2))
             if not same.all():
                 changed = [self.sources[first + int(k)][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
@@ -308,12 +313,15 @@ class _Run:
                     f"{self.path}: {joined(changed, _NAMED)} differ from the networks that were imported; give another "
                     "folder, or the networks that they were"
                 )
+            none = np.empty(0)
+            for name in sorted(metrics.keys() | before.keys()):
+                given = metrics.get(name, none)[: len(stored)]
+                if not np.array_equal(before.get(name, none), given, equal_nan=True):
+                    raise DataError(
+                        f"{self.path}: the metric {shortened(name)} differs from that of the networks that were "
+                        "imported; give another folder, or the metrics that they had"
+                    )
         if there != "done":
-            metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
-            numbers = self.kept[first : first + rows]
-            for name, values in self.metrics.items():
-                metrics[name] = np.full(manifest.tile, np.nan)
-                metrics[name][:rows] = values[numbers]
             weights = None if self.made.by_reference else self.weights[:, 0]
             moments = self.weights[:, 1:] if weights is not None and self.made.snapshots else None
             seeds = shards.seeds_of(manifest, first, manifest.tile)
@@ -328,12 +336,21 @@ class _Run:
         recipe = self.made.recipe and self.made.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
         made = replace(self.made, recipe=recipe, sources=sources)
-        final = replace(self.manifest, made=made, sizes=(n,))
+        final, there = replace(self.manifest, made=made, sizes=(n,)), manifests.read(self.path)
         if n % final.tile:
             self.write(final)
-        there = manifests.read(self.path)
+        if (held := self.held(there)) > n:
+            raise UsageError(f"{self.path} holds {held} networks, found {n}; give all of them, or another folder")
         sizes = (*(size for size in there.sizes if size < n), n)
         atomic.write(self.path / manifests.NAME, replace(final, sizes=sizes).to_bytes())
+
+    def held(self, there: Manifest) -> int:
+        """The number of networks in the population's shards."""
+        last = max(shards.tiles_on_disk(self.path, there), default=-1)
+        if last < 0 or shards.state(self.path, there, last).kind == "damaged":
+            return 0
+        with shards.open_shard(shards.shard_file(self.path, last), there, last) as h5:
+            return last * there.tile + len(h5["seed"])
 
 
 # --- one source -------------------------------------------------------------------------------------------------------
@@ -555,7 +572,11 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
 
             rows = pandas.read_parquet(file).to_dict("records")
         else:
-            rows = list(csv.DictReader(io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")))
+            text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
+            header, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
+            if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
+                raise ValueError(f"expected different names of columns, {len(header)} in each line")
+            rows = [dict(zip(header, line, strict=True)) for line in lines]
     except ImportError as error:
         raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
     except (OSError, ValueError, csv.Error) as error:
