@@ -9,7 +9,8 @@ from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
 from programs import run
 from safetensors.torch import save
 
-from weightscope import Population, Recipe, bench, collect, fit, load_init, publish
+from weightscope import Population, Recipe, bench, collect, fit, load_init
+from weightscope.benchmarking import publish
 from weightscope.checkpoint import hub as hub_module
 from weightscope.errors import DataError
 from weightscope.networks import build_for
