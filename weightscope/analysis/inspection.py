@@ -202,7 +202,9 @@ class PopulationContents(Result):
 
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
-            return "no metrics: every network diverged" if self.diverged else "no metrics yet"
+            if not self.done:
+                return "no metrics yet"
+            return "no metrics: every network diverged" if self.diverged == self.done else "no metrics"
         quantiles = {0.0: "minimum", 0.5: "median", 1.0: "maximum"}
         head = ("metric", *(quantiles.get(q, f"{100 * q:g} %") for q in _QUANTILES))
         names = sorted(self.quantiles, key=lambda name: metric_named(name) is None)  # first what the task reports

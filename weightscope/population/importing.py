@@ -403,6 +403,8 @@ def _opened(source: Any, rename: Sequence[str]) -> tuple[Checkpoint, dict[str, s
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
+    if not names:
+        raise DataError(f"{checkpoint.source}: holds no weights; an optimiser's state?")
     return checkpoint, names
 
 
@@ -560,7 +562,10 @@ def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
         return [(str(path), {})]
     files = [str(p) for p in inside if (p.suffix in SUFFIXES and p.is_file()) or (p.is_dir() and _is_model(p))]
     if not files:
-        raise DataError(f"{path}: expected files of networks ({', '.join(SUFFIXES)}) or folders of models, found none")
+        raise DataError(
+            f"{path}: expected files of networks ({', '.join(SUFFIXES)}) or folders of models, found none; "
+            f"for files further down give a pattern, '{path}/*/*.pt'"
+        )
     return [(file, {}) for file in files]
 
 
