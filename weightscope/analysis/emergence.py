@@ -71,7 +71,7 @@ class Emergence(Result):
             words: [math.nan if pair is None else pair.correlation for pair in pairs]
             for words, pairs in self.curves.items()
         }
-        thresholds = [[_threshold(p[i], one) for p in self.curves.values()] for i, one in enumerate(self.found.values())]
+        thresholds = [[_threshold(p[i], x) for p in self.curves.values()] for i, x in enumerate(self.found.values())]
         limits = [np.fmax.reduce(each, initial=math.nan) for each in thresholds]
         n = next(iter(self.found.values())).n
         title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any moment")
