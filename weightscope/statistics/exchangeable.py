@@ -218,7 +218,7 @@ class ExchangeableMoments:
                 own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
                 mixed = np.einsum("nab,na->ab", grams, own)
                 self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
-                root = np.sqrt(own)
+                root = np.sqrt(np.maximum(own, 0))  # rounding: that of constants may be negative
                 scale = root[:, :, None] * root[:, None, :]
                 alone = np.divide(grams, scale, out=np.zeros_like(grams), where=scale > 0)
                 self._own[key] += alone.sum(axis=0), np.square(alone).sum(axis=0)
