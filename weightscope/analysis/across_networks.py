@@ -268,10 +268,14 @@ def joint_covariance(
             found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = np.load(file, mmap_mode="r")
-    diagnostics = {"precision": precision, "folded_norms": fold_norms, "constant": int((variance == 0).sum())}
+    diagnostics: dict[str, Any] = {
+        "precision": precision,
+        "folded_norms": fold_norms,
+        "constant": int((variance == 0).sum()),
+    }
     diagnostics |= {"rank_bound": min(int(n) - 1, size)}
-    if getattr(source, "moment", None) is not None:
-        diagnostics["at"] = f"{source.unit} {source.moment}"  # type: ignore[attr-defined]
+    if (moment := getattr(source, "moment", None)) is not None:
+        diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[attr-defined]
     excluded = found.excluded + passes.diverged
     return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
 

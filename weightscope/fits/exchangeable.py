@@ -109,8 +109,8 @@ def _tables(diagnostics: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
         else:
             kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']}"
-        realised = f"{notes['realised']:.3g}" if "realised" in notes and notes["kept"] else ""  # older files lack it
-        enlarged.append((*row, kept, f"{notes['gain']:g}", notes["clipped"], moved, realised))
+        numbers = f"{notes['gain']:g}", notes["clipped"], moved, f"{notes.get('realised', np.nan):.3g}"
+        enlarged.append((*row, kept, *numbers))
     head = ("type", "samples", "design effect")
     if shrunk:
         yield "correlations shrunk within tensors and between them, and moved by the projection"
