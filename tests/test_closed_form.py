@@ -497,7 +497,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("MIXER",), "'auto' needs a population .*, and .* is one network; expected filters, conv_schedule"),
+        (("MIXER",), "'auto' needs a population .*is one network: filters, conv_schedule"),
         (("MIXER", "--structure", "dense"), "'dense' needs a population"),
         (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
