@@ -68,7 +68,7 @@ def test_commands_take_a_moment(path: Path, tmp_path: Path, capsys: pytest.Captu
     code, _, _ = run("covariance", path, "--exchangeable", "--at", "all", "-o", plot, "--json", data, capsys=capsys)
     moments = json.loads(data.read_text())["moments"]
     assert [each.pop("moment") for each in moments] == [0, 1, 2]
-    assert moments[2] == last
+    assert {"written_by": "weightscope covariance"} | moments[2] == last
     assert code == 0, "also if no correlation is significant"
 
 

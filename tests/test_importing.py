@@ -100,9 +100,14 @@ def test_state_dicts_modules_and_generators(tmp_path, count):
     given = modules if count is None else (module.state_dict() for module in modules)
     population = Population.of(given, tmp_path / "zoo.pop", count=count, network=Net)
     assert all(torch.equal(population[k](x), modules[k].eval()(x)) for k in range(6))
-    assert len(Population.of([*modules, Net()], tmp_path / "zoo.pop", network=Net)) == 7
+    seven = [*modules, Net()]
+    assert len(Population.of(seven, tmp_path / "zoo.pop", network=Net)) == 7
     with pytest.raises(DataError, match=r"network 5 differ from the networks that were imported"):
         Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
+    with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6; give all of them"):
+        Population.of(modules, tmp_path / "zoo.pop", network=Net)
+    with pytest.raises(DataError, match="the metric loss differs from that of the networks that were imported"):
+        Population.of(seven, tmp_path / "zoo.pop", network=Net, metrics={"loss": range(7)})
     with pytest.raises(UsageError, match="count: expected the number of networks"):
         Population.of(iter(modules), tmp_path / "other.pop")
     with pytest.raises(UsageError, match="count: expected 7 networks, found 6"):
@@ -130,6 +135,11 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert "also has `extra`" in text
     assert "cannot be read" in text
     assert not (tmp_path / "zoo.pop").exists()
+    for first in files[4], files[6]:
+        with pytest.raises(
+            DataError, match=r"1 of 2 networks do not fit the tensors of .*net-000.pt: .*(complex|8 bits)"
+        ):
+            Population.of([first, files[0]], tmp_path / "zoo.pop")
     population = Population.of(files, tmp_path / "zoo.pop", skip_unfit=True, metrics={"number": range(9)})
     assert np.array_equal(population.weights(), rows_of(population, [found[k] for k in (0, 1, 8)]))
     assert population.metrics["number"].tolist() == [0, 1, 8]
@@ -362,6 +372,8 @@ def test_braces_expand_and_revisions_are_snapshots():
     [
         ("a.csv", "where,loss\nx.pt,1\n", "expected a column path, file"),
         ("a.csv", "path,loss\n,1\n", "row 1 has no path"),
+        ("a.csv", "path,loss\nx.pt,1,2\n", "expected different names of columns, 2 in each line"),
+        ("a.csv", "path,loss,loss\nx.pt,1,2\n", "expected different names of columns, 3 in each line"),
         ("a.csv", b"\xff\xfe\x00", "cannot be read as a table"),
         ("none/*.pt", None, "no file matches it"),
     ],

@@ -1,6 +1,7 @@
 """Contrasts: sums of means of arms, declared beforehand as `mean(A) - mean(B)`, and their tests."""
 
 import ast
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,15 +41,15 @@ class Contrast:
         """A contrast of these arms; a UsageError says what of the text is not understood. Nothing is executed."""
         try:
             weights = _weights(ast.parse(text.strip(), mode="eval").body, arms)
+            total = math.fsum(weights.values()) if isinstance(weights, dict) else 0.0
         except UsageError:
             raise
-        except (SyntaxError, ValueError, RecursionError, ZeroDivisionError):
+        except (SyntaxError, ValueError, RecursionError, ArithmeticError, MemoryError):
             weights = None
         if not isinstance(weights, dict):
             raise UsageError(f"--contrast: expected {_FORM}, found {shortened(text)!r}")
-        weights = {key: weight for key, weight in weights.items() if abs(weight) > _TOLERANCE}
-        total = sum(weights.values())
-        if not weights or abs(total) > _TOLERANCE:
+        weights = {key: weight for key, weight in weights.items() if not abs(weight) <= _TOLERANCE}
+        if not weights or not abs(total) <= _TOLERANCE:
             what = f"a sum of {total:g}" if weights else "none that is not zero"
             raise UsageError(f"--contrast: expected weights of means that add up to zero, found {what} in {text!r}")
         return cls(text.strip(), weights)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
-from weightscope._util.names import joined, listing
+from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import as_path, open_regular, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, TORCH_SUFFIXES
@@ -68,6 +68,8 @@ def import_networks(
     if count < 1:
         raise UsageError("expected at least one network, found none")
     columns = {_metric(name): np.asarray(values, dtype=np.float64) for name, values in (metrics or {}).items()}
+    if len(columns) < len(metrics or {}):
+        raise UsageError(f"metrics: two have one name, {', '.join(sorted(columns))}, with '.' for '/'; rename one")
     for name, values in columns.items():
         if values.shape != (count,):
             raise UsageError(f"metrics: expected {count} numbers of {name}, one for each network, found {values.shape}")
@@ -173,8 +175,6 @@ class _Run:
         label, sources = self.described(number, item)
         try:
             opened = [_opened(source, self.made.rename) for source in sources]
-            if self.manifest is None:
-                self.begin(label, *opened[0], len(sources) - 1)
             reasons = [why for each in opened for why in self.misfits(*each)]
         except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
@@ -182,7 +182,11 @@ class _Run:
             reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
         if reasons:
             self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
-        elif not self.unfit or self.skip_unfit:
+            return
+        self.expected, self.reference = self.wanted(*opened[0]), self.reference or label
+        if not self.unfit or self.skip_unfit:
+            if self.manifest is None:
+                self.begin(self.expected, len(sources) - 1)
             self.fill(number, label, sources, opened)
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
@@ -204,15 +208,8 @@ class _Run:
             raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
-    def begin(self, label: str, checkpoint: Checkpoint, names: dict[str, str], moments: int) -> None:
-        """Make the population with the tensors that are expected, by default those of the first network."""
-        if self.expected is None:
-            tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
-            self.expected, self.reference = WeightSpec(tensors).select(self.patterns), label
-            if self.misfits(checkpoint, names):
-                self.expected = None
-                return
-        spec = self.expected
+    def begin(self, spec: WeightSpec, moments: int) -> None:
+        """Make the population with the tensors that are expected."""
         fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
         tile = _TILE if self.made.by_reference else max(1, min(_TILE, fitting))
         self.made = replace(self.made, tile=tile, snapshots=tuple(self.snapshots or ()))
@@ -232,11 +229,17 @@ class _Run:
         self.digests = np.zeros((shape[0], 1 + moments, 32), np.uint8)
         self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
 
+    def wanted(self, checkpoint: Checkpoint, names: dict[str, str]) -> WeightSpec:
+        """The tensors that are expected, of the first network those that it has."""
+        if self.expected is not None:
+            return self.expected
+        tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
+        return WeightSpec(tensors).select(self.patterns)
+
     def misfits(self, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
         """What of a network is not as expected."""
-        spec, chosen = self.expected, {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
-        if spec is None:
-            return []
+        chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
+        spec = self.wanted(checkpoint, names)
         refused = {}
         for stored, why in checkpoint.skipped.items():
             name = renamed(stored, self.made.rename)
@@ -293,10 +296,15 @@ class _Run:
         """Write the tile, or compare the digests of the one that is there."""
         tile = (len(self.kept) - 1) // manifest.tile
         rows, first = manifest.rows(tile), tile * manifest.tile
+        metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
+        for name, values in self.metrics.items():
+            metrics[name] = np.full(manifest.tile, np.nan)
+            metrics[name][:rows] = values[self.kept[first : first + rows]]
         there = shards.state(self.path, manifest, tile).kind
         if there in ("done", "short"):
             with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
                 stored = h5["digest"][:rows]
+                before = {name: values[:rows] for name, values in h5["metrics"].items()}
             same = (stored == self.digests[: len(stored)]).all(axis=(1, 2))
             if not same.all():
                 changed = [self.sources[first + int(k)][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
@@ -304,12 +312,15 @@ class _Run:
                     f"{self.path}: {joined(changed, _NAMED)} differ from the networks that were imported; give another "
                     "folder, or the networks that they were"
                 )
+            none = np.empty(0)
+            for name in sorted(metrics.keys() | before.keys()):
+                given = metrics.get(name, none)[: len(stored)]
+                if not np.array_equal(before.get(name, none), given, equal_nan=True):
+                    raise DataError(
+                        f"{self.path}: the metric {shortened(name)} differs from that of the networks that were "
+                        "imported; give another folder, or the metrics that they had"
+                    )
         if there != "done":
-            metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
-            numbers = self.kept[first : first + rows]
-            for name, values in self.metrics.items():
-                metrics[name] = np.full(manifest.tile, np.nan)
-                metrics[name][:rows] = values[numbers]
             weights = None if self.made.by_reference else self.weights[:, 0]
             moments = self.weights[:, 1:] if weights is not None and self.made.snapshots else None
             seeds = shards.seeds_of(manifest, first, manifest.tile)
@@ -324,12 +335,21 @@ class _Run:
         recipe = self.made.recipe and self.made.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
         made = replace(self.made, recipe=recipe, sources=sources)
-        final = replace(self.manifest, made=made, sizes=(n,))
+        final, there = replace(self.manifest, made=made, sizes=(n,)), manifests.read(self.path)
         if n % final.tile:
             self.write(final)
-        there = manifests.read(self.path)
+        if (held := self.held(there)) > n:
+            raise UsageError(f"{self.path} holds {held} networks, found {n}; give all of them, or another folder")
         sizes = (*(size for size in there.sizes if size < n), n)
         atomic.write(self.path / manifests.NAME, replace(final, sizes=sizes).to_bytes())
+
+    def held(self, there: Manifest) -> int:
+        """The number of networks in the population's shards."""
+        last = max(shards.tiles_on_disk(self.path, there), default=-1)
+        if last < 0 or shards.state(self.path, there, last).kind == "damaged":
+            return 0
+        with shards.open_shard(shards.shard_file(self.path, last), there, last) as h5:
+            return last * there.tile + len(h5["seed"])
 
 
 # --- one source -------------------------------------------------------------------------------------------------------
@@ -581,7 +601,11 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
 
             rows = pandas.read_parquet(file).to_dict("records")
         else:
-            rows = list(csv.DictReader(io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")))
+            text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
+            header, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
+            if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
+                raise ValueError(f"expected different names of columns, {len(header)} in each line")
+            rows = [dict(zip(header, line, strict=True)) for line in lines]
     except ImportError as error:
         raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
     except (OSError, ValueError, csv.Error) as error:
