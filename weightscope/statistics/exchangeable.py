@@ -274,12 +274,12 @@ class ExchangeableMoments:
                 unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
                 flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
                 matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
-            if not key:
-                origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
-                mean = self._sums[key] / self.n + np.concatenate(origin)
                 if self.n > 1:
                     varies = np.concatenate([self._varies[view.name] for view in kind.views])
                     matrix = np.where(np.outer(varies, varies), matrix, 0.0)
+            if not key:
+                origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
+                mean = self._sums[key] / self.n + np.concatenate(origin)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
             errors = self._errors(key, products, matrix * samples)
             own = self._alone(key, about == "networks")
@@ -404,9 +404,9 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, so that
-    networks of different scale count alike, with its standard error compared with Student's t of N - 1 degrees of
-    freedom; with fewer than 3 networks, the correlation of their covariance, with 1 / sqrt(samples). Several copies:
+    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them about the means
+    over networks, so that networks of different scale count alike, with its standard error compared with Student's t of
+    N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 / sqrt(samples). Several copies:
     the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the
     type's design effect, the median squared ratio of the two standard errors of its single copies, or by what the
     networks' different scales do to the variance of the two views' correlations, where either exceeds one. Its
