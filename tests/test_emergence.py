@@ -31,7 +31,7 @@ def test_a_correlation_that_grows_is_drawn_against_training_with_the_threshold_o
     values = [pair.correlation for pair in pairs if pair is not None]
     np.testing.assert_allclose(values, [-size for size in sizes.values()], atol=5 / np.sqrt(300 * 7))
     assert [pair.p < 0.05 for pair in pairs if pair is not None] == [False, False, True, True]
-    axes = emergence.plot(tmp_path / "a.png")
+    axes = emergence.plot(tmp_path / "a.png").axes[0]
     curve = next(line for line in axes.lines if line.get_gid() == "curve")
     np.testing.assert_allclose(curve.get_xydata(), np.c_[list(sizes), values])
     (_, upper) = (line.get_ydata() for line in axes.lines if line.get_gid() == "limit")

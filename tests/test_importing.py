@@ -189,6 +189,39 @@ def test_a_source_by_reference_that_changes_is_found_by_its_digest(tmp_path):
     assert [row["name"] for row in verify(population).files if row["status"] == "damaged"] == [str(files[2])]
 
 
+@pytest.mark.parametrize("source", ["", "model.safetensors.index.json"])
+def test_shards_of_a_source_by_reference_belong_to_its_digest(tmp_path, source):
+    state, shard = states(1)[0], "model-00001-of-00001.safetensors"
+    save_file(state, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(state, shard)}))
+    population = Population.of([tmp_path / source], tmp_path / "a.pop", by_reference=True)
+    population.weights()
+    save_file(states(2)[1], tmp_path / shard)
+    with pytest.raises(DataError, match="is not what it was when it was imported"):
+        population.weights()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "match"),
+    [
+        ("sources", [["../zoo/net-000.pt"]], "expected an absolute path or hf://NAME@COMMIT"),
+        ("sources", [["http://127.0.0.1/net.pt"]], "expected an absolute path or hf://NAME@COMMIT"),
+        ("sources", [["hf://org/name@main"]], "expected an absolute path or hf://NAME@COMMIT"),
+        ("sources", [["/a\0b"]], "expected an absolute path or hf://NAME@COMMIT"),
+        ("sources", [["/etc/passwd"]], "/etc/passwd is not what it was"),
+        ("sizes", [10**12], "expected 1 to 10000000 networks"),
+    ],
+)
+def test_an_edited_manifest_reads_nothing_else(tmp_path, field, value, match):
+    file = tmp_path / "zoo.pop/population.json"
+    Population.of(saved(tmp_path / "zoo", states(1)), file.parent, by_reference=True)
+    values = json.loads(file.read_text())
+    (values if field == "sizes" else values["import"])[field] = value
+    file.write_text(json.dumps(values))
+    with pytest.raises(DataError, match=match):
+        Population(file.parent).weights()
+
+
 def test_a_killed_import_is_resumed(tmp_path, monkeypatch):
     """Whatever tile it had reached, the same call gives the same bytes; what was written is not written again."""
     monkeypatch.setattr("weightscope.population.importing._TILE", 4)
@@ -316,11 +349,12 @@ def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("by_reference", [False, True])
-def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, by_reference):
+def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, caplog, by_reference):
     for k in range(5):
         trial(tmp_path / "zoo" / f"NN_tune_trainable_{k}", k + 1, (0, 2, 4, 6) if k else (0, 2, 4))
     sources, metrics, moments = sources_of([str(tmp_path / "zoo")])
     assert moments == [0, 2, 4]
+    assert "not all networks were trained for as long: 1 end at 4, 4 end at 6" in caplog.text
     options = {"metrics": metrics, "snapshots": moments, "by_reference": by_reference}
     population = Population.of(sources, tmp_path / "zoo.pop", **options)
     np.testing.assert_allclose(population.metrics["test_acc"], [1.04, 2.06, 3.06, 4.06, 5.06])
@@ -334,7 +368,12 @@ def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snaps
     assert "step 4" in population.at(4).summary()
     assert "5 of 5 networks" in run("import", tmp_path / "zoo", "-o", tmp_path / "b.pop", "--snapshots", "0,4")
     assert Population(tmp_path / "b.pop").snapshots == (0, 4)
-    run("import", tmp_path / "zoo", "-o", tmp_path / "c.pop", "--snapshots", "6", code=2)
+    for wrong in ("6", "-1", "\u00b2", "9" * 5000):
+        run("import", tmp_path / "zoo", "-o", tmp_path / "c.pop", "--snapshots", wrong, code=2)
+    results = tmp_path / "zoo/NN_tune_trainable_1/result.json"
+    results.write_text(results.read_text().splitlines()[0])  # stopped before its last checkpoint
+    assert np.isnan(sources_of([str(tmp_path / "zoo")])[1]["test_acc"]).tolist() == [False, True, False, False, False]
+    assert "NN_tune_trainable_1: no results of its last checkpoint, 6" in caplog.text
 
 
 def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp_path, monkeypatch):

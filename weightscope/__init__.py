@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.recipe import Recipe
     from weightscope.spec import TensorSpec, WeightSpec
     from weightscope.training.collection import collect
+    from weightscope.training.status import status
 
 # Public name -> the module that defines it.
 _HOMES = {

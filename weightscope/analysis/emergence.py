@@ -77,10 +77,7 @@ class Emergence(Result):
         ]
         n = next(iter(self.found.values())).n
         title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any moment")
-        axes = plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title)
-        if path is not None:
-            plots.save(axes.figure, path)
-        return axes
+        return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
 
 
 def emergence(population: Population, select: str | Sequence[str] = "*") -> Emergence:

@@ -29,9 +29,7 @@ class ExchangeableCovariance(Result):
     permutations: PermutationSpec  # that was averaged over
     n: int  # networks
     excluded: int  # networks left out because they diverged or are not finite
-    index_effects: tuple[
-        IndexEffect, ...
-    ]  # for each group: are its units exchangeable by distribution; () of one network
+    index_effects: tuple[IndexEffect, ...]  # of each group: is it exchangeable by distribution; () of one network
 
     @cached_property
     def _pairs(self) -> list[Pair]:
@@ -140,9 +138,7 @@ class ExchangeableCovariance(Result):
         constant = found.covariance.diagonal() <= 0
         correlation[constant], correlation[:, constant] = np.nan, np.nan
         axes = plots.covariance_map(correlation, found.kind.slices, kind="correlation", title=title)
-        if path is not None:
-            plots.save(axes.figure, path)
-        return axes
+        return plots.finished(axes, path)
 
 
 def exchangeable_covariance(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -172,15 +173,21 @@ def _uses_others(layer: nn.Module) -> str:
     bias = None if layer.bias is None else layer.bias.detach().cpu().double()  # type: ignore[operator]
     sums = weight.reshape(*weight.shape[:2], -1).sum(-1, keepdim=True)
     wanted = nn.functional.conv1d(x[None, :, None], sums, bias, groups=groups)
-    copied = copy.deepcopy(layer).cpu().eval()
-    for dtype in (torch.float64, torch.float32):  # not all code runs in float64
+    copied, ran = copy.deepcopy(layer).cpu().eval(), False
+    for dtype, last in product((torch.float64, torch.float32), (False, True)):  # not all code runs in float64
+        given = image.to(dtype).movedim(1, -1) if last else image.to(dtype)  # (B, n, p) is that of tokens
         try:
-            found = copied.to(dtype)(image.to(dtype))[0].double()
+            found = copied.to(dtype)(given)[0].double()
         except Exception:  # noqa: BLE001 - a layer that takes something else
             continue
+        found, ran = found.movedim(-1, 0) if last else found, True
         middle = found[(slice(None), *(n // 2 for n in found.shape[1:]))]
-        same = torch.allclose(middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-        return "" if same else "computes with other numbers than its weight"
+        if middle.shape == wanted.flatten().shape and torch.allclose(
+            middle, wanted.flatten(), rtol=1e-4, atol=1e-4 * float(wanted.abs().max())
+        ):
+            return ""
+    if ran:
+        return "computes with other numbers than its weight"
     return "could not be called on one input, so that it is not known whether it computes with its weight"
 
 

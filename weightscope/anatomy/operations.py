@@ -14,15 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from weightscope.anatomy.symbolic_axes import (
-    Axes,
-    Axis,
-    Fixed,
-    concatenated,
-    factors,
-    fixed,
-    length,
-)
+from weightscope.anatomy.symbolic_axes import Axes, Axis, Fixed, concatenated, factors, fixed, length
 
 Value: TypeAlias = list[Axis]  # the axes of a tensor
 
@@ -128,6 +120,7 @@ def _words(text: str) -> frozenset[str]:
 
 _ODD = _words("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
 _EVEN = {"abs", "cos", "cosh", "square"}
+_POINTWISE = _words("hardswish hardsigmoid hardtanh relu6 mish celu selu softplus leaky_relu prelu")  # not all tagged
 _SUMS = {"add", "sub", "rsub"}
 _PRODUCTS = {"mul", "div", "multiply", "divide"}
 _MOVED = {"alias", "detach", "lift_fresh", "contiguous", "clone", "_to_copy"}
@@ -208,7 +201,7 @@ class Propagation:
             found = [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
         elif base in RULES:
             found = RULES[base](self, arguments, step)
-        elif step.pointwise:
+        elif step.pointwise or base in _POINTWISE:
             found = [self.pointwise(base, arguments, step)]
         else:
             found = self.without_rule(step, inputs)
@@ -516,11 +509,6 @@ def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if same and kept == [(n, s) for n, s in zip(shape, step.strides, strict=True) if n > 1]:
         return [a["self"]]  # only the strides of axes of length one are set
     return p.without_rule(step, [a["self"]])
-
-
-@_rule("hardswish", "hardsigmoid", "hardtanh", "relu6", "mish", "celu", "selu", "softplus", "leaky_relu", "prelu")
-def _elementwise(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    return [p.pointwise(step.name, a, step)]
 
 
 @_rule("index_select", "gather")

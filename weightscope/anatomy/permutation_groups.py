@@ -1,7 +1,7 @@
 """Permutation specifications of modules and sources of weights, and the check by function."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,23 +145,23 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     network with random weights in all its tensors must have the same outputs after renumbering; a SpecError if not.
     """
     spec: WeightSpec = source.spec
+    template: Callable[[], Any] = getattr(source, "template", lambda: None)  # builds the network
     if given is None:
         try:
             named = permutation_spec(spec)
         except AnatomyError as error:
+            if (built := template()) is not None and built[1] is not None:
+                return derived(*built)
             if not hasattr(source, "template"):
                 raise
-            template = source.template()
-            if template is None or template[1] is None:
-                raise AnatomyError(
-                    f"{error}; or import the networks with --network MODULE:FUNCTION that returns the network and "
-                    "example inputs, to derive it"
-                ) from None
-            return derived(*template)
+            raise AnatomyError(
+                f"{error}; or import the networks with --network MODULE:FUNCTION that returns the network and example "
+                "inputs, to derive it"
+            ) from None
         recipe = getattr(source, "recipe", None)
-        if recipe is None or not hasattr(source, "template") or is_reference(recipe.network.type):
-            return named
-        return permutation_spec(source.template()[0])
+        if recipe is not None and not is_reference(recipe.network.type) and (built := template()) is not None:
+            return permutation_spec(built[0])
+        return named
     if isinstance(given, str | Path):
         found = read_permutations(given, spec)
     else:
@@ -169,9 +169,8 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     described = {view.tensor for view in found.views}
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
-    template = source.template() if hasattr(source, "template") else None
-    if template is not None and template[1] is not None:
-        module, inputs = template
+    if (built := template()) is not None and built[1] is not None:
+        module, inputs = built
         change, tolerance = change_of_function(module, inputs, found)
         if not change < tolerance:
             raise SpecError(

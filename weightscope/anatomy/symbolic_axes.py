@@ -10,8 +10,9 @@ that of the unit does. An axis of an intermediate result has a sum of such bits,
 add, sums and contractions need equal ones, and an operation that is neither odd nor even needs zero.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
@@ -126,25 +127,12 @@ class Axes:
 
     def resolved(self, axis: Axis) -> Axis:
         """The axis with everything put in that is known of its units."""
-        out: list[Factor] = []
-        for factor in axis:
-            if isinstance(factor, Leaf):
-                unit = self.root(factor.unit)
-                if unit.parts is not None:
-                    out += self.resolved(_signed(unit.parts, factor.sign))
-                else:
-                    out.append(Leaf(unit, factor.sign))
-            elif isinstance(factor, Concatenation):
-                parts = tuple(map(self.resolved, factor.parts))
-                if len(parts) == 1:
-                    out += parts[0]
-                else:
-                    out.append(Concatenation(parts, factor.key))
-            elif isinstance(factor, Choice):
-                out.append(Choice(factor.key, tuple(map(self.resolved, factor.axes))))
-            else:
-                out.append(factor)
-        return tuple(_joined(out))
+
+        def known(leaf: Leaf) -> Axis:
+            unit = self.root(leaf.unit)
+            return (Leaf(unit, leaf.sign),) if unit.parts is None else self.resolved(_signed(unit.parts, leaf.sign))
+
+        return _mapped(axis, known)
 
     def units(self, axis: Axis) -> list[Unit]:
         """The units on an axis, fixed ones as well."""
@@ -268,12 +256,10 @@ class Axes:
         for factor in self.resolved(axis):
             if isinstance(factor, Concatenation):
                 out.append(Concatenation(tuple(map(self._shape_of, factor.parts))))
-            elif isinstance(factor, Leaf):
-                out.append(Leaf(Unit(factor.size), self.bit()))
             elif isinstance(factor, Choice):
                 out += self._shape_of(factor.axes[0])
             else:
-                out.append(factor)
+                out.append(Leaf(Unit(factor.size), self.bit()) if isinstance(factor, Leaf) else factor)
         return tuple(out)
 
     def collapsed(self, axis: Axis) -> Axis:
@@ -431,41 +417,33 @@ def concatenated(axes: Sequence[Axis]) -> Axis:
 
 def _signed(axis: Axis, sign: int) -> Axis:
     """The axis with this mask everywhere."""
+    return _mapped(axis, lambda leaf: (Leaf(leaf.unit, sign),))
+
+
+def _mapped(axis: Axis, change: Callable[[Leaf], Axis]) -> Axis:
+    """The axis with all its leaves changed; concatenations of one part are that part, fixed neighbours are one."""
     out: list[Factor] = []
     for factor in axis:
         if isinstance(factor, Leaf):
-            out.append(Leaf(factor.unit, sign))
+            out += change(factor)
         elif isinstance(factor, Concatenation):
-            out.append(Concatenation(tuple(_signed(part, sign) for part in factor.parts), factor.key))
+            parts = tuple(_mapped(part, change) for part in factor.parts)
+            out += parts[0] if len(parts) == 1 else (Concatenation(parts, factor.key),)
         elif isinstance(factor, Choice):
-            out.append(Choice(factor.key, tuple(_signed(part, sign) for part in factor.axes)))
+            out.append(Choice(factor.key, tuple(_mapped(part, change) for part in factor.axes)))
         else:
             out.append(factor)
-    return tuple(out)
-
-
-def _joined(axis: Sequence[Factor]) -> Iterator[Factor]:
-    """Fixed factors side by side as one."""
-    last: Fixed | None = None
-    for factor in axis:
-        if isinstance(factor, Fixed) and last is not None and last.free == factor.free:
-            last = Fixed(last.size * factor.size, last.free)
-            continue
-        if last is not None:
-            yield last
-        last = factor if isinstance(factor, Fixed) else None
-        if last is None:
-            yield factor
-    if last is not None:
-        yield last
+    joined: list[Factor] = []
+    for factor in out:
+        if joined and isinstance(factor, Fixed) and isinstance(last := joined[-1], Fixed) and last.free == factor.free:
+            joined[-1] = Fixed(last.size * factor.size, last.free)
+        else:
+            joined.append(factor)
+    return tuple(joined)
 
 
 def _ends(cat: Concatenation) -> list[int]:
-    out, position = [], 0
-    for part in cat.parts:
-        position += length(part)
-        out.append(position)
-    return out
+    return list(accumulate(map(length, cat.parts)))
 
 
 def _parts_between(cat: Concatenation, start: int, stop: int) -> list[int] | None:

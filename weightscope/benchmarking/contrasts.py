@@ -10,9 +10,10 @@ import numpy as np
 
 from weightscope._util.names import shortened, unknown
 from weightscope.benchmarking.design import point_text, value_text
-from weightscope.benchmarking.statistics import Runs, cell_key, holm, holm_levels, paired
+from weightscope.benchmarking.statistics import Runs, cell_key, holm_levels, paired
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
+from weightscope.statistics.multiplicity import holm
 
 Place = tuple[Mapping[str, Any], int, str]
 """The cell, training length and initialiser of an arm."""

@@ -79,7 +79,7 @@ class GainChoice(Result):
         head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "realised", "log-likelihood")
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
-            "realised: the gain that clipping and projection leave; gains that realise the same are nearly one law\n"
+            "realised: the gain that clipping and projection leave; equal ones give nearly equal distributions\n"
             "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
             "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
         )
@@ -93,10 +93,7 @@ class GainChoice(Result):
         """The primary metric against gain, with standard errors of the paired differences and the choice marked."""
         from weightscope import plots
 
-        figure = plots.root_figure(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title))
-        if path is not None:
-            plots.save(figure, path)
-        return figure
+        return plots.finished(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title), path)
 
 
 def choose_gain(

@@ -179,10 +179,7 @@ class BenchResult(Result):
 def _drawn(draw: Callable[..., Any], title: str | None, path: str | Path | None = None) -> "Figure":
     from weightscope import plots
 
-    figure = plots.root_figure(draw(title=title))
-    if path is not None:
-        plots.save(figure, path)
-    return figure
+    return plots.finished(draw(title=title), path)
 
 
 def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:

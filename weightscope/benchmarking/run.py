@@ -360,10 +360,8 @@ class Design:
         for arm, (found, device, seconds) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
             runs += self._rows(arm, found, seconds)
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
-        arms, declared = (
-            summarise(runs, self.metric, self._chances()),
-            [c.text not in self.late for c in self.contrasts],
-        )
+        arms = summarise(runs, self.metric, self._chances())
+        declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared)
         result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts)
         atomic.make_folder(self.folder)

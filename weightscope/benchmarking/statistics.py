@@ -13,6 +13,7 @@ from weightscope.benchmarking.design import CONTROLS, FROZEN, point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
+from weightscope.statistics.multiplicity import holm
 
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
@@ -321,15 +322,6 @@ def tells(interval: Sequence[float] | None, metric: Metric = ACCURACY) -> bool:
     A wider one, such as that of two seeds at an adjusted level, holds 0 and at least half of what is possible.
     """
     return interval is not None and interval[1] - interval[0] < metric.bounds[1] - metric.bounds[0]
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment (1979) of m p-values, in their order: max over j <= i of (m - j) p_(j), at most 1."""
-    adjusted, running = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = running
-    return adjusted
 
 
 def holm_levels(p_values: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.sources import is_population, population_member
+from weightscope._util.sources import population_member
 from weightscope.cli.options import (
     Named,
     OutputFile,
@@ -184,7 +184,7 @@ def covariance(
     from weightscope.analysis.across_networks import covariance as compute
 
     found: Any
-    throughout = at == "all" and options["exchangeable"]
+    throughout, select = at == "all" and options["exchangeable"], options["select"]
     if at is not None and not at.isdigit() and not throughout:
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
@@ -204,15 +204,14 @@ def covariance(
             )
         if throughout:
             from weightscope.analysis.emergence import emergence
-            from weightscope.population import Population, population_in
+            from weightscope.population import population_in
 
             if len(sources) > 1:
                 raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
-            source = sources[0] if isinstance(sources[0], Population) else population_in(sources[0])
-            _show(emergence(source, options["select"] or "*"), out, json_file)
-            return
-        given = sources[0] if len(sources) == 1 else sources
-        found = compute(given, options["select"] or "auto", exchangeable=True, permutations=own)
+            found = emergence(population_in(sources[0]), select or "*")
+        else:
+            given = sources[0] if len(sources) == 1 else sources
+            found = compute(given, select or "auto", exchangeable=True, permutations=own)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
@@ -254,13 +253,12 @@ def _with_initialisers(
 
     from weightscope.analysis.within_network import skeleton
     from weightscope.benchmarking.design import labelled
-    from weightscope.population import Population, population_in
+    from weightscope.population import Population, open_source
     from weightscope.training.initial_weights import resolve
 
-    first: Any = sources[0]
-    if isinstance(first, Population) or is_population(first):
-        population = first if isinstance(first, Population) else population_in(first)
-        first = population.opened(options.get("network", 0))
+    first = open_source(sources[0])
+    if isinstance(first, Population):
+        first = first.opened(options.get("network", 0))
     named = [labelled(init) for init in inits]
     generators = [torch.Generator().manual_seed(0) for _ in named]
     bare = [skeleton(first, options.get("part")) for _ in named]

@@ -1,5 +1,6 @@
 """The command `import`: networks that were trained elsewhere as a population."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def import_(sources: tuple[str, ...], out: Path, select: str, snapshots: str, **
     networks, metrics, moments = sources_of(sources)
     if moments is not None and snapshots != "all":
         words = [] if snapshots == "none" else snapshots.split(",")
-        if not all(word.strip().isdigit() for word in words):
+        if not all(re.fullmatch(r"\s*[0-9]{1,12}\s*", word) for word in words):
             raise UsageError(f"--snapshots: expected all, none or numbers such as 0,10,20, found {snapshots}")
         wanted = sorted({int(word) for word in words})
         if missing := [moment for moment in wanted if moment not in moments]:

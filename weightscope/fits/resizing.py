@@ -69,21 +69,21 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
 def resized(
     structure: Exchangeable, network: WeightSpec, deviations: Mapping[str, float] | None = None
 ) -> tuple[Exchangeable | None, dict[str, str]]:
-    """The structure's law for the tensors of another network, all of whose tensors are given.
+    """The structure for the tensors of another network, all of whose tensors are given.
 
     A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
     (`default_deviations`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of
-    n - 1. The law's mean, one number for each fixed entry of a tensor, is kept in the same units. With `deviations`,
+    n - 1. The mean, one number for each fixed entry of a tensor, is kept in the same units. With `deviations`,
     view -> root mean square of its entries in the other network, each view has that of the other network instead, and
-    only the ratios between its parts are those of the law.
+    only the ratios between its parts are those of the structure.
 
-    Blocks take the law of the block of nearest relative depth. Where m blocks take that of one block, their normalised
-    sum has its law, and their contrasts have that of one block, independently of everything else:
+    Blocks take the distribution of the block of nearest relative depth. Where m blocks take that of one, their
+    normalised sum has its distribution, and so has each of their contrasts, independently of everything else:
 
         T = U C U^T + sum_a (I - u_a u_a^T) (x) C_aa,   u_a = (1, ..., 1) / sqrt(m_a)
 
     which is positive definite whenever C is: covariances between blocks are divided by sqrt(m_a m_b), those between
-    blocks that took one block's law are zero, and the sum of the branches is as strongly correlated with the rest of
+    blocks that took that of one block are zero, and the sum of the branches is as strongly correlated with the rest of
     the network as it was.
 
     Returns the structure of the tensors that could be resized (None if there are none), with what was rescaled, taken
@@ -152,7 +152,7 @@ def type_of(kind: InvariantType, view: View, origin: View, types: Sequence[Invar
 
 
 def _root_mean_square(structure: Exchangeable, permutations: PermutationSpec, view: View, origin: View) -> float:
-    """Of the entries of a view that has the law of another view, without its mean."""
+    """Of the entries of a view that is distributed as another view, without its mean."""
     total, old = 0.0, structure.permutations.types
     for kind in permutations.types:
         if view in kind.views:
@@ -213,7 +213,7 @@ def _permutations(structure: Exchangeable, network: WeightSpec, tensors: Mapping
 
 
 def _problem(view: View, origin: View | None) -> str | None:
-    """Why a view cannot take the law of another, or None."""
+    """Why a view cannot be distributed as another, or None."""
     if origin is None:
         return "has no counterpart in the fit"
     fixed = [[n for n, axis in zip(v.shape, v.axes, strict=True) if axis is None] for v in (origin, view)]
@@ -250,7 +250,7 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
 
 
 def _notes(plan: _Plan, own: bool) -> list[str]:
-    """Which axes and deviations changed, and which block took the law of which, as lines of a report."""
+    """Which axes and deviations changed, and which block is distributed as which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
         ratios.setdefault("own" if own else f"{plan.ratios[view.name]:.3g}", []).append(view.name)

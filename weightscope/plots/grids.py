@@ -1,6 +1,6 @@
 """Grids of panels of one size: matrices such as products of attention weights, and attention maps.
 
-Panels have exact sizes, so that every entry of a matrix is a whole number of pixels, which no layout engine promises.
+Panels have exact sizes, so that every entry of a matrix is a whole number of pixels, which no layout engine ensures.
 """
 
 from collections.abc import Mapping, Sequence

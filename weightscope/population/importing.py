@@ -12,9 +12,11 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import shutil
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -383,11 +385,17 @@ def digest_of(source: str | Path) -> bytes:
 
 
 def files_of(source: str | Path) -> list[Path]:
-    """The file of a source, or the model files in its folder; none of a model at the hub."""
+    """The file of a source, or the model files in its folder, with those that they name; none at the hub."""
     path = Path(source).expanduser()
-    if str(source).startswith(_HUB) or not path.is_dir():
-        return [] if str(source).startswith(_HUB) else [path]
-    return sorted(file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file())
+    if str(source).startswith(_HUB):
+        return []
+    found = {path}
+    if path.is_dir():
+        found = {file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file()}
+    for file in [file for file in found if file.suffix in (".onnx", ".json")]:  # external data, or shards of an index
+        text = read_regular(file, _MOST_NAMING)
+        found |= {beside for beside in file.parent.iterdir() if beside.is_file() and os.fsencode(beside.name) in text}
+    return sorted(found)
 
 
 def _commit_digest(commit: str) -> bytes:
@@ -474,6 +482,7 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
+_MOST_NAMING = 2**31  # bytes of a file that names others, protobuf's limit
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
@@ -506,6 +515,10 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
         found += [each for path in paths for each in _at(path)]
     for addresses in hub.values():
         found.append((_moments(addresses) if len(addresses) > 1 else addresses[0], {}))
+    ends = Counter(max(source) for source, _ in found if isinstance(source, dict))
+    if len(ends) > 1:
+        counts = ", ".join(f"{ends[moment]} end at {moment}" for moment in sorted(ends))
+        _log.warning("not all networks were trained for as long: %s", counts)
     if any(isinstance(source, dict) and len(source) > 1 for source, _ in found):
         if plain := [source for source, _ in found if not isinstance(source, dict)]:
             raise UsageError(f"{plain[0]}: expected several moments of training, as the other networks have, found one")
@@ -576,7 +589,12 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
         raise DataError(f"{folder}: expected checkpoint_NNNNNN/checkpoints beside result.json, found none")
     settings = _json_lines(folder / "params.json")[0] if (folder / "params.json").is_file() else {}
     results = _json_lines(folder / "result.json") or [{}]
-    last = next((row for row in results if row.get("training_iteration") == max(files)), results[-1])
+    last = next((row for row in results if row.get("training_iteration") == max(files)), None)
+    if last is None:
+        numbered = any("training_iteration" in row for row in results)
+        last = {} if numbered else results[-1]
+        if numbered:
+            _log.warning("%s: no results of its last checkpoint, %d", folder, max(files))
     numbers = {k: float(v) for k, v in (settings | last).items() if isinstance(v, int | float) and k not in _RAY}
     return files, numbers
 

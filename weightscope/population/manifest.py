@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from weightscope._util.names import shortened
 from weightscope._util.sources import POPULATION_FILE, open_regular, read_regular
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
+from weightscope.recipe.sections import MOST_NETWORKS
 from weightscope.spec import WeightSpec
 
 NAME = POPULATION_FILE
@@ -23,6 +25,7 @@ SHARDS = "shards"
 _FORMAT = "weightscope-population"
 _COLLECTED, _IMPORTED = 1, 2  # schema versions
 _NAMED = 4  # tiles of a message
+_REFERENCE = re.compile(r"/[^\0]*|hf://[^@\0]+@(?:[0-9a-f]{2}){20,32}")  # a source that is read by reference
 # A spec takes about 60 bytes per tensor.
 _LARGEST = 64 * 2**20
 
@@ -192,6 +195,8 @@ def _parse(values: Any, file: Path) -> Manifest:
             f"{file}: expected the fingerprint {shortened(str(values.get('fingerprint')))} of recipe and spec, found "
             f"{manifest.fingerprint}; was it edited? Restore the original, or collect into another folder"
         )
+    if not all(1 <= size <= MOST_NETWORKS for size in manifest.sizes):
+        raise DataError(f"{file}: damaged, expected 1 to {MOST_NETWORKS} networks, found sizes {manifest.sizes}")
     if list(manifest.sizes) != sorted(manifest.sizes) or manifest.sizes[-1:] != (_stated(manifest),):
         raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {_stated(manifest)} networks")
     return manifest
@@ -209,7 +214,11 @@ def _made(values: Any) -> Recipe | Import:
     sources, snapshots = tuple(tuple(map(str, each)) for each in found["sources"]), tuple(map(int, found["snapshots"]))
     if any(len(each) != 1 + len(snapshots) for each in sources):
         raise ValueError(f"import.sources: expected {1 + len(snapshots)} for each network")
-    return Import(tile, sources, snapshots, bool(found["by_reference"]), rename, str(found["network"]), recipe)
+    by_reference = bool(found["by_reference"])
+    for source in (source for each in sources for source in each if by_reference):
+        if not _REFERENCE.fullmatch(source):
+            raise ValueError(f"import.sources: expected an absolute path or hf://NAME@COMMIT, found {source!r}")
+    return Import(tile, sources, snapshots, by_reference, rename, str(found["network"]), recipe)
 
 
 def _stated(manifest: Manifest) -> int:

@@ -512,8 +512,10 @@ class Population(Result):
         return out
 
 
-def population_in(folder: str | Path, *, partial: bool = False) -> Population:
+def population_in(folder: str | Path | Population, *, partial: bool = False) -> Population:
     """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""
+    if isinstance(folder, Population):
+        return folder
     if not Path(folder).is_dir():
         found = "a file" if Path(folder).exists() else "no such folder"
         raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")

@@ -25,6 +25,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.index_effects import IndexEffects
 from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.multiplicity import holm
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
 
@@ -433,12 +434,7 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
             if pair is not None:
                 correlation, interval, z, p = pair
                 out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
-    order = np.argsort([pair.p for pair in out], kind="stable")
-    running, adjusted = 0.0, {}
-    for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(out) - rank) * out[i].p))
-        adjusted[int(i)] = running
-    pairs = [replace(pair, p=adjusted[i]) for i, pair in enumerate(out)]
+    pairs = [replace(pair, p=p) for pair, p in zip(out, holm([pair.p for pair in out]), strict=True)]
     return sorted(pairs, key=lambda pair: -abs(pair.z))
 
 

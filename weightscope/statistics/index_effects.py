@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weightscope.statistics.multiplicity import holm
 from weightscope.statistics.permutations import PermutationSpec, bare, is_signed
 
 NETWORKS = 1024  # of a population that are tested at most
@@ -103,12 +104,7 @@ class IndexEffects:
         rng = np.random.default_rng(seed)
         rounds = max(999, 40 * len(self._sums))
         found = [e for group in self._sums if (e := self._tested(group, bundles, rounds, rng)) is not None]
-        order = sorted(range(len(found)), key=lambda i: found[i].p)
-        running, out = 0.0, list(found)
-        for rank, i in enumerate(order):
-            running = max(running, min(1.0, (len(found) - rank) * found[i].p))
-            out[i] = replace(found[i], p=running)
-        return tuple(out)
+        return tuple(replace(e, p=p) for e, p in zip(found, holm([e.p for e in found]), strict=True))
 
     def _tested(self, group: str, bundles: int, rounds: int, rng: np.random.Generator) -> IndexEffect | None:
         stays = self.permutations.stays(group)
