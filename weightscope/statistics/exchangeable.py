@@ -405,13 +405,13 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them about the means
-    over networks, so that networks of different scale count alike, with its standard error compared with Student's t of
-    N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 / sqrt(samples). Several copies:
-    the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the
-    type's design effect, the median squared ratio of the two standard errors of its single copies, or by what the
-    networks' different scales do to the variance of the two views' correlations, where either exceeds one. Its
-    interval inverts the noncentral chi-squared distribution of the same statistic.
+    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
+    means over networks, so that networks of different scale count alike, with its standard error compared with
+    Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
+    sqrt(samples). Several copies: the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda;
+    samples are divided by the type's design effect, the median squared ratio of the two standard errors of its single
+    copies, or by what the networks' different scales do to the variance of the two views' correlations, where either
+    exceeds one. Its interval inverts the noncentral chi-squared distribution of the same statistic.
     """
     out = []
     for found in covariances:
