@@ -88,9 +88,9 @@ def test_a_mean_filter_is_padded_with_its_mean_or_clipped():
 
 def test_even_sizes_have_no_centre_and_shapes_must_fit():
     for k, size in ((4, 5), (5, 4), (0, 3)):
-        with pytest.raises(UsageError, match="odd filter sizes"):
+        with pytest.raises(UsageError, match="filter size: expected an odd number"):
             resized_covariance(np.eye(k * k), k, size)
-        with pytest.raises(UsageError, match="odd filter sizes"):
+        with pytest.raises(UsageError, match="filter size: expected an odd number"):
             resized_mean(np.zeros((k, k)), k, size)
     with pytest.raises(UsageError, match=r"expected a covariance \(9, 9\)"):
         resized_covariance(np.eye(8), 3, 5)

@@ -31,6 +31,13 @@ def count(name: str, value: Any, least: int = 1) -> int:
     return value
 
 
+def odd(name: str, value: Any) -> int:
+    """`value` as an odd integer >= 1, a size with a centre; raises UsageError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
+        raise UsageError(f"{name}: expected an odd number, the size of what has a centre, found {value!r}")
+    return value
+
+
 def choice(name: str, value: Any, options: Iterable[str]) -> str:
     """`value` if it is one of `options`; raises UsageError with the list otherwise."""
     options = tuple(options)

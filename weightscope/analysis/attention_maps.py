@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice, count
+from weightscope._util.checks import choice, count, odd
 from weightscope._util.results import Result, row_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import TokenGrid
@@ -467,8 +467,7 @@ def attention_maps(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model: expected an nn.Module, found {type(model).__name__}")
-    if isinstance(filter_size, bool) or not isinstance(filter_size, int) or filter_size < 1 or filter_size % 2 == 0:
-        raise UsageError(f"filter_size: expected an odd number, found {filter_size!r}")
+    odd("filter_size", filter_size)
     count("batch_size", batch_size)
     batch = _checked(inputs)
     sequences = batch.ndim == 2

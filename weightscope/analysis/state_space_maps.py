@@ -221,7 +221,7 @@ def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, e
     selected = mixer.select(x)
     y = torch.empty_like(selected.x)
     mean = mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype)
-    for start, maps, masks in _chunks(selected):
+    for start, maps, masks in channel_maps(selected):
         here = slice(start, start + maps.shape[1])
         y[:, :, here] = torch.einsum("bdij,bjd->bid", maps, selected.x[:, :, here])
         mean, mask = mean + maps.mean(0).sum(0), mask + masks.mean(0).sum(0)
@@ -233,12 +233,7 @@ def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, e
     return StateSpaceLayer(number, name, (mean / channels).numpy(), (mask / channels).numpy(), error)
 
 
-def channel_maps(selected: Selected) -> Tensor:
-    """M_d of every channel, (B, p, n, n); see `state_space_maps`."""
-    return torch.cat([maps for _, maps, _ in _chunks(selected)], 1)
-
-
-def _chunks(s: Selected) -> Iterator[tuple[int, Tensor, Tensor]]:
+def channel_maps(s: Selected) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(first channel, maps M_d (B, c, n, n), masks (B, c, n, n)) of a few channels at a time."""
     (batch, tokens, channels), states, groups = s.x.shape, s.a.shape[1], s.b.shape[2]
     size = max(1, _AT_ONCE // (batch * tokens * tokens))

@@ -12,7 +12,7 @@ from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers,
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import UsageError
-from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
+from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
@@ -102,7 +102,7 @@ CONSTRUCTIONS = ("svd", "same-random")
 
 def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> Tensor:
     """`alpha Z + beta I` with the entries of Z from N(0, 1/d), float32 (d, d)."""
-    out = torch.empty(d, d, dtype=torch.float32).normal_(std=alpha / math.sqrt(d), generator=cpu_generator(generator))
+    out = torch.empty(d, d, dtype=torch.float32).normal_(std=alpha / math.sqrt(d), generator=generator)
     out.diagonal().add_(beta)
     return out
 

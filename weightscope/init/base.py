@@ -31,23 +31,22 @@ class Initialiser(Protocol):
         ...
 
 
-def cpu_generator(generator: Generator) -> Generator:
-    """The generator, checked: numbers are drawn on the CPU, so that a seed gives the same weights on any device."""
+def check_generator(generator: Generator) -> None:
+    """Refuse what is no generator of the CPU, where numbers are drawn: a seed gives the same weights on any device."""
     if not isinstance(generator, torch.Generator | None):
         raise UsageError(f"generator: expected a torch.Generator or None, found {type(generator).__name__}")
     if generator is not None and generator.device.type != "cpu":
         raise UsageError(f"generator: expected a CPU generator (torch.Generator()), found one on {generator.device}")
-    return generator
 
 
 def normal(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers on the CPU."""
-    return torch.randn(*shape, generator=cpu_generator(generator), dtype=dtype)
+    return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def uniform(*shape: int, bound: float, generator: Generator) -> Tensor:
     """Uniform numbers in [-bound, bound) on the CPU, float32."""
-    return torch.rand(*shape, generator=cpu_generator(generator), dtype=torch.float32).mul_(2 * bound).sub_(bound)
+    return torch.rand(*shape, generator=generator, dtype=torch.float32).mul_(2 * bound).sub_(bound)
 
 
 def frame(*shape: int, generator: Generator, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -112,6 +111,7 @@ class _Initialisers(Registry[F]):
             @functools.wraps(function)
             def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
                 name = function.__name__
+                check_generator(parameters.get("generator"))
                 with running(name), torch.autocast("cpu", enabled=False):  # the caller's would round what is computed
                     if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
                         return function(module, *args, **parameters)
@@ -139,6 +139,7 @@ class UserInitialiser:
 
     def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
         """Initialise the module in place."""
+        check_generator(generator)
         try:
             with running(self.name), all_or_nothing():
                 found = self.function(module, **self.parameters, generator=generator)

@@ -15,7 +15,7 @@ from weightscope.anatomy.matrices import matrices
 from weightscope.errors import UsageError
 from weightscope.fits.exchangeable import mean_vector
 from weightscope.init._trained import found_parts
-from weightscope.init.base import Generator, Initialiser, M, cpu_generator, normal, put, running
+from weightscope.init.base import Generator, Initialiser, M, normal, put, running
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, centred
 from weightscope.statistics.permutations import PermutationSpec, is_signed
@@ -78,7 +78,7 @@ class ScaleControl:
         with running("scale control"), writable(module, "scale control", idle=True) as inner:
             for key, block in _blocks(inner).items():
                 if key in self.entries:
-                    chosen = torch.randint(len(self.entries[key]), block.shape, generator=cpu_generator(generator))
+                    chosen = torch.randint(len(self.entries[key]), block.shape, generator=generator)
                     put(block, self.entries[key][chosen])
                 elif key in self.moments:
                     mean, std = self.moments[key]

@@ -13,7 +13,7 @@ from weightscope._util.checks import choice, count, number, positive
 from weightscope.anatomy import DepthwisePart, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
-from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, normal
+from weightscope.init.base import INITIALISERS, Generator, M, normal
 from weightscope.statistics.filters import (
     Schedule,
     at_depth,
@@ -191,7 +191,6 @@ def impulse_filters_(
     choice("sign", sign, ("positive", "random"))
     if filter_size is not None:
         count("filter_size", filter_size)
-    cpu_generator(generator)
     for part in depthwise(module, strict=strict, caller="impulse_filters_"):
         pixels = central_pixels(part, filter_size)
         channels = torch.arange(part.channels)
@@ -353,7 +352,6 @@ def draw_transferred(
     """Draw a module's filters from a fit's; layer -> share of negative eigenvalues, where there are some."""
     parts: list[DepthwisePart] = depthwise(module, strict=strict, caller="covariance_transfer_")
     parts = checked_filters(parts, "covariances are transferred for images only", strict)
-    cpu_generator(generator)
     wanted = target_distributions(parts, fit)
     used = {layer.kernel for layer in fit.layers if fit.kernel in (None, layer.kernel)}
     negative = {}

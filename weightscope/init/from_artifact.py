@@ -22,7 +22,7 @@ from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
-from weightscope.init.base import Generator, M, cpu_generator, running
+from weightscope.init.base import Generator, M, check_generator, running
 from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
@@ -56,7 +56,7 @@ class FittedInit:
         With `strict=False`, tensors that are missing or misshapen are listed in the report; otherwise they are an
         error, as are drawn numbers that are not finite in a tensor's own dtype. Nothing is changed then.
         """
-        cpu_generator(generator)
+        check_generator(generator)
         with running("load_init"), writable(module, "load_init") as inner:
             self.report = self._set(inner, generator, strict)
         return module

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice, count, flag
+from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.environment import single_threaded
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
-from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, frame, normal
+from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.init.baselines import truncated
 from weightscope.networks.layers import sinusoidal_positions
 
@@ -237,9 +237,7 @@ PSEUDO_INPUTS = ("positions", "gaussian", "uniform", "positions+gaussian", "posi
 
 def filter_offsets(filter_size: int, grid: bool) -> list[Offset]:
     """The f^2 offsets (dy, dx) of an f x f filter, row by row; the f offsets (0, dx) for a sequence."""
-    if count("filter_size", filter_size) % 2 == 0:
-        raise UsageError(f"filter_size: expected an odd number (offsets are centred on the token), found {filter_size}")
-    reach = range(-(filter_size // 2), filter_size // 2 + 1)
+    reach = range(-(odd("filter_size", filter_size) // 2), filter_size // 2 + 1)
     return [(dy, dx) for dy in (reach if grid else (0,)) for dx in reach]
 
 
@@ -327,7 +325,7 @@ def impulse_attention_(
     for parts in towers.values():
         table, width = nearest_table(parts[0], tables), parts[0].width
         codes, tokens = position_codes(parts[0], table, grid)
-        plans = _plans(parts, offsets, filter_size, tokens, same_layers, cpu_generator(generator))
+        plans = _plans(parts, offsets, filter_size, tokens, same_layers, generator)
         first = next(p.name for p in everything if p.width == width and nearest_table(p, tables) is table)
         split = len(plans) if following is None else sum(plan.part.name == first for plan in plans)
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
@@ -377,27 +375,18 @@ def position_codes(
     part: AttentionPart, table: PositionEmbedding | None, grid: int | Sequence[int] | None
 ) -> tuple[Tensor, TokenGrid]:
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
-    causal = bool(part.causal)
     if table is not None:
-        found = replace(token_grid(table), causal=causal)
-        _masked_as_known(part, found)
-        return table.read().cpu(), found
-    if isinstance(grid, int):
-        found = TokenGrid(1, count("grid", grid, 2), 0, causal)
-        _masked_as_known(part, found)
-        return sinusoidal_positions(grid, None, part.width), found
-    if grid is None:
+        tokens = token_grid(table)
+    elif grid is None:
         raise AnatomyError(
             "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
         )
-    if len(grid) != 2:
+    elif isinstance(grid, int):
+        tokens = TokenGrid(1, count("grid", grid, 2))
+    elif len(grid) == 2:
+        tokens = TokenGrid(count("grid", grid[0]), count("grid", grid[1]))
+    else:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
-    rows, columns = (count("grid", n) for n in grid)
-    return sinusoidal_positions(rows, columns, part.width), TokenGrid(rows, columns, 0, causal)
-
-
-def _masked_as_known(part: AttentionPart, tokens: TokenGrid) -> None:
-    """UsageError if it is not known whether all these tokens are seen, or those before, in a sequence."""
     if part.window is not None and max(tokens.rows, tokens.columns) > part.window:
         raise UsageError(
             f"`{part.name}`: attributes or config state a window of {part.window}, fewer than the {tokens.columns} "
@@ -408,6 +397,12 @@ def _masked_as_known(part: AttentionPart, tokens: TokenGrid) -> None:
             f"`{part.name}`: expected to know whether later tokens are masked, found that its caller decides; give "
             "causal=True or causal=False, or the whole model"
         )
+    if table is not None:
+        codes = table.read().cpu()
+    else:
+        rows, columns = (grid, None) if isinstance(grid, int) else (tokens.rows, tokens.columns)
+        codes = sinusoidal_positions(rows, columns, part.width)
+    return codes, replace(tokens, causal=bool(part.causal))
 
 
 def _pseudo(kind: str, codes: Tensor, normalise: bool, generator: Generator) -> Tensor:

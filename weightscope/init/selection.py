@@ -25,7 +25,7 @@ from weightscope.init._trained import (
     spaced,
     token_grid,
 )
-from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
+from weightscope.init.base import INITIALISERS, Generator, M, put
 
 LAYERS = ("first", "spaced", "linspace")
 ELEMENTS = ("uniform", "linspace", "consecutive", "random", "random-inconsistent", "l1", "magnitude")
@@ -86,7 +86,6 @@ def select_weights_(
     choice("layers", layers, LAYERS)
     choice("elements", elements, ELEMENTS)
     choice("positions", positions, POSITIONS)
-    cpu_generator(generator)
     options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
     pairs = matched(module, teacher, **options)
     selection = Selection(elements, generator)

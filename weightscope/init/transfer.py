@@ -14,7 +14,7 @@ from weightscope.anatomy.places import Source, places
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._trained import chosen, layers_of
-from weightscope.init.base import INITIALISERS, Generator, M, cpu_generator, put
+from weightscope.init.base import INITIALISERS, Generator, M, put
 
 
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
@@ -195,7 +195,6 @@ def permute_(
         >>> permute_(transfer_(new, trained), mode="rows", select="*mlp*")
     """
     choice("mode", mode, ("entries", "rows", "columns"))
-    cpu_generator(generator)
     for matrix in _matrices(module, select, components):
         for block in matrix.split(matrix.weight):
             flat = block.flatten(1)

@@ -111,14 +111,9 @@ class Selected(NamedTuple):
     gate: Tensor  # before its SiLU, (B, n, p)
 
 
-class CausalConv1d(nn.Conv1d):
+def causal_convolution(layer: nn.Conv1d, x: Tensor) -> Tensor:
     """A depthwise convolution of tokens, (B, n, p) to (B, n, p), whose last tap is the present token."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, channels, TAPS, groups=channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
+    return layer(F.pad(x.transpose(1, 2), (TAPS - 1, 0))).transpose(1, 2)
 
 
 def initial_steps(heads: int) -> Tensor:
@@ -152,7 +147,7 @@ class MambaMixer(nn.Module):
         self.A_log = nn.Parameter(torch.empty(channels, state))
         self.D = nn.Parameter(torch.empty(channels))
         self.in_proj = nn.Linear(width, 2 * channels, bias=False)
-        self.conv1d = CausalConv1d(channels)
+        self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels)
         self.x_proj = nn.Linear(channels, self.rank + 2 * state, bias=False)
         self.dt_proj = StepProjection(self.rank, channels)
         self.out_proj = nn.Linear(channels, width, bias=False)
@@ -166,7 +161,7 @@ class MambaMixer(nn.Module):
     def select(self, x: Tensor) -> Selected:
         """The scan's inputs and operators for tokens (B, n, d)."""
         inner, gate = self.in_proj(x).chunk(2, dim=-1)
-        inner = F.silu(self.conv1d(inner))
+        inner = F.silu(causal_convolution(self.conv1d, inner))
         low, b, c = self.x_proj(inner).split([self.rank, self.state, self.state], dim=-1)
         delta = F.softplus(self.dt_proj(low))
         return Selected(inner, delta, -self.A_log.exp(), b.unsqueeze(2), c.unsqueeze(2), self.D, gate)
@@ -218,7 +213,7 @@ class Mamba2Mixer(nn.Module):
         self.A_log = nn.Parameter(torch.empty(heads))
         self.D = nn.Parameter(torch.empty(heads))
         self.in_proj = nn.Linear(width, 2 * channels + shared + heads, bias=False)
-        self.conv1d = CausalConv1d(channels + shared)
+        self.conv1d = nn.Conv1d(channels + shared, channels + shared, TAPS, groups=channels + shared)
         self.norm = GatedRMSNorm(channels, groups)
         self.out_proj = nn.Linear(channels, width, bias=False)
         self.reset_parameters()
@@ -233,7 +228,7 @@ class Mamba2Mixer(nn.Module):
         """Inputs (B, n, H, k), steps (B, n, H), B and C (B, n, G, N), gate (B, n, p)."""
         channels, shared = self.out_proj.in_features, self.n_groups * self.state_size
         gate, inner, step = self.in_proj(x).split([channels, channels + 2 * shared, self.heads], dim=-1)
-        inner, b, c = F.silu(self.conv1d(inner)).split([channels, shared, shared], dim=-1)
+        inner, b, c = F.silu(causal_convolution(self.conv1d, inner)).split([channels, shared, shared], dim=-1)
         b, c = (value.unflatten(-1, (self.n_groups, self.state_size)) for value in (b, c))
         return inner.unflatten(-1, (self.heads, -1)), F.softplus(step + self.dt_bias), b, c, gate
 

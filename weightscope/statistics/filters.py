@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from weightscope._util.checks import choice, positive
+from weightscope._util.checks import choice, odd, positive
 from weightscope.errors import UsageError
 
 
@@ -28,7 +28,8 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
 
     Source: thesis section 3.1.1, "Different filter sizes".
     """
-    _odd(k, size)
+    for side in (k, size):
+        odd("filter size", side)
     covariance = np.asarray(covariance, dtype=np.float64)
     if covariance.shape != (k * k, k * k):
         raise UsageError(f"expected a covariance {(k * k, k * k)} of {k} x {k} filters, found {covariance.shape}")
@@ -42,7 +43,8 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
 
 def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
     """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is."""
-    _odd(k, size)
+    for side in (k, size):
+        odd("filter size", side)
     mean = np.asarray(mean, dtype=np.float64)
     if mean.shape != (k, k):
         raise UsageError(f"expected a mean filter {(k, k)}, found {mean.shape}")
@@ -55,11 +57,6 @@ def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float
     low = min(int(place), len(values) - 1)
     share = place - low
     return values[low] if share == 0 else (1 - share) * values[low] + share * values[low + 1]
-
-
-def _odd(*sizes: int) -> None:
-    if bad := [size for size in sizes if size < 1 or size % 2 == 0]:
-        raise UsageError(f"expected odd filter sizes (with a centre pixel), found {bad[0]}")
 
 
 def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
@@ -102,8 +99,7 @@ def closed_form(k: int, sigma: float) -> tuple[np.ndarray, np.ndarray, np.ndarra
     for pixels x, y in row-major order, and `z[x] = exp(-|x - centre|^2 / (2 sigma))`: bumps that move, a static bump,
     and a mask. Source: thesis Eq. 3.5 to 3.9 and Fig. 3.6, rearranged from blocks as in Fig. A.4.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1 or k % 2 == 0:
-        raise UsageError(f"k: expected an odd filter size (the bump needs a centre pixel), found {k!r}")
+    odd("k", k)
     positive("sigma", sigma)
     pixels, half = np.arange(k), k // 2
     # Signed distances of pixels on a ring of k.
