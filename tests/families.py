@@ -16,6 +16,8 @@ import shims
 import torch
 from torch import Tensor, nn
 
+from weightscope.networks.sequences import Mamba, Mamba2
+
 WIDTH, DEPTH, HEADS, HIDDEN = 48, 2, 3, 96
 IMAGE, PATCH = 32, 8
 HF = {"hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS, "intermediate_size": HIDDEN}
@@ -48,6 +50,14 @@ def built(name: str) -> nn.Module:
 def seeded(seed: int = 0) -> torch.Generator:
     """A generator of its own."""
     return torch.Generator().manual_seed(seed)
+
+
+def state_space(version: int, depth: int = 3, width: int = 16, seed: int = 0, **options: Any) -> nn.Module:
+    """Our Mamba (version 1) or Mamba-2, small."""
+    torch.manual_seed(seed)
+    if version == 1:
+        return Mamba(9, width, depth, state=4, **options)
+    return Mamba2(9, width, depth, state=4, head_width=8, groups=2, **options)
 
 
 def scramble(model: nn.Module, seed: int = 0) -> nn.Module:

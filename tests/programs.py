@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from weightscope.cli import main
+from weightscope.errors import DataError
 from weightscope.fits.artifact import digest
 
 ROOT = Path(__file__).parent.parent
@@ -49,3 +50,11 @@ def rewritten(
         stored = stored if changed is None else changed
     save_file(stored, path, metadata={"weightscope": text, "sha256": digest(text, stored)})
     return path
+
+
+def refused(load: Callable[[Path], Any], path: Path, message: str) -> None:
+    """A damaged file is a DataError of one line that begins with its path."""
+    with pytest.raises(DataError, match=message) as error:
+        load(path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import rewritten
+from programs import refused, rewritten
 from safetensors.numpy import save_file
 from torch import nn
 
@@ -339,10 +339,7 @@ def in_table(row):
     ],
 )
 def test_a_header_is_never_trusted(path, change, message):
-    with pytest.raises(DataError, match=message) as error:
-        load_artifact(rewritten(path, change))
-    assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
+    refused(load_artifact, rewritten(path, change), message)
 
 
 @pytest.mark.parametrize(
@@ -361,8 +358,7 @@ def test_a_header_is_never_trusted(path, change, message):
     ],
 )
 def test_arrays_are_never_trusted(path, change, message):
-    with pytest.raises(DataError, match=message):
-        load_artifact(rewritten(path, arrays=change))
+    refused(load_artifact, rewritten(path, arrays=change), message)
 
 
 def test_files_that_are_no_artifacts(tmp_path, path):

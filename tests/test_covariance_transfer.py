@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import seeded
-from programs import rewritten
+from programs import refused, rewritten
 from references_init import resized
 from scipy import stats
 from torch import nn
@@ -161,9 +161,7 @@ def test_a_kronecker_product_is_drawn_exactly_and_others_by_their_nearest():
 def test_mixed_kernel_sizes_are_resized_each_or_chosen():
     torch.manual_seed(0)
     source = nn.Sequential(
-        nn.Conv2d(32, 32, 3, groups=32),
-        nn.Conv2d(32, 32, 5, groups=32),
-        nn.Conv2d(32, 32, 3, groups=32),
+        nn.Conv2d(32, 32, 3, groups=32), nn.Conv2d(32, 32, 5, groups=32), nn.Conv2d(32, 32, 3, groups=32)
     )
     structured(source)
     source_layers = filter_distributions(source)
@@ -302,14 +300,10 @@ ARRAYS = [
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "message"),
-    [(c, "header", m) for c, m in HEADERS] + [(c, "arrays", m) for c, m in ARRAYS],
+    ("change", "kind", "message"), [(c, "header", m) for c, m in HEADERS] + [(c, "arrays", m) for c, m in ARRAYS]
 )
 def test_an_artifact_is_never_trusted(path, change, kind, message):
-    with pytest.raises(DataError, match=message) as error:
-        wi.load_init(rewritten(path, **{kind: change}))
-    assert str(error.value).startswith(str(path))
-    assert "\n" not in str(error.value)
+    refused(wi.load_init, rewritten(path, **{kind: change}), message)
 
 
 # --- dead filters and layers of other depths --------------------------------------------------------------------------

@@ -38,58 +38,16 @@ def test_signatures_are_alike(name):
     assert wi.INITIALISERS.details[name].keys() >= {"source", "needs"}
 
 
-def equal(one: nn.Module, *others: nn.Module) -> bool:
-    return all(torch.equal(a, b) for other in others for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-
-def test_joined_names_run_in_order_and_share_numbers_out():
-    one, other = vit(), vit()
-    joined = wi.get("sinusoidal_positions + mimetic_attention+mimetic_mlp", gamma=2.0, b=0.1, alpha_qk=0.5)
-    assert joined(one, generator=seeded()) is one
-    g = seeded()
-    wi.sinusoidal_positions_(other, gamma=2.0)
-    wi.mimetic_attention_(other, alpha_qk=0.5, generator=g)
-    wi.mimetic_mlp_(other, b=0.1, generator=g)
-    assert equal(one, other)
-
-
-def test_compose_takes_names_and_functions():
-    one, other = vit(), vit()
-    both = wi.compose("trunc_normal", functools.partial(wi.mimetic_mlp_, mode="rows"))
-    assert both(one, generator=seeded()) is one
-    g = seeded()
-    wi.mimetic_mlp_(wi.trunc_normal_(other, generator=g), mode="rows", generator=g)
-    assert equal(one, other)
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def test_parameters_lists_names_and_defaults():
     assert wi.parameters("conv_covariance")["psd"] == "abs"
     assert wi.parameters("mimetic_attention")["alpha_qk"] == 0.7
     assert wi.parameters("transfer")["source"] is inspect.Parameter.empty
+    assert wi.parameters(half_) == {"factor": 0.5}
     assert "generator" not in wi.parameters("xavier")
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers", "message"),
-    [
-        ("mimetic", {}, r"no initialiser 'mimetic'; did you mean 'mimetic_ssm'"),
-        ("mimetic_attention", {"alpha": 0.1}, r"no parameter 'alpha'; did you mean 'alpha_\w\w'\? .*alpha_qk, beta_qk"),
-        ("default", {"alpha": 0.1}, r"no parameter 'alpha' \(parameters: default\(\)\)"),
-        (
-            "impulse_attention+mimetic_attention",
-            {"layers": 0},
-            "is a parameter of impulse_attention and mimetic_attention",
-        ),
-        ("transfer", {}, "transfer: missing source"),
-        ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
-        ("", {}, "no initialiser ''"),
-        ("+" * 60_000, {}, "at most 100 initialisers joined by"),
-        (7, {}, "expected the name of an initialiser, .* found 7"),
-    ],
-)
-def test_refusals(name, numbers, message):
-    with pytest.raises(UsageError, match=message):
-        wi.get(name, **numbers)
 
 
 def test_compose_needs_initialisers():
@@ -124,22 +82,33 @@ def draws_globally_(module):
     return module
 
 
+HALF_OF_MLP = lambda m, g: half_(wi.mimetic_mlp_(m, b=0.1), factor=0.25, generator=g)  # noqa: E731
+COMPOSED = {
+    "names, with numbers shared out": (
+        lambda: wi.get("sinusoidal_positions + mimetic_attention+mimetic_mlp", gamma=2.0, b=0.1, alpha_qk=0.5),
+        lambda m, g: wi.mimetic_mlp_(
+            wi.mimetic_attention_(wi.sinusoidal_positions_(m, gamma=2.0), alpha_qk=0.5, generator=g), b=0.1, generator=g
+        ),
+    ),
+    "a name and a function": (
+        lambda: wi.compose("trunc_normal", functools.partial(wi.mimetic_mlp_, mode="rows")),
+        lambda m, g: wi.mimetic_mlp_(wi.trunc_normal_(m, generator=g), mode="rows", generator=g),
+    ),
+    "a function": (lambda: wi.get(half_, factor=0.25), lambda m, g: half_(m, factor=0.25, generator=g)),
+    "a reference": (lambda: wi.get(f"{__name__}:half_", factor=0.25), lambda m, g: half_(m, factor=0.25, generator=g)),
+    "a name and a reference": (lambda: wi.get(f"mimetic_mlp + {__name__}:half_", b=0.1, factor=0.25), HALF_OF_MLP),
+    "two initialisers": (lambda: wi.compose(wi.get("mimetic_mlp", b=0.1), wi.get(half_, factor=0.25)), HALF_OF_MLP),
+}
+
+
 @pytest.mark.usefixtures("trusted")
-@pytest.mark.parametrize("init", [half_, f"{__name__}:half_"])
-def test_get_takes_functions_and_references(init):
+@pytest.mark.parametrize("name", COMPOSED)
+def test_initialisers_run_in_order_with_one_generator(name):
+    made, by_hand = COMPOSED[name]
     one, other = vit(), vit()
-    assert wi.get(init, factor=0.25)(one, generator=seeded(4)) is one
-    assert equal(one, half_(other, factor=0.25, generator=seeded(4)))
-    assert wi.parameters(init) == {"factor": 0.5}
-
-
-@pytest.mark.usefixtures("trusted")
-def test_references_join_names_and_share_numbers_out():
-    one, other, third = vit(), vit(), vit()
-    wi.get(f"mimetic_mlp + {__name__}:half_", b=0.1, factor=0.25)(one, generator=seeded(4))
-    half_(wi.mimetic_mlp_(other, b=0.1), factor=0.25, generator=seeded(4))
-    wi.compose(wi.get("mimetic_mlp", b=0.1), wi.get(half_, factor=0.25))(third, generator=seeded(4))
-    assert equal(one, other, third)
+    assert made()(one, generator=seeded(4)) is one
+    assert equal(one, by_hand(other, seeded(4)))
+    assert not equal(one, vit())
 
 
 def test_functions_may_take_any_parameter_and_be_partial():
@@ -152,6 +121,19 @@ def test_functions_may_take_any_parameter_and_be_partial():
 @pytest.mark.parametrize(
     ("init", "numbers", "message"),
     [
+        ("mimetic", {}, r"no initialiser 'mimetic'; did you mean 'mimetic_ssm'"),
+        ("mimetic_attention", {"alpha": 0.1}, r"no parameter 'alpha'; did you mean 'alpha_\w\w'\? .*alpha_qk, beta_qk"),
+        ("default", {"alpha": 0.1}, r"no parameter 'alpha' \(parameters: default\(\)\)"),
+        (
+            "impulse_attention+mimetic_attention",
+            {"layers": 0},
+            "is a parameter of impulse_attention and mimetic_attention",
+        ),
+        ("transfer", {}, "transfer: missing source"),
+        ("mimetic_attention:alpha_qk=.7", {}, "no initialiser"),
+        ("", {}, "no initialiser ''"),
+        ("+" * 60_000, {}, "at most 100 initialisers joined by"),
+        (7, {}, "expected the name of an initialiser, .* found 7"),
         (half_, {"factors": 1}, "half_: no parameter 'factors'; did you mean 'factor'"),
         (draws_globally_, {}, r"draws_globally_: expected .*`f\(module, \*, generator\)`, found `f\(module\)`"),
         (lambda: None, {}, r"found `f\(\)`"),
@@ -160,7 +142,7 @@ def test_functions_may_take_any_parameter_and_be_partial():
     ],
 )
 @pytest.mark.usefixtures("trusted")
-def test_functions_of_another_form_are_refused(init, numbers, message):
+def test_refusals(init, numbers, message):
     with pytest.raises(UsageError, match=message):
         wi.get(init, **numbers)
 

@@ -5,12 +5,13 @@ import itertools
 
 import pytest
 import torch
+from families import state_space
 from references_init import low_rank_product
 
 from weightscope import anatomy
 from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
-from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+from weightscope.networks.sequences import CausalTransformer
 
 COMPONENTS = {
     "a": {"A_log"},
@@ -20,18 +21,11 @@ COMPONENTS = {
 }
 
 
-def _network(version: int, depth: int = 2, seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    if version == 1:
-        return Mamba(9, 16, depth, state=4)
-    return Mamba2(9, 16, depth, state=4, head_width=8, groups=2)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("on", list(itertools.product([False, True], repeat=4)))
 def test_all_sixteen_combinations(version, on):
     """Thesis Fig. 3.26: each combination changes the parts of its components as each component alone does."""
-    base, together = _network(version), _network(version)
+    base, together = state_space(version), state_space(version)
     mimetic_ssm_(together, **dict(zip(COMPONENTS, on, strict=True)))
     expected = copy.deepcopy(base)
     for name in (name for name, wanted in zip(COMPONENTS, on, strict=True) if wanted):
@@ -48,7 +42,7 @@ def test_all_sixteen_combinations(version, on):
 def test_queries_and_keys_become_outputs_and_inputs(version, heads):
     """Heads narrower than the state are reproduced, wider ones by their best approximation of rank N."""
     torch.manual_seed(1)
-    trained, network = CausalTransformer(9, 16, 3, heads=heads), _network(version)
+    trained, network = CausalTransformer(9, 16, 3, heads=heads), state_space(version)
     source = anatomy.attention(trained)[2]
     ssm_from_attention_(network, trained, source_layer=2, scale=3.0)
     for part in anatomy.ssms(network):
@@ -63,7 +57,7 @@ def test_queries_and_keys_become_outputs_and_inputs(version, heads):
 
 
 def test_one_layer_for_all():
-    teacher, student = _network(1, depth=4, seed=1), _network(1, depth=3)
+    teacher, student = state_space(1, 4, seed=1), state_space(1)
     before = copy.deepcopy(student.state_dict())
     repeat_layer_(student, teacher, layer=2, layers=[0, 2])
     wanted = teacher.backbone.layers[2].state_dict()
@@ -75,7 +69,7 @@ def test_one_layer_for_all():
 
 
 def test_wrong_arguments_and_sources_are_one_line_errors():
-    network = _network(1)
+    network = state_space(1)
     for arguments, message in (({"c": 0}, "c: "), ({"a": 1}, "a: "), ({"convolution": 2}, "convol")):
         with pytest.raises(UsageError, match=message):
             mimetic_ssm_(network, **arguments)
@@ -84,12 +78,12 @@ def test_wrong_arguments_and_sources_are_one_line_errors():
     with pytest.raises(SpecError, match=r"expected self-attention layer 1 in the source, which has 1"):
         ssm_from_attention_(network, CausalTransformer(9, 16, 1, heads=2))
     with pytest.raises(SpecError, match=r"2 groups need heads 1 to 2, found 2"):
-        ssm_from_attention_(_network(2), CausalTransformer(9, 16, 2, heads=2), head=1)
+        ssm_from_attention_(state_space(2), CausalTransformer(9, 16, 2, heads=2), head=1)
     with pytest.raises(AnatomyError, match="expected attention modules"):
-        ssm_from_attention_(network, _network(2))
-    with pytest.raises(UsageError, match=r"layer: expected 0 to 1 of the source, found 2"):
-        repeat_layer_(network, _network(1), layer=2)
+        ssm_from_attention_(network, state_space(2))
+    with pytest.raises(UsageError, match=r"layer: expected 0 to 2 of the source, found 3"):
+        repeat_layer_(network, state_space(1), layer=3)
     before = copy.deepcopy(network.state_dict())
     with pytest.raises(SpecError, match=r"A_log`: found \(32, 4\), and \(4,\) in the source's layer 0"):
-        repeat_layer_(network, _network(2))
+        repeat_layer_(network, state_space(2))
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

@@ -13,7 +13,6 @@ from programs import run
 from references_products import statistics
 from safetensors.torch import save_file
 from scipy import stats
-from torch import nn
 
 from weightscope import plots
 from weightscope.analysis.attention_products import products
@@ -23,7 +22,6 @@ from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import mimetic_attention_, mimetic_ssm_
 from weightscope.networks import ConvMixer, ViT
-from weightscope.networks.sequences import Mamba, Mamba2
 
 ROOT = Path(__file__).parent.parent
 VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
@@ -453,16 +451,9 @@ def test_folding_layer_scale_gives_what_is_added_to_the_residual_stream(family):
         assert row["bias_on_output"] == pytest.approx(np.linalg.norm(bias * scale) / 48**0.5, rel=1e-5)
 
 
-def _mamba(version: int, layers=None) -> nn.Module:
-    torch.manual_seed(0)
-    if version == 1:
-        return Mamba(9, 32, 3, state=4, layers=layers)
-    return Mamba2(9, 32, 3, state=4, head_width=8, groups=2, layers=layers)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_products_of_state_space_layers_are_the_dense_ones(version):
-    network = _mamba(version)
+    network = families.state_space(version, width=32)
     found = products(network, spectra="all", clip=5)
     assert len(found.records) == 3 * version
     for row, spectrum in zip(found.records, found.spectra, strict=True):
@@ -480,7 +471,7 @@ def test_products_of_state_space_layers_are_the_dense_ones(version):
 
 def test_z_of_state_space_layers_tells_mimetic_from_default(tmp_path):
     """The default has |z| < 5 (false alarm 6e-7 for each of 3); (W_C + W_B) / 2 has sqrt(d N / 2) = 11.3 +- 1."""
-    default, mimetic = _mamba(1), mimetic_ssm_(_mamba(1))
+    default, mimetic = families.state_space(1, width=32), mimetic_ssm_(families.state_space(1, width=32))
     found = products(default, mimetic, labels=["default", "mimetic"])
     for row in found.select("cb", "default"):
         assert abs(row["z"]) < 5
@@ -496,7 +487,7 @@ def test_z_of_state_space_layers_tells_mimetic_from_default(tmp_path):
 
 
 def test_products_of_a_hybrid_and_of_a_file(tmp_path):
-    network = _mamba(2, ["default", "attention", "default"])
+    network = families.state_space(2, width=32, layers=["default", "attention", "default"])
     found = products(network)
     assert [row["part"] for row in found.records] == ["qk", "vo", "vo", "cb", "cb", "cb", "cb"]
     assert "1 attention modules of 1 heads and 2 state-space layers" in found.text()
@@ -504,7 +495,7 @@ def test_products_of_a_hybrid_and_of_a_file(tmp_path):
     with pytest.raises(UsageError, match=r"layers: expected some of \[0, 1\], found"):
         products(network, layers=4)
     path = tmp_path / "mamba.safetensors"
-    plain = _mamba(1)
+    plain = families.state_space(1, width=32)
     state = {name: value.clone() for name, value in plain.state_dict().items()}
     state["backbone.layers.1.mixer.x_proj.weight"][-1, 0] = math.nan
     save_file(state, path)

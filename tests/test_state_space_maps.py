@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import shims
 import torch
+from families import FAMILIES, state_space
 from programs import run
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -17,17 +18,10 @@ from weightscope.analysis.state_space_maps import channel_maps, state_space_maps
 from weightscope.data.sequences import TASKS
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import mimetic_ssm_
-from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2
+from weightscope.networks.sequences import CausalTransformer
 from weightscope.training.collection import collect
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def _network(version: int, layers=None) -> nn.Module:
-    torch.manual_seed(0)
-    if version == 1:
-        return Mamba(9, 16, 3, state=4, layers=layers)
-    return Mamba2(9, 16, 3, state=4, head_width=8, groups=2, layers=layers)
 
 
 def _tokens(batch: int = 2, length: int = 15) -> Tensor:
@@ -37,7 +31,7 @@ def _tokens(batch: int = 2, length: int = 15) -> Tensor:
 @pytest.mark.parametrize("version", [1, 2])
 def test_maps_are_the_formula_and_give_the_output(version):
     """M_d by its definition, with explicit products; applied, skipped, gated and projected it is the layer's output."""
-    mixer = _network(version).double().backbone.layers[0].mixer
+    mixer = state_space(version).double().backbone.layers[0].mixer
     x = torch.randn(2, 7, 16, dtype=torch.float64)
     s = mixer.select(x)
     maps = torch.cat([found for _, found, _ in channel_maps(s)], 1)
@@ -59,7 +53,7 @@ def test_maps_are_the_formula_and_give_the_output(version):
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mean_maps_of_a_network(version, tmp_path):
-    network = _network(version, ["default", "attention", "default"])
+    network = state_space(version, layers=["default", "attention", "default"])
     found = state_space_maps(network, _tokens())
     assert [layer.name for layer in found.layers] == ["backbone.layers.0.mixer", "backbone.layers.2.mixer"]
     assert [layer.layer for layer in found.layers] == [row["layer"] for row in found.rows()] == [0, 2]
@@ -80,7 +74,7 @@ class Unnumbered(nn.Module):
 
     def __init__(self):
         super().__init__()
-        network = _network(1)
+        network = state_space(1)
         self.embedding = network.backbone.embeddings
         self.first, self.second = network.backbone.layers[:2]
 
@@ -95,12 +89,12 @@ def test_layers_without_numbers_are_counted():
 
 def test_mimetic_layers_reach_far():
     """State 1 decays by e at each step for any c; the others hardly do: the mask is about (N - 1) / N."""
-    after = mimetic_ssm_(_network(1), c=8.0)
+    after = mimetic_ssm_(state_space(1), c=8.0)
     assert [row["reach"] for row in state_space_maps(after, _tokens()).rows()] == pytest.approx([3 / 4] * 3, abs=0.06)
 
 
 def test_an_output_that_maps_do_not_give_is_an_error():
-    network = _network(1)
+    network = state_space(1)
     network.backbone.layers[1].mixer.register_forward_hook(lambda _, x, y: y + 1e-3)
     with pytest.raises(DataError, match=r"layers\.1\.mixer`: the maps do not give the layer's output"):
         state_space_maps(network, _tokens())
@@ -109,8 +103,6 @@ def test_an_output_that_maps_do_not_give_is_an_error():
 @pytest.mark.parametrize("version", [1, 2])
 def test_maps_of_transformers_models_and_of_files(version, tmp_path):
     shims.transformers()
-    from families import FAMILIES
-
     theirs = FAMILIES["hf-mamba" if version == 1 else "hf-mamba2"].build().eval()
     tokens = _tokens()
     found = state_space_maps(theirs, tokens)
@@ -131,11 +123,11 @@ def test_maps_of_transformers_models_and_of_files(version, tmp_path):
 
 def test_wrong_input_is_a_one_line_error():
     with pytest.raises(DataError, match=r"expected tokens \(B, n\) of an integer type, found \(3,\)"):
-        state_space_maps(_network(1), [1, 2, 3])
+        state_space_maps(state_space(1), [1, 2, 3])
     with pytest.raises(UsageError, match="expected numbers from 0 to 8, found 9"):
-        state_space_maps(_network(1), [[9, 1]])
+        state_space_maps(state_space(1), [[9, 1]])
     with pytest.raises(UsageError, match="expected at most 8192 in a sequence for maps of B = 1, found 9000"):
-        state_space_maps(_network(1), torch.zeros(1, 9000, dtype=torch.int64))
+        state_space_maps(state_space(1), torch.zeros(1, 9000, dtype=torch.int64))
     with pytest.raises(AnatomyError, match="expected state-space layers"):
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
 
@@ -167,7 +159,7 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
 
 
 def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
-    network = _network(1)
+    network = state_space(1)
     model, figure, numbers = (tmp_path / name for name in ("model.safetensors", "maps.png", "maps.json"))
     save_file({name: value for name, value in network.state_dict().items() if name != "lm_head.weight"}, model)
     command = ["attention-maps", str(model), "--tokens", "copy:6", "--count", "3"]
@@ -201,7 +193,7 @@ def test_the_command_draws_a_checkpoint_on_tokens(tmp_path, capsys):
 )
 def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):
     model, file = tmp_path / "model.safetensors", tmp_path / "tokens.txt"
-    save_file({name: value for name, value in _network(1).state_dict().items() if name != "lm_head.weight"}, model)
+    save_file({name: value for name, value in state_space(1).state_dict().items() if name != "lm_head.weight"}, model)
     if isinstance(tokens, bytes):
         file.write_bytes(tokens)
         tokens = str(file)
@@ -213,7 +205,7 @@ def test_wrong_tokens_are_a_one_line_error(tokens, message, tmp_path, capsys):
 
 
 def test_an_adapter_that_changes_a_weight_is_refused():
-    network = _network(1)
+    network = state_space(1)
     mixer = network.backbone.layers[0].mixer
     mixer.out_proj.lora_A = nn.Parameter(torch.ones(2, mixer.out_proj.in_features))
     mixer.out_proj.lora_B = nn.Parameter(torch.ones(mixer.out_proj.out_features, 2))

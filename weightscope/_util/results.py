@@ -15,6 +15,16 @@ def finite_or_none(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def duration(seconds: float | None) -> str:
+    """`45 s`, `12 min`, `3.5 h`, `2.5 days`."""
+    if seconds is None:
+        return "not measured"
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 48 * 3600)):
+        if seconds < most:
+            return f"{seconds / size:.{int(unit == 'h')}f} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
 class Result:
     """Base class of results. A subclass defines `rows`, and usually `summary`, `columns`, `notes` and `plot`.
 

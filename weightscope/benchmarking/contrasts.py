@@ -10,7 +10,7 @@ import numpy as np
 
 from weightscope._util.names import shortened, unknown
 from weightscope.benchmarking.design import point_text, value_text
-from weightscope.benchmarking.statistics import Runs, cell_key, holm_levels, paired
+from weightscope.benchmarking.statistics import Runs, by_arm, cell_key, holm_levels, paired, values_of
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.statistics.multiplicity import holm
@@ -124,12 +124,7 @@ def contrast_tests(
     are those of Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
     results were there. See `paired` for networks without a finite value.
     """
-    values: dict[tuple[str, int, str], dict[int, float]] = {}
-    for run in runs:
-        value = run.get(metric.key)
-        values.setdefault((cell_key(run), run["epochs"], run["init"]), {})[run["seed"]] = (
-            np.nan if value is None else value
-        )
+    values = {key: values_of(group, metric) for key, group in by_arm(runs).items()}
     both = []
     for contrast in contrasts:
         seeds = sorted(set.intersection(*(set(values[key]) for key in contrast.weights)))

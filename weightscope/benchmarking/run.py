@@ -19,7 +19,7 @@ from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
-from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
@@ -477,12 +477,3 @@ def _makespan(seconds: Sequence[float], workers: int) -> float:
     for each in seconds:
         busy[busy.index(min(busy))] += each
     return max(busy)
-
-
-def duration(seconds: float | None) -> str:
-    """`45 s`, `12 min`, `3.5 h`."""
-    if seconds is None:
-        return "not measured"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -74,22 +74,22 @@ def summarise(
     procedure: they exclude 0 exactly where the adjusted p-value is below 0.05, if all networks are finite. `chances`
     maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`.
     """
-    groups, rows, tests = _groups(runs), list[dict[str, Any]](), list[_Test]()
+    groups, rows, tests = by_arm(runs), list[dict[str, Any]](), list[_Test]()
     controls = {(*key[:2], *found): key for key in groups if (found := control_of(key[2]))}
     for (cell, epochs, init), group in groups.items():
-        values, first = _values(group, metric), _reference(groups, (cell, epochs, init))
+        values, first = values_of(group, metric), _reference(groups, (cell, epochs, init))
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
         finite = np.array([value for value in values.values() if np.isfinite(value)])
         row |= {"epochs": epochs, **mean_interval(finite, metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
-        base = _values(groups[first], metric) if first[2] != init else {}
+        base = values_of(groups[first], metric) if first[2] != init else {}
         row["reference"] = first[2] if first[2] != init else None
         _compare(row, "difference", values, base, metric, tests)
         for kind, name, key in COMPARED_WITH:
             control = controls.get((cell, epochs, init, kind))
             row[name] = control and control[2]
-            _compare(row, key, values, _values(groups[control], metric) if control else {}, metric, tests)
+            _compare(row, key, values, values_of(groups[control], metric) if control else {}, metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(finite, level) if len(finite) else None
             row |= {"chance": level.accuracy, "chance_p": p}
@@ -98,7 +98,7 @@ def summarise(
     return rows
 
 
-def _groups(runs: Runs) -> dict[tuple[str, int, str], Runs]:
+def by_arm(runs: Runs) -> dict[tuple[str, int, str], Runs]:
     """(cell, epochs, initialiser) -> its runs, in order."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for run in runs:
@@ -111,7 +111,7 @@ def _reference(groups: Mapping[tuple[str, int, str], Runs], arm: tuple[str, int,
     return next(key for key in groups if (*key[:2], key[2].endswith(FROZEN)) == (*arm[:2], arm[2].endswith(FROZEN)))
 
 
-def _values(runs: Runs, metric: Metric) -> dict[int, float]:
+def values_of(runs: Runs, metric: Metric) -> dict[int, float]:
     """Seed -> value, NaN for runs without a finite one."""
     return {run["seed"]: np.nan if run.get(metric.key) is None else run[metric.key] for run in runs}
 
@@ -153,12 +153,12 @@ def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dic
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
         raise UsageError(unknown("field", field, known))
-    first, groups, rows, tests = runs[0]["cell"][field], _groups(runs), [], list[_Test]()
+    first, groups, rows, tests = runs[0]["cell"][field], by_arm(runs), [], list[_Test]()
     for (cell, epochs, init), group in groups.items():
         place = json.loads(cell)
         base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
         row = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
-        values = _values(group, metric), _values(base, metric)
+        values = values_of(group, metric), values_of(base, metric)
         if place[field] != first and _compare(row, "difference", *values, metric, tests):
             rows.append(row)
     _adjust(tests, metric)
@@ -174,7 +174,7 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     its first row). A frozen arm has `variant_of`, the label without that suffix. A difference that is not finite is a
     DataError.
     """
-    groups, rows = _groups(runs), []
+    groups, rows = by_arm(runs), []
     for run in runs:
         if run.get(metric.key) is not None and not np.isfinite(run[metric.key]):
             raise DataError(f"`{run['init']}` after {run['epochs']:g} epochs: {metric.label} is not finite")
@@ -203,7 +203,7 @@ def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = No
     `summarise`, drawn around its mean and inside the metric's bounds; None for the first one and for a single seed.
     Several cells or lengths, or an initialiser without a `curve` on a seed of the first, are a UsageError.
     """
-    groups, levels = _groups(runs), {row["init"]: row["level"] for row in summarise(runs, metric)}
+    groups, levels = by_arm(runs), {row["init"]: row["level"] for row in summarise(runs, metric)}
     places = {key[:2] for key in groups}
     if len(places) != 1:
         raise UsageError(f"curves: expected runs of one cell and one training length, found {len(places)}")

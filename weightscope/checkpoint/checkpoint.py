@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +13,15 @@ from weightscope._util.names import listing
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.files import open_path
-from weightscope.checkpoint.tensors import FileCheck, Store, StoredTensor, not_weights, open_mapping, open_module
+from weightscope.checkpoint.tensors import (
+    FileCheck,
+    FileTensor,
+    Store,
+    StoredTensor,
+    not_weights,
+    open_mapping,
+    open_module,
+)
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
@@ -37,9 +46,9 @@ class Checkpoint(Mapping[str, Tensor], Result):
     tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
-        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an ONNX model (with the extra
-            `onnx`); a model folder, sharded or not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a
-            mapping of tensors.
+        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an `.npz` file; an ONNX model
+            (with the extra `onnx`); a model folder, sharded or not; `hf://org/name` or `hf://org/name@revision`; an
+            `nn.Module`; a mapping of tensors.
         key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`).
 
     Attributes:
@@ -96,6 +105,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
             seen.add(entry.identity)
         return WeightSpec(tensors)
 
+    @cached_property
+    def layout(self) -> tuple[Any, ...]:
+        """What `names`, `spec`, `skipped` and the data types follow from, to be compared with another checkpoint's."""
+        first: dict[Any, str] = {}
+        found = self._store.tensors.items()
+        entries = tuple((name, e.kind, e.shape, first.setdefault(e.identity, name)) for name, e in found)
+        return entries, tuple(self._store.unreadable.items())
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, skipped or not; nothing is read."""
         return self._entry(name).shape
@@ -149,6 +166,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
         again = self._kept is not None and self._kept[0] == name and value.nbytes <= _KEPT_BYTES
         self._kept = (name, value.clone() if again else None)
         return value
+
+    def read_into(self, name: str, out: np.ndarray) -> None:
+        """Read a weight into a float32 array (size,)."""
+        entry = self._entry(name)
+        if isinstance(entry, FileTensor) and entry.dtype == torch.float32 and entry.stride is None and entry.nbytes:
+            entry.file.part(entry.start, entry.stop).read_into(out.view(np.uint8).data, entry.start)  # no copy
+        else:
+            out[:] = self._read(name, wide=True).numpy().reshape(-1)
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights

@@ -9,11 +9,16 @@ import hashlib
 import json
 import math
 import re
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from weightscope._util import npz
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
 from weightscope.checkpoint.onnx_models import open_onnx
 from weightscope.checkpoint.tensors import (
@@ -26,6 +31,7 @@ from weightscope.checkpoint.tensors import (
     StoredTensor,
     checked_shape,
     natural,
+    open_mapping,
     printable,
     read_bytes,
 )
@@ -37,7 +43,8 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # The order in which transformers and diffusers look, safetensors before pickles.
 _STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json"))
-_ONNX_SUFFIX = ".onnx"
+_ONNX_SUFFIX, _NPZ_SUFFIX = ".onnx", ".npz"
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX, _ONNX_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
@@ -107,9 +114,8 @@ def open_path(path: Path, key: str | None) -> Store:
         return open_folder(Folder(path), key)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
-    known_as = (".safetensors", ".index.json", _ONNX_SUFFIX, *TORCH_SUFFIXES)
-    if path.name != _ZOO_FILE and not path.name.endswith(known_as):
-        known = ", ".join((*TORCH_SUFFIXES, _ONNX_SUFFIX))
+    if path.name != _ZOO_FILE and not path.name.endswith((".index.json", *SUFFIXES)):
+        known = ", ".join(SUFFIXES[1:])
         raise UsageError(
             f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder; an ONNX model "
             "of another name can be renamed"
@@ -121,7 +127,7 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     """The tensors of a model folder."""
     names, where = set(folder.names()), folder.where
     found = [name for name in CANDIDATES if name in names][:1]
-    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,)):
+    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,), (_NPZ_SUFFIX,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
         raise DataError(f"{where}: found {len(found)} checkpoints; name one of them: {', '.join(found[:6])}")
@@ -165,6 +171,8 @@ def _open_file(folder: Folder, name: str, key: str | None) -> Store:
         return _open_safetensors(folder.open(name))
     file = folder.open(name, parts=False)
     assert isinstance(file, LocalFile)
+    if name.endswith(_NPZ_SUFFIX):
+        return _open_npz(file)
     if name.endswith(_ONNX_SUFFIX):
         return open_onnx(file, lambda location: _external(folder, name, location))
     return open_torch(file, key)
@@ -209,6 +217,31 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
         out.metadata |= store.metadata
     out.unreadable = {tensor: why for tensor, why in out.unreadable.items() if tensor not in out.tensors}
     return out
+
+
+def _open_npz(file: LocalFile) -> Store:
+    """The arrays of a file of `numpy.savez`."""
+    found = {}
+    try:
+        with zipfile.ZipFile(file.stream) as archive:
+            for entry in archive.infolist():
+                array = npz.stored(archive, entry, f"{file.where}: {entry.filename}")
+                native = npz.values(archive, array).astype(array.dtype.newbyteorder("="), order="C")
+                found[printable(entry.filename.removesuffix(".npy"), file.where)] = torch.from_numpy(native)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        zlib.error,
+        zipfile.BadZipFile,
+        NotImplementedError,
+        MemoryError,
+    ) as error:
+        raise DataError(
+            f"{file.where}: expected a file of numpy.savez, found a damaged or another one ({error})"
+        ) from error
+    return open_mapping(found, file.where)
 
 
 def _open_safetensors(file: ByteReader) -> Store:

@@ -20,6 +20,8 @@ from weightscope.errors import DataError, UsageError
 
 _MAX_PICKLE = 64 << 20
 _PIECE = 1 << 20
+_MOST_KEPT = 1 << 16
+_LAST: dict[bytes, Any] = {}  # pickle -> its value, of one file: networks that differ in their numbers have the same
 _LEGACY_START = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
@@ -218,7 +220,14 @@ def _from_zip(file: LocalFile) -> tuple[Any, _Places]:
         raise DataError(f"{code.where} takes {code.size} bytes, more than {_MAX_PICKLE}; save it as safetensors")
     prefix = f"{root}data/"
     places: _Places = {n.removeprefix(prefix): (r, 0, r.size) for n, r in records.items() if n.startswith(prefix)}
-    return _unpickler(io.BytesIO(read_bytes(code, 0, code.size)), file.where).read(), places
+    text = read_bytes(code, 0, code.size)
+    if text not in _LAST:
+        value = _unpickler(io.BytesIO(text), file.where).read()
+        _LAST.clear()
+        if code.size > _MOST_KEPT:
+            return value, places
+        _LAST[text] = value
+    return _LAST[text], places
 
 
 def _from_stream(file: LocalFile) -> tuple[Any, _Places]:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from io import BytesIO
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from weightscope._util import npz
 from weightscope._util.names import listing
 from weightscope.data.images import SUFFIXES, check_memory, read_images, reading, resize
 from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, SourceConfig, first_place, places
@@ -30,7 +30,6 @@ _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
 _MOST_ENTRIES = 1024
 _MOST_IMAGES = 2**24  # of an .npz file, whose labels are all read
-_HEADER = 2**16  # bytes that hold the header of an array
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -316,20 +315,6 @@ def _classes(path: Path) -> dict[str, list[Path]]:
 # --- .npz files ------------------------------------------------------------------------------------------------------
 
 
-class _Stored(NamedTuple):
-    """An array in an archive, by its header."""
-
-    where: str
-    entry: zipfile.ZipInfo
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether images are (n, S, S, c)."""
-        return len(self.shape) == 4 and self.shape[3] in (1, 3) and self.shape[1] == self.shape[2]
-
-
 def _npz(path: Path, config: SourceConfig) -> OwnImages:
     """An .npz file, of which the headers and the labels are read. Objects are never unpickled."""
     with _archive(path) as archive:
@@ -338,10 +323,10 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
         if wanted is None:
             names = f"{', '.join(PARTS)}, or {' and '.join(_TOGETHER)}"
             raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(entries)) or 'none'}")
-        stored = [_stored(archive, entries[name], f"{path}: {name}") for name in wanted]
+        stored = [npz.stored(archive, entries[name], f"{path}: {name}") for name in wanted]
         images = stored[::2]
         shapes = [
-            _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if x.channels_last else x.shape, x.where)
+            _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if _channels_last(x) else x.shape, x.where)
             for x in images
         ]
         if shapes[0][1:] != shapes[-1][1:]:
@@ -360,7 +345,7 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
             values = [_values(archive, x) for x in images]
         for part, mine in enumerate(rows):
             x, pixels = images[part % len(images)], values[part % len(images)][mine]
-            pixels = _checked_images(pixels.transpose(0, 3, 1, 2) if x.channels_last else pixels, x.where)
+            pixels = _checked_images(pixels.transpose(0, 3, 1, 2) if _channels_last(x) else pixels, x.where)
             out.append(resize(pixels, size, x.where))
         return out
 
@@ -376,27 +361,12 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _stored(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> _Stored:
-    """An array by its header."""
-    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others expand a million times
-        raise DataError(f"{where}: expected an array as `numpy.savez` compresses it, found another compression")
-    with archive.open(entry) as stream:
-        head = BytesIO(stream.read(_HEADER))
-    version = np.lib.format.read_magic(head)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
-    shape, _, dtype = readers[version](head)
-    if dtype.hasobject:
-        raise DataError(f"{where}: expected numbers, found pickled objects, which are not read")
-    wanted, there = prod(shape) * dtype.itemsize, entry.file_size - head.tell()
-    if wanted != there:
-        raise DataError(f"{where}: expected {wanted} bytes as its header says, found {there}")
-    return _Stored(where, entry, shape, dtype)
+def _channels_last(array: npz.Stored) -> bool:
+    """Whether images are (n, S, S, c)."""
+    return len(array.shape) == 4 and array.shape[3] in (1, 3) and array.shape[1] == array.shape[2]
 
 
-def _values(archive: zipfile.ZipFile, array: _Stored) -> np.ndarray:
+def _values(archive: zipfile.ZipFile, array: npz.Stored) -> np.ndarray:
     """The array, of which one more copy has to fit into the memory."""
     check_memory(2 * prod(array.shape) * array.dtype.itemsize, array.where, f"an array of shape {array.shape}")
-    with archive.open(array.entry) as stream:
-        return np.lib.format.read_array(stream, allow_pickle=False)
+    return npz.values(archive, array)

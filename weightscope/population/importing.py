@@ -15,7 +15,6 @@ import math
 import os
 import re
 import shutil
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import replace
@@ -32,7 +31,7 @@ from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import as_path, open_regular, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
-from weightscope.checkpoint.files import CANDIDATES, CONFIG, TORCH_SUFFIXES
+from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -109,6 +108,7 @@ class _Run:
         self.reference = ""  # what the others are compared with
         self.inputs: dict[str, str] = {}
         self.expected: WeightSpec | None = None
+        self.fitting: dict[Any, dict[str, str]] = {}  # layout that is as expected -> names, here -> as stored
         self.kept: list[int] = []  # place in the iterable of each network
         self.sources: list[tuple[str, ...]] = []
         self.first: dict[bytes, str] = {}  # digest -> the first network that has it
@@ -176,8 +176,11 @@ class _Run:
         """Read one network into the tile, and write the tile if it is full."""
         label, sources = self.described(number, item)
         try:
-            opened = [_opened(source, self.made.rename) for source in sources]
-            reasons = [why for each in opened for why in self.misfits(*each)]
+            checkpoints = [_opened(source) for source in sources]
+            names = [self.fitting.get(each.layout) or _names(each, self.made.rename) for each in checkpoints]
+            expected = self.expected or self.wanted(checkpoints[0], names[0])
+            pairs = [pair for pair in zip(checkpoints, names, strict=True) if pair[0].layout not in self.fitting]
+            reasons = [why for pair in pairs for why in self.misfits(expected, *pair)]
         except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
@@ -185,11 +188,12 @@ class _Run:
         if reasons:
             self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
             return
-        self.expected, self.reference = self.wanted(*opened[0]), self.reference or label
+        self.expected, self.reference = expected, self.reference or label
+        self.fitting |= {checkpoint.layout: found for checkpoint, found in pairs}
         if not self.unfit or self.skip_unfit:
             if self.manifest is None:
-                self.begin(self.expected, len(sources) - 1)
-            self.fill(number, label, sources, opened)
+                self.begin(expected, len(sources) - 1)
+            self.fill(number, label, sources, list(zip(checkpoints, names, strict=True)))
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
         """A label, and the source of a network and of its snapshots."""
@@ -232,16 +236,13 @@ class _Run:
         self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
 
     def wanted(self, checkpoint: Checkpoint, names: dict[str, str]) -> WeightSpec:
-        """The tensors that are expected, of the first network those that it has."""
-        if self.expected is not None:
-            return self.expected
+        """The tensors of the first network, which are then expected."""
         tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
         return WeightSpec(tensors).select(self.patterns)
 
-    def misfits(self, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
+    def misfits(self, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
         """What of a network is not as expected."""
         chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
-        spec = self.wanted(checkpoint, names)
         refused = {}
         for stored, why in checkpoint.skipped.items():
             name = renamed(stored, self.made.rename)
@@ -367,7 +368,8 @@ def renamed(name: str, rename: Sequence[str]) -> str:
 
 def read_source(source: str, rename: Sequence[str], spec: WeightSpec, out: np.ndarray) -> None:
     """Read the tensors of a spec from a source into a vector (D,)."""
-    _read(*_opened(source, rename), spec, out)
+    checkpoint = _opened(source)
+    _read(checkpoint, _names(checkpoint, rename), spec, out)
 
 
 def digest_of(source: str | Path) -> bytes:
@@ -402,46 +404,16 @@ def _commit_digest(commit: str) -> bytes:
     return bytes.fromhex(commit).ljust(32, b"\0")
 
 
-def _opened(source: Any, rename: Sequence[str]) -> tuple[Checkpoint, dict[str, str]]:
-    """A network, and its tensors' names -> the names they are stored under."""
-    if isinstance(source, str | Path):
-        checkpoint = Checkpoint(_npz(Path(source))) if str(source).endswith(".npz") else open_checkpoint(source)
-    else:
-        checkpoint = Checkpoint(source)
+def _opened(source: Any) -> Checkpoint:
+    return open_checkpoint(source) if isinstance(source, str | Path) else Checkpoint(source)
+
+
+def _names(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
+    """The tensors' names -> the names they are stored under."""
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
-    return checkpoint, names
-
-
-def _npz(path: Path) -> dict[str, torch.Tensor]:
-    """The arrays of a file of `numpy.savez`; headers must agree with the sizes of records."""
-    headers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    out = {}
-    try:
-        with open_regular(path) as stream, zipfile.ZipFile(stream) as archive:
-            for info in archive.infolist():
-                with archive.open(info) as file:
-                    shape, fortran, dtype = headers[np.lib.format.read_magic(file)](file)
-                    size = int(np.prod(shape, dtype=object)) * dtype.itemsize
-                    if dtype.kind not in "fiubc" or size != info.file_size - file.tell():
-                        raise ValueError(f"{info.filename} holds no array of numbers of its size")
-                    array = np.frombuffer(file.read(), dtype).reshape(shape, order="F" if fortran else "C")
-                out[info.filename.removesuffix(".npy")] = torch.from_numpy(
-                    array.astype(dtype.newbyteorder("="), order="C")
-                )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        MemoryError,
-    ) as error:
-        raise DataError(f"{path}: expected a file of numpy.savez, found another or a damaged one ({error})") from error
-    return out
+    return names
 
 
 def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
@@ -456,7 +428,7 @@ def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
 
 def _read(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec, out: np.ndarray) -> None:
     for tensor in spec:
-        out[spec.slices[tensor.name]] = checkpoint[names[tensor.name]].numpy().reshape(-1)
+        checkpoint.read_into(names[tensor.name], out[spec.slices[tensor.name]])
 
 
 def _metric(name: str) -> str:
@@ -479,7 +451,6 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 # --- sources of the command line --------------------------------------------------------------------------------------
 
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES, ".npz", ".onnx")
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
 _MOST_NAMING = 2**31  # bytes of a file that names others, protobuf's limit

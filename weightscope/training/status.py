@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.results import Result
+from weightscope._util.results import Result, duration
 from weightscope._util.sources import POPULATION_FILE, is_population, read_regular
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population, shards
@@ -139,7 +139,10 @@ class Status(Result):
         parts = [f"{self.trained:,} of {self.networks:,} networks"] + [f"tiles: {counts}"] * bool(counts)
         if self.hours_left is not None:
             end = time.strftime("%a %H:%M", time.localtime(time.time() + 3600 * self.hours_left))
-            parts += [f"{self.per_hour:,.0f} networks/hour", f"done about {end} (in {_duration(self.hours_left)})"]
+            parts += [
+                f"{self.per_hour:,.0f} networks/hour",
+                f"done about {end} (in {duration(3600 * self.hours_left)})",
+            ]
         elif not self.complete and not self._running:
             parts.append("no tile is in training")
         parts += [f"mean {name} {value:.4g}" for name, value in self.metrics.items()]
@@ -209,8 +212,3 @@ def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], list[str]
             wrong.append(str(error))
     joined = {name: np.concatenate(values) for name, values in found.items()}
     return {name: float(values.mean()) for name, values in joined.items() if values.size}, wrong
-
-
-def _duration(hours: float) -> str:
-    minutes = round(60 * hours)
-    return f"{minutes} min" if minutes < 90 else f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
