@@ -100,6 +100,9 @@ def test_marks_that_are_none(folder):
     marks.mkdir()
     good = {"tile": 2, "host": "a", "process": 1, "begun": 0.0, "done": 0.5}
     texts = ["", "{", "[]", "7", json.dumps(good | {"tile": 0}), json.dumps(good | {"tile": 99}), "\0" * 100_000]
+    texts += [json.dumps({key: value for key, value in good.items() if key != left}) for left in good]
+    texts += [json.dumps(good | {"done": done}) for done in (float("nan"), 1e9, -1)]
+    texts += [json.dumps(good | {"begun": begun}) for begun in (1e300, float("inf"), 10**400)]
     for i, text in enumerate([*texts, json.dumps(good)]):
         (marks / f"{i:05d}.json").write_text(text)
     os.mkfifo(marks / "00050.json")

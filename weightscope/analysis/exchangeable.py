@@ -125,7 +125,7 @@ class ExchangeableCovariance(Result):
         from weightscope import plots
 
         if groups is None:
-            found = max((t for t in self.types if len(t.kind.groups) == 1), key=lambda t: t.kind.copies)
+            found = max([t for t in self.types if len(t.kind.groups) == 1] or self.types, key=lambda t: t.kind.copies)
         else:
             there = {frozenset(t.kind.groups): t for t in self.types}
             if frozenset(groups) not in there:

@@ -236,6 +236,8 @@ def read_permutations(path: str | Path, spec: WeightSpec) -> PermutationSpec:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         if unknown := sorted(content.keys() - {"axes", "heads"}):
             raise SpecError(f"unknown table {unknown[0]!r}; there are axes and heads")
+        if not isinstance(content["axes"], dict):
+            raise SpecError('expected a table [axes] of lines such as "fc1@" = "hidden ."')
         rules = [(name, _texts(name, text)) for name, text in content["axes"].items()]
         if unused := [name for name, _ in rules if not any(_pattern(name).fullmatch(unwrapped(n)) for n in spec.names)]:
             raise SpecError(f"no tensor matches {listing(unused)}; its names are {listing(spec.names)}")
@@ -264,7 +266,9 @@ def _given_heads(given: Any, found: PermutationSpec) -> Heads:
     out: Heads = {}
     for group, value in given.items() if isinstance(given, dict) else [("heads", given)]:
         match value:
-            case [str(name), int(number)] if group in found.sizes and number > 0 and found.sizes[group] % number == 0:
+            case [str(name), int(number)] if (
+                group in found.sizes and type(number) is int and number > 0 and found.sizes[group] % number == 0
+            ):
                 out[group] = (None if name == "." else name, number)
             case _:
                 there = (
@@ -309,13 +313,17 @@ def _fitting(
             values = dict(general) | {key: int(text) for key, text in match.groupdict().items() if text is not None}
             values |= _relative(values)
             try:
-                texts = [axis.format(**values) for axis in axes]
-            except (KeyError, IndexError, ValueError) as error:
+                texts = [_filled(axis, values) for axis in axes]
+            except KeyError as error:
                 raise SpecError(f"{name!r}: {error} in {' '.join(axes)!r} is not a number of the name") from None
             texts = texts[:1] if tensor.name.endswith("bias") and "@" in name else texts
             rest = tensor.shape[len(texts) :]
             if len(texts) <= len(tensor.shape) and all(n == 1 for n in rest):
                 yield [*texts, *("." for _ in rest)]
+
+
+def _filled(axis: str, values: Mapping[str, Any]) -> str:
+    return re.sub(r"\{([^}]*)\}?", lambda found: str(values[found[1]]), axis)
 
 
 def _general(spec: WeightSpec) -> dict[str, Any]:

@@ -187,12 +187,17 @@ def status(path: str | Path) -> list[Status]:
 def _marks(path: Path) -> list[dict[str, Any]]:
     out = []
     for file in sorted((path / RUNNING).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or not a mark
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, OverflowError
+        ):  # removed meanwhile, or not a mark
             mark = json.loads(read_regular(file, _LARGEST))
             beat = file.stat().st_mtime
             kind = "failed" if "failed" in mark else "running" if time.time() - beat < SILENT_SECONDS else "silent"
             numbers = {"tile": int(mark["tile"]), "begun": float(mark["begun"]), "done": float(mark["done"])}
-            texts = {key: str(mark[key]) for key in ("host", "process", "failed") if key in mark}
+            time.localtime(numbers["begun"])
+            if not 0 <= numbers["done"] <= 1:
+                continue
+            texts = {key: str(mark[key]) for key in ("host", "process", *(["failed"] if kind == "failed" else []))}
             out.append({"beat": beat, "state": kind} | numbers | texts)
     return out
 
