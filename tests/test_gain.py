@@ -83,7 +83,12 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
     assert choice.fit.groups[0].options == {"gain": choice.gain}
     again = load_artifact(choice.fit.save(tmp_path / "chosen.safetensors"))
     assert again.settings["gain"]["validation"] == 12
-    for text in ("* the smallest within one standard error of the best", "4 paired trainings of 2 epochs on 52 images"):
+    for text in (
+        "* the smallest within one standard error of the best",
+        "4 paired trainings of 2 epochs on 52 images",
+        "on which the population was trained",
+        f"(realised {next(row['realised'] for row in choice.curve if row['chosen']):.3g})",
+    ):
         assert text in choice.text()
     assert json.loads(json.dumps(choice.to_dict()))["gain"] == choice.gain
     assert "no density of trained networks" in choice.text()
