@@ -155,7 +155,7 @@ def test_a_file_saved_on_a_gpu_needs_none(tmp_path):
 
 def test_training_checkpoints_list_what_is_skipped(tmp_path):
     first, second = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    torch.save({"model": first, "ema": second, "epoch": 1}, tmp_path / "m.pt")
+    torch.save({"model": first | {"b": torch.zeros(1)}, "ema": second, "loss": torch.ones(())}, tmp_path / "m.pt")
     checkpoint = Checkpoint(tmp_path / "m.pt")
     assert not checkpoint["w"].any()
     assert "outside the dictionary of weights, 'model'" in checkpoint.skipped["ema"]

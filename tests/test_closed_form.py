@@ -405,7 +405,7 @@ def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
         fit_network(source, lambda source: [])
     one, other = (fit_network(source, name).to_dict() for name in ("conv-schedule", "conv_schedule"))
     assert one == other
-    with pytest.raises(UsageError, match="'Isotropic' is fitted to a population"):
+    with pytest.raises(UsageError, match="'Isotropic' needs a population"):
         fit_init(tmp_path / "own.safetensors", STRUCTURES["isotropic"])
 
 
@@ -497,8 +497,8 @@ def test_options_of_a_structure(models, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("MIXER",), "'auto' is fitted to a population, and .* is one network: filters, conv_schedule"),
-        (("MIXER", "--structure", "dense"), "'dense' is fitted to a population"),
+        (("MIXER",), "'auto' needs a population .*is one network: filters, conv_schedule"),
+        (("MIXER", "--structure", "dense"), "'dense' needs a population"),
         (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone requires a population"),

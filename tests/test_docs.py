@@ -41,7 +41,7 @@ NOT_RUN = {
     "initialisers.md": 1,
     "tutorial.md": 3,
     "own-initialiser.md": 1,
-    "own-networks-as-a-population.md": 2,
+    "own-networks-as-a-population.md": 3,
     "clusters.md": 4,
     "whole-network.md": 2,
 }

@@ -437,7 +437,7 @@ def test_a_damaged_npz_allocates_nothing(tmp_path):
 def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):
     Population.of(states(3), tmp_path / "a.pop")
     wanted = fake.manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
-    with pytest.raises(UsageError, match="was imported from networks with other tensors or options"):
+    with pytest.raises(UsageError, match="was imported, and cannot grow by training"):
         fake.manifests.create_or_match(tmp_path / "a.pop", wanted, resize=True)
     fake.write_population(tmp_path / "b.pop", fake.recipe())
     with pytest.raises(UsageError, match="was collected"):

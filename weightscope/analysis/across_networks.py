@@ -71,7 +71,11 @@ class PopulationCovariance(Result):
         return self.matrix[self.blocks[names[0]], self.blocks[names[1]]]
 
     def summary(self) -> str:
-        return f"{self.kind} of {self.spec.size:,} coordinates in {len(self.spec)} tensors over {self.n:,} networks"
+        return f"{self.kind} of {self.spec.size:,} coordinates in {len(self.spec)} tensors over {self.networks()}"
+
+    def networks(self) -> str:
+        """Their number and, of a snapshot, the moment: `"16 networks at epoch 4"`."""
+        return f"{self.n:,} networks" + (f" at {self.diagnostics['at']}" if "at" in self.diagnostics else "")
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each stripe ratio: tensor, kind of mean, ratio, its 95 % interval and p-value."""
@@ -119,7 +123,7 @@ class PopulationCovariance(Result):
 
         if means is None:
             means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
-        title = f"{self.kind.capitalize()} over {self.n} networks" + (", mean over hidden units" if means else "")
+        title = f"{self.kind.capitalize()} over {self.networks()}" + (", mean over hidden units" if means else "")
         groups = self.groups() if means else None
         axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
         return plots.finished(axes, path)
@@ -264,8 +268,14 @@ def joint_covariance(
             found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = np.load(file, mmap_mode="r")
-    diagnostics = {"precision": precision, "folded_norms": fold_norms, "constant": int((variance == 0).sum())}
+    diagnostics: dict[str, Any] = {
+        "precision": precision,
+        "folded_norms": fold_norms,
+        "constant": int((variance == 0).sum()),
+    }
     diagnostics |= {"rank_bound": min(int(n) - 1, size)}
+    if (moment := getattr(source, "moment", None)) is not None:
+        diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[attr-defined]
     excluded = found.excluded + passes.diverged
     return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
 

@@ -71,10 +71,8 @@ class Emergence(Result):
             words: [math.nan if pair is None else pair.correlation for pair in pairs]
             for words, pairs in self.curves.items()
         }
-        limits = [
-            max((_threshold(pairs[i], one) for pairs in self.curves.values()), default=math.nan)
-            for i, one in enumerate(self.found.values())
-        ]
+        thresholds = [[_threshold(p[i], x) for p in self.curves.values()] for i, x in enumerate(self.found.values())]
+        limits = [np.fmax.reduce(each, initial=math.nan) for each in thresholds]
         n = next(iter(self.found.values())).n
         title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any moment")
         return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
@@ -96,9 +94,9 @@ def emergence(population: Population, select: str | Sequence[str] = "*") -> Emer
 
 
 def _threshold(pair: Pair | None, one: ExchangeableCovariance) -> float:
-    """The correlation with p = 0.05 after Bonferroni's adjustment, given the pair's standard error; 0 if unknown."""
+    """The correlation with p = 0.05 after Bonferroni's adjustment, given the pair's standard error; NaN if unknown."""
     if pair is None or not math.isfinite(pair.z) or not pair.z:
-        return 0.0
+        return math.nan
     null = stats.t(one.n - 1) if one.n > 2 else stats.norm
     error = np.arctanh(pair.correlation) / pair.z
     return float(np.tanh(error * null.isf(_LEVEL / 2 / len(one.pairs()))))

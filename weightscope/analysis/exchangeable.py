@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.environment import single_threaded
+from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope.errors import UsageError
 from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
@@ -38,6 +39,14 @@ class ExchangeableCovariance(Result):
         """Every pair of tensors that share a type, the largest effect in standard errors first."""
         return list(self._pairs)
 
+    @cached_property
+    def constant(self) -> list[str]:
+        """Tensors, or parts of them, that are the same in all networks; they are in no pair."""
+        varying = {
+            name for t in self.types for name, part in t.kind.slices.items() if t.covariance.diagonal()[part].any()
+        }
+        return [view.name for view in self.permutations.views if view.name not in varying]
+
     def rows(self) -> list[dict[str, Any]]:
         return [
             {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
@@ -57,6 +66,8 @@ class ExchangeableCovariance(Result):
         lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
         if line := described(self.index_effects):
             lines += [line]
+        if self.constant:
+            lines.append(f"the same in all networks, in no pair: {listing(self.constant)}")
         if self.n < 3:
             lines.append("fewer than 3 networks: channels are taken for independent samples, so this is exploratory")
         shown = [pair for pair in self._pairs if pair.p < 0.05][:most]
@@ -103,7 +114,8 @@ class ExchangeableCovariance(Result):
             for pair in self._pairs
         ]
         effects = [asdict(effect) for effect in self.index_effects]
-        return {"networks": self.n, "excluded": self.excluded, "types": types, "pairs": pairs, "index_effects": effects}
+        counts = {"networks": self.n, "excluded": self.excluded, "constant": self.constant}
+        return counts | {"types": types, "pairs": pairs, "index_effects": effects}
 
     def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
         """The correlation matrix over the copies of one type, tensors ruled off in network order.

@@ -96,13 +96,8 @@ def _groups(spec: WeightSpec) -> dict[str, dict[str, Any]]:
     except AnatomyError:
         return {}
     signed = {label[1:] for view in found.views for label in view.labels if is_signed(label)}
-    out: dict[str, dict[str, Any]] = {
-        g: {"size": n, "signed": g in signed, "tensors": []} for g, n in found.sizes.items()
-    }
-    for view in found.views:
-        for label in sorted(view.labels):
-            out[label.removeprefix("~")]["tensors"].append(view.name)
-    return out
+    names = {g: [view.name for view in found.views if {g, f"~{g}"} & set(view.labels)] for g in found.sizes}
+    return {g: {"size": n, "signed": g in signed, "tensors": names[g]} for g, n in found.sizes.items()}
 
 
 def _permuted(groups: Mapping[str, Mapping[str, Any]]) -> str:
@@ -192,17 +187,15 @@ class PopulationContents(Result):
         missing, size = len(self.missing_tiles), f"{self.bytes_on_disk} bytes"
         for unit, power in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
             size = f"{self.bytes_on_disk / power:.1f} {unit}" if self.bytes_on_disk >= power else size
-        counts = (
-            f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks diverged"
-        )
-        again = [f"run `weightscope {'import' if self.imported else 'collect'}` again for the missing ones"] * bool(
-            missing
-        )
+        command, what = ("import", "are left out of statistics") if self.imported else ("collect", "diverged")
+        counts = f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks {what}"
+        again = [f"run `weightscope {command}` again for the missing ones"] * bool(missing)
         return "\n".join([f"{self.summary()}, {size}", counts, *again])
 
     def _metrics(self, most: int | None = None) -> str:
         if not self.quantiles:
-            return "no metrics: every network diverged" if self.diverged else "no metrics yet"
+            lost = 0 < self.done == self.diverged and not self.imported
+            return "no metrics" + (": every network diverged" if lost else "" if self.done else " yet")
         quantiles = {0.0: "minimum", 0.5: "median", 1.0: "maximum"}
         head = ("metric", *(quantiles.get(q, f"{100 * q:g} %") for q in _QUANTILES))
         names = sorted(self.quantiles, key=lambda name: metric_named(name) is None)  # first what the task reports

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import unwrapped
 from weightscope.anatomy.effective import plain
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 
 
 class Place(NamedTuple):
@@ -82,6 +82,7 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(.*layers\.\d+\.)self_attn\.q_norm\.weight", ("self_attn.q_proj",), 0, None),
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
+_OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
 
 
 def places(names: Iterable[str]) -> dict[str, Place]:
@@ -191,6 +192,10 @@ class Source:
                 if name in out:
                     value = out[name] if part is None else np.split(out[name], 3)[part]  # views
                     factor = self.whole(gain).double().numpy().reshape(-1)
-                    factor = np.tile(factor, value.shape[axis] // len(factor))
+                    units = value.shape[axis]
+                    if len(factor) != units and (not _OF_HEADS.search(gain) or not len(factor) or units % len(factor)):
+                        found = f"axis {axis} of `{name}`, found {len(factor)}"
+                        raise DataError(f"`{gain}`: expected {units} entries, as {found}")
+                    factor = np.tile(factor, units // len(factor))
                     value *= factor.reshape([-1 if i == axis else 1 for i in range(value.ndim)])
         return out

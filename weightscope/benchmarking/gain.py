@@ -52,10 +52,13 @@ class GainChoice(Result):
     def summary(self) -> str:
         """The gain, and the budget that chose it."""
         s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
-        where = "other training images" if s["data"] == "images" else "sequences of the validation part"
+        realised = next(f"{row['realised']:.3g}" for row in self.curve if row["chosen"])
+        where = "sequences of the validation part"
+        if s["data"] == "images":
+            where = "other training images, on which the population was trained: this favours its correlations"
         return (
-            f"gain {self.gain:g} of {gains}, by {s['seeds']} paired trainings of {s['epochs']} epochs on {s['train']} "
-            f"{s['data']}, evaluated on {s['validation']} {where}"
+            f"gain {self.gain:g} of {gains} (realised {realised}), by {s['seeds']} paired trainings of {s['epochs']} "
+            f"epochs on {s['train']} {s['data']}, evaluated on {s['validation']} {where}"
         )
 
     def text(self) -> str:
@@ -68,15 +71,15 @@ class GainChoice(Result):
         cells = [
             (
                 ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
+                f"{row['realised']:.3g}",
                 shown(row, metric.key, ""),
                 *(f"{shown(row, key)} +- {shown(row, f'{key}_se', '')}" for key in ("difference", "to_best")),
-                f"{row['realised']:.3g}",
                 f"{row['log_prob']:.4g}",
             )
             for row in self.curve
         ]
         value = f"{metric.label} {metric.unit}".strip()
-        head = ("gain", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "realised", "log-likelihood")
+        head = ("gain", "realised", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "log-likelihood")
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
             "realised: the gain that clipping and projection leave; equal ones give nearly equal distributions\n"

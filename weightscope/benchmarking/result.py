@@ -117,6 +117,8 @@ class BenchResult(Result):
         if any(row["n"] < row["networks"] for row in self.arms):
             table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
         scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        if metric.unit == "%" and any(row["mean"] is not None and row["difference"] is not None for row in self.arms):
+            table += f"\n{self._conditional(scale)}"
         for kind, name, key in COMPARED_WITH:
             controlled = [row for row in self.arms if row.get(name) is not None]
             lines = [
@@ -128,6 +130,26 @@ class BenchResult(Result):
             if lines:
                 table += f"\n\n{head[0]}\n{_ruled(('cell', *header) if cells else header, lines)}"
         return table
+
+    def _conditional(self, arms: Mapping[Any, dict[str, Any]]) -> str:
+        """What intervals leave out: accuracies p and q on m examples have the variances p (1-p) / m and q (1-q) / m.
+
+        Their sum bounds that of the difference, if what one arm gets right is not harder for the other.
+        """
+        data = self.environment.get("recipe", {}).get("data", {})
+        examples = data.get("validation") or data.get("test")
+        line = "intervals are over networks, for the test examples that were used"
+        if not examples:
+            return line
+        pairs = [
+            (row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"])
+            for row in self.arms
+            if row["difference"] is not None
+        ]
+        error = max((p * (1 - p) + q * (1 - q)) / examples for p, q in pairs) ** 0.5
+        return (
+            f"{line}; other {examples:,} move a difference by a standard error of at most {_number(error, self.metric)}"
+        )
 
     def table(self, form: str = "text") -> str:
         """A table like those of the papers, in "text", "markdown" or "latex" (booktabs); see `paper_table`."""

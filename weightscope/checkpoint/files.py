@@ -130,7 +130,8 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,), (_NPZ_SUFFIX,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
-        raise DataError(f"{where}: found {len(found)} checkpoints; name one of them: {', '.join(found[:6])}")
+        listed = f"{', '.join(found[:6])}; or make a population of all with `weightscope import`"
+        raise DataError(f"{where}: found {len(found)} checkpoints; name one of them: {listed}")
     if not found and POPULATION_FILE in names:
         raise DataError(f"{where}: expected a model, found a population; give one of its networks: {where}::0")
     if not found:

@@ -262,13 +262,16 @@ def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], d
     if not isinstance(value, dict):
         what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
         raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
-    inner = {n: item for n, item in value.items() if isinstance(item, dict) and any(map(_is_tensor, item.values()))}
+    counts = {n: sum(map(_is_tensor, item.values())) for n, item in value.items() if isinstance(item, dict)}
+    inner = {n: value[n] for n, count in counts.items() if count}
     if key is not None:
         if key not in inner:
             there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
             raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
-    elif any(map(_is_tensor, value.values())) or not inner:
-        return value, {}
+    elif sum(map(_is_tensor, value.values())) >= max(
+        (sum(map(_is_tensor, d.values())) for d in inner.values()), default=0
+    ):
+        return value, {}  # a loss beside the dictionary of weights is fewer tensors than it has
     else:
         found = [name for name in inner if name in _ROOTS]
         if len(found) != 1 and len(inner) != 1:

@@ -13,6 +13,8 @@ from scipy import stats
 from scipy.linalg import cholesky, solve_triangular
 
 from weightscope._util.checks import choice, number
+from weightscope._util.results import text_table
+from weightscope.anatomy.tensors import natural
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.fits.structure import (
     Accumulator,
@@ -94,20 +96,28 @@ class Amplification:
         return matrix, notes | {"gain": gain} | done
 
 
-def in_words(notes: Mapping[str, Any]) -> str:
-    """The diagnostics of one type as a line of a report."""
-    start = f"{notes['samples']} samples, design effect {notes['design_effect']:g}; "
-    if "gain" not in notes:
-        within, between = notes["shrinkage_within"], notes["shrinkage_between"]
-        moved = f", projection moved them by {notes['moved']:.1%}" if notes.get("moved") else ""
-        return f"{start}correlations shrunk by {within:g} within tensors, {between:g} between them{moved}"
-    if "eigenvalues" in notes:
-        kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
-    else:
-        kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']} correlations beyond 4 standard errors"
-    moved = f"{notes['clipped']} clipped at 0.9, projection moved them by {notes['moved']:.1%}"
-    realised = f", realised gain {notes['realised']:.3g}" if "realised" in notes else ""  # older files lack it
-    return f"{start}gain {notes['gain']:g}: {kept}, {moved}{realised}"
+def _tables(diagnostics: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """The diagnostics of types: a table of those that were shrunk, and one of those that were multiplied by a gain."""
+    shrunk, enlarged = [], []
+    for label in sorted(diagnostics, key=natural):
+        notes = diagnostics[label]
+        row, moved = [label, notes["samples"], f"{notes['design_effect']:g}"], f"{notes.get('moved', 0):.1%}"
+        if "gain" not in notes:
+            shrunk.append((*row, f"{notes['shrinkage_within']:g}", f"{notes['shrinkage_between']:g}", moved))
+            continue
+        if "eigenvalues" in notes:
+            kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
+        else:
+            kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']}"
+        numbers = f"{notes['gain']:g}", notes["clipped"], moved, f"{notes.get('realised', np.nan):.3g}"
+        enlarged.append((*row, kept, *numbers))
+    head = ("type", "samples", "design effect")
+    if shrunk:
+        yield "correlations shrunk within tensors and between them, and moved by the projection"
+        yield from text_table((*head, "within", "between", "moved"), shrunk).splitlines()
+    if enlarged:
+        yield "correlations kept (beyond 4 standard errors), times the gain, clipped at 0.9, moved by the projection"
+        yield from text_table((*head, "kept", "gain", "clipped", "moved", "realised gain"), enlarged).splitlines()
 
 
 def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
@@ -330,7 +340,7 @@ class Exchangeable(Structure):
     def notes(self) -> list[str]:
         """How each type was shrunk, or what was dropped, clipped and projected; and what was resized."""
         labels = [kind.label for kind in self.permutations.types]
-        lines = [f"{label}: {in_words(self.diagnostics[label])}" for label in labels if label in self.diagnostics]
+        lines = [*_tables({label: self.diagnostics[label] for label in labels if label in self.diagnostics})]
         if any(self.diagnostics.get(label, {}).get("gain", 0) > 1 for label in labels):
             lines.append(
                 "correlations were enlarged on purpose: what is drawn from, and scored above, is no density of trained "

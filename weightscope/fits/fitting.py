@@ -447,7 +447,7 @@ def fit_init(
             )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
             shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
-            raise UsageError(f"structure: {shown!r} is fitted to a population, and {source} is one network: {known}")
+            raise UsageError(f"structure: {shown!r} needs a population (`import`), {source} is one network: {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
         return fit_network(source, structure, **(options or {}))

@@ -413,6 +413,8 @@ def _names(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
+    if not names:
+        raise DataError(f"{checkpoint.source}: holds no weights; an optimiser's state?")
     return names
 
 
@@ -544,7 +546,10 @@ def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
         return [(str(path), {})]
     files = [str(p) for p in inside if (p.suffix in SUFFIXES and p.is_file()) or (p.is_dir() and _is_model(p))]
     if not files:
-        raise DataError(f"{path}: expected files of networks ({', '.join(SUFFIXES)}) or folders of models, found none")
+        raise DataError(
+            f"{path}: expected files of networks ({', '.join(SUFFIXES)}) or folders of models, found none; "
+            f"for files further down give a pattern, '{path}/*/*.pt'"
+        )
     return [(file, {}) for file in files]
 
 

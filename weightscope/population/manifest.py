@@ -266,6 +266,8 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
     if there.imported or wanted.imported:
         if there.spec == wanted.spec and there.fingerprint == wanted.fingerprint:
             return
+        if not wanted.imported:
+            raise UsageError(f"{path} was imported, and cannot grow by training; give another folder")
         was = "imported from networks with other tensors or options" if there.imported else "collected"
         raise UsageError(f"{path} was {was}; give another folder, or the same sources and options")
     recipe = wanted.recipe

@@ -123,8 +123,9 @@ class TypeCovariance:
     # of several copies, and with fewer than 3 networks
     errors: np.ndarray
     networks: int  # N
-    # (2, C, C): of the correlations of views with one copy in each network alone, the mean over networks and its
-    # standard error, NaN as above; None where networks are not compared. Networks that differ in scale count alike
+    # (2, C, C): of the correlations of views with one copy in each network alone, about what `covariance` is about, the
+    # mean over networks and its standard error, NaN as above; None where networks are not compared. Networks that
+    # differ in scale count alike
     own: np.ndarray | None = None
     # (V, V) for each pair of views: N sum of T_a T_b / (sum of T_a sum of T_b) over networks, T the trace of a view's
     # Gram matrix. That many times the variance of a correlation is that of networks of equal scale, where 1
@@ -179,10 +180,14 @@ class ExchangeableMoments:
         self._squares = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
         # of the correlations in single networks, their sums and those of their squares
         self._own = {key: np.zeros((2, *squares.shape[1:])) for key, squares in self._squares.items()}
+        self._units: dict[tuple[str, ...], np.ndarray] = {}  # as `_sums`, of single copies, each scaled to length one
         # of the views' traces, sums over networks of T_a T_b (V, V), and of T_a in the last row
         self._traces = {key: np.zeros((len(kind.views) + 1, len(kind.views))) for key, kind in self._types.items()}
         self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
         self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
+        # view -> its entries in the first network, and whether each copy differs from them in another network
+        self._first: dict[str, np.ndarray] = {}
+        self._varies = {view.name: np.zeros(view.copies, dtype=bool) for view in permutations.views}
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
         """Take up networks (n, D)."""
@@ -193,6 +198,7 @@ class ExchangeableMoments:
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
         tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
+        self._compare(views)
         self._subtract_shift(views)
         self.index.update(views)
         averages = _Averages(views)
@@ -202,6 +208,10 @@ class ExchangeableMoments:
                 products = grams.sum(axis=0)
                 traces = grams.diagonal(axis1=1, axis2=2)
                 sums = np.concatenate([averages(view, key).sum(axis=0) for view in kind.views], axis=-1)
+                inverse = _inverse_lengths(grams)
+                units = np.stack(
+                    [np.tensordot(inverse[:, i], averages(v, key)[..., 0], 1) for i, v in enumerate(kind.views)], -1
+                )
             else:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
                 unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
@@ -210,6 +220,8 @@ class ExchangeableMoments:
                     parts = centred(joined, unsigned).reshape(len(block), kind.places, -1)
                     single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
+                    inverse = _inverse_lengths(grams)
+                    units = np.einsum("npc,nc->pc", single, inverse).reshape(*joined.shape[1:-1], single.shape[-1])
                     squares = np.einsum("npc,npc->nc", parts, parts)
                     traces = np.add.reduceat(squares, [kind.slices[v.name].start for v in kind.views], axis=1)  # (n, V)
             self._products[key] += products
@@ -218,13 +230,21 @@ class ExchangeableMoments:
                 own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
                 mixed = np.einsum("nab,na->ab", grams, own)
                 self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
-                root = np.sqrt(np.maximum(own, 0))  # rounding: that of constants may be negative
-                scale = root[:, :, None] * root[:, None, :]
-                alone = np.divide(grams, scale, out=np.zeros_like(grams), where=scale > 0)
+                alone = grams * inverse[:, :, None] * inverse[:, None, :]
                 self._own[key] += alone.sum(axis=0), np.square(alone).sum(axis=0)
+                self._units[key] = self._units.get(key, 0.0) + units
                 self._traces[key] += np.concatenate([traces.T @ traces, traces.sum(axis=0, keepdims=True)])
         self.n += len(block)
         return self
+
+    def _compare(self, views: Mapping[str, np.ndarray]) -> None:
+        """Find copies that are not the same in all networks."""
+        for view in self.permutations.views:
+            array = views[view.name]
+            first = self._first.setdefault(view.name, array[0].copy())
+            if not self._varies[view.name].all():
+                away = tuple(i for i, axis in enumerate(view.axes, 1) if axis is not None)
+                self._varies[view.name] |= (array != first).any(axis=(0, *away)).reshape(-1)
 
     def _subtract_shift(self, views: dict[str, np.ndarray]) -> None:
         """Subtract in place a constant for each copy: its mean in the first block, unless it is small."""
@@ -241,7 +261,8 @@ class ExchangeableMoments:
 
         About "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
         `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean zero, so
-        that a single network is enough. The empty type is always taken about its mean.
+        that a single network is enough. The empty type is always taken about its mean. About means, copies that are the
+        same in all networks have exactly no variance.
         """
         least = 2 if about == "networks" else 1
         if self.n < least:
@@ -254,22 +275,35 @@ class ExchangeableMoments:
                 unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
                 flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
                 matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
+                if self.n > 1:
+                    varies = np.concatenate([self._varies[view.name] for view in kind.views])
+                    matrix = np.where(np.outer(varies, varies), matrix, 0.0)
             if not key:
                 origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
                 mean = self._sums[key] / self.n + np.concatenate(origin)
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
             errors = self._errors(key, products, matrix * samples)
-            found = (matrix, mean, errors, self.n, self._alone(key), self._inflation(key))
-            out.append(TypeCovariance(kind, samples, *found))
+            own = self._alone(key, about == "networks")
+            out.append(TypeCovariance(kind, samples, matrix, mean, errors, self.n, own, self._inflation(key)))
         return tuple(out)
 
-    def _alone(self, key: tuple[str, ...]) -> np.ndarray:
-        """Mean and standard error over networks of the correlations in each of them."""
+    def _alone(self, key: tuple[str, ...], about_means: bool) -> np.ndarray:
+        """Mean and standard error over networks of the correlations in each of them, copies scaled to length one.
+
+        Of independent copies with different means over networks, the error is at least the true one.
+        """
         single = self._single[key]
         out = np.full((2, len(single), len(single)), np.nan)
         if self.n >= 3 and key:
             mean, squares = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
+            if about_means:
+                unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
+                flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
+                means = flat.T @ flat
+                left = np.maximum(1 - means.diagonal(), 1e-12)
+                scale = np.sqrt(np.outer(left, left))
+                mean, spread = (mean - means) / scale, spread / np.sqrt(scale)
             out[np.ix_(np.arange(2), np.flatnonzero(single), np.flatnonzero(single))] = mean, spread
         return out
 
@@ -333,6 +367,12 @@ def _centred_grams(averages: _Averages, views: Sequence[View], key: tuple[str, .
     return out
 
 
+def _inverse_lengths(grams: np.ndarray) -> np.ndarray:
+    """1 / sqrt(G_aa) (n, C) of Gram matrices (n, C, C); zero where G_aa is."""
+    lengths = np.sqrt(np.maximum(grams.diagonal(axis1=1, axis2=2), 0))
+    return np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+
+
 def _away(view: View, keep: tuple[str, ...]) -> int:
     """The number of entries that are averaged for a type."""
     return prod(n for n, axis in zip(view.shape, view.axes, strict=True) if axis is not None and axis not in keep)
@@ -365,13 +405,13 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, so that
-    networks of different scale count alike, with its standard error compared with Student's t of N - 1 degrees of
-    freedom; with fewer than 3 networks, the correlation of their covariance, with 1 / sqrt(samples). Several copies:
-    the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda; samples are divided by the
-    type's design effect, the median squared ratio of the two standard errors of its single copies, or by what the
-    networks' different scales do to the variance of the two views' correlations, where either exceeds one. Its
-    interval inverts the noncentral chi-squared distribution of the same statistic.
+    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
+    means over networks, so that networks of different scale count alike, with its standard error compared with
+    Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
+    sqrt(samples). Several copies: the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda;
+    samples are divided by the type's design effect, the median squared ratio of the two standard errors of its single
+    copies, or by what the networks' different scales do to the variance of the two views' correlations, where either
+    exceeds one. Its interval inverts the noncentral chi-squared distribution of the same statistic.
     """
     out = []
     for found in covariances:
