@@ -101,7 +101,8 @@ def claims() -> list[Claim]:
     return [
         Claim("Mimetic attention trains small ViTs to higher accuracy", "attention paper, Table 1", "attention_inits", "mimetic - default, mean of six settings", less("attention_inits", MIMETIC, "default"), 3.15, decide=f"{size}"),
         Claim("the same", "attention paper, Table 1", "vit_start", "digits, 4 epochs", start("digits", "mimetic", "default"), 3.15),
-        Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15, decide="photographs"),
+        Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15),
+        Claim("the same, on photographs", "attention paper, Table 1", "vit_start", "CIFAR-10 at 16 x 16, 5 epochs", start("cifar10", "mimetic", "default"), 3.15),
         Claim("More than the scale of its weights (not claimed, implied)", "attention paper", "attention_inits", "mimetic - scale, mean of six settings", less("attention_inits", MIMETIC, SCALE), decide="ViT-96/6 on 5,000 images at 32 pixels"),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
         Claim("Queries and keys are needed as well", "attention paper, Table 2", "vit_start", "mimetic - vo", start("digits", "mimetic", "vo"), 4.15),
