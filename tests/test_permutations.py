@@ -454,7 +454,7 @@ RULED = WeightSpec(
 )
 
 
-def test_a_file_of_rules(tmp_path: Path) -> None:
+def test_a_file_of_rules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Parts take the length that their group has elsewhere; what is left is the others'."""
     (tmp_path / "own.toml").write_text(RULES)
     found = read_permutations(tmp_path / "own.toml", RULED)
@@ -466,6 +466,7 @@ def test_a_file_of_rules(tmp_path: Path) -> None:
     assert axes["layers.1.up.bias[a]"] == ((0,), (4,), ("~left.1",))
     array = SimpleNamespace(spec=RULED)
     assert permutations_of(array, tmp_path / "own.toml") == found
+    assert "not checked by function" in caplog.text
 
 
 def test_the_check_by_function_moves_every_group() -> None:

@@ -182,6 +182,8 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
                 f"{change:.1g} of their size; axes of units that belong together need one group, and units of "
                 "attention heads `PermutationSpec.from_axes(spec, axes, heads)`"
             )
+    elif isinstance(given, str | Path):
+        _log.warning("%s: not checked by function, since there is no network with example inputs to run", given)
     return found
 
 
