@@ -389,7 +389,8 @@ def test_the_result_is_for_further_work(fake: Fake, tmp_path: Path) -> None:
     lines = str(result).splitlines()
     assert lines[0].split()[:3] == ["initialiser", "epochs", "n"]
     assert lines[0].endswith("p (Holm)")
-    assert len(lines) == 6
+    assert len(lines) == 7
+    assert "for the test examples that were used" in lines[6]
     assert lines[3].split()[:4] == ["mimetic_mlp", "1", "3", "86.50"]
     assert lines[3].endswith("(1 diverged)")
     frame = result.to_pandas()

@@ -131,3 +131,14 @@ def joined(found: Iterable[str], most: int) -> str:
     """The first few texts and the number of the others."""
     names = list(found)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+# Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
+_RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
+_RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key: `layer.2` before `layer.10`, encoders before decoders, self- before cross-attention."""
+    parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]
+    return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]

@@ -16,14 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.names import natural
 from weightscope.anatomy.effective import keep, plain
 from weightscope.checkpoint import open_checkpoint
 from weightscope.checkpoint.tensors import not_weights
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
-
-# Order of the towers and of the attention modules of a block, where names are sorted (as in safetensors files).
-_RANK = dict.fromkeys(("encoder", "text_model", "self_attn"), 0)
-_RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_attn"), 1)
 
 
 class NamedTensors:
@@ -186,12 +183,6 @@ def _of_stage(value: Any, path: str) -> Any:
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
     """isinstance, without counting a bool as an integer."""
     return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
-
-
-def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key: `layer.2` before `layer.10`, encoders before decoders, self- before cross-attention."""
-    parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]
-    return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]
 
 
 def numbered(names: Iterable[str]) -> list[str]:

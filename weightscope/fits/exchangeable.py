@@ -13,8 +13,8 @@ from scipy import stats
 from scipy.linalg import cholesky, solve_triangular
 
 from weightscope._util.checks import choice, number
+from weightscope._util.names import natural
 from weightscope._util.results import text_table
-from weightscope.anatomy.tensors import natural
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.fits.structure import (
     Accumulator,
