@@ -524,3 +524,18 @@ def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, mon
     tracemalloc.stop()
     assert peak < (2**29 if kind == "svhn" else 2**27)  # SVHN is 225 MB, and is read whole
     assert seconds < 20
+
+
+@pytest.mark.parametrize("names", [PARTS, ("images", "labels")])
+def test_of_an_npz_only_the_images_that_are_asked_for_are_in_memory(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """A file that expands to 92 or 184 MB, of which 128 images are used: blocks of 16 MB, not all of it."""
+    pixels = np.resize(np.arange(251, dtype=np.uint8), (30_000, 3, 32, 32))
+    arrays = (pixels, np.arange(30_000) % 10) * (len(names) // 2)
+    np.savez_compressed(tmp_path / "a.npz", **dict(zip(names, arrays, strict=True)))
+    del arrays
+    tracemalloc.start()
+    data = load(config(path="a.npz", size=32), train=64, test=64)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(data.train_images) == 64
+    assert peak < 60e6 < pixels.nbytes

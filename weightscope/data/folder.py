@@ -1,7 +1,7 @@
 """Images of one's own: arrays, a folder with a folder for each class, or an .npz file.
 
-What is in a folder or file is found without decoding it, and of a folder only the images that are asked for are read.
-Headers are not trusted: pickled objects are refused, and what does not fit into the memory before it is read.
+What is in a folder or file is found without decoding it, and only the images that are asked for are read. Headers are
+not trusted: pickled objects are refused, and what does not fit into the memory is refused before it is read.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from weightscope._util import npz
 from weightscope._util.names import listing
-from weightscope.data.images import SUFFIXES, check_memory, read_images, reading, resize
+from weightscope.data.images import SUFFIXES, check_memory, progress, read_images, reading, resize
 from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, SourceConfig, first_place, places
 from weightscope.errors import DataError, UsageError
 
@@ -30,6 +30,7 @@ _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
 _MOST_ENTRIES = 1024
 _MOST_IMAGES = 2**24  # of an .npz file, whose labels are all read
+_BLOCK = 2**24  # bytes of an array that are in memory at once
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -336,17 +337,19 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
             _check_label_shape(x.dtype, x.shape[:1] if x.shape[1:] == (1,) else x.shape, n, x.where)
             if n > _MOST_IMAGES:
                 raise DataError(f"{x.where}: expected at most {_MOST_IMAGES} images, found {n}")
-            labels.append(_checked_labels(_values(archive, x).reshape(-1), n, x.where))
+            labels.append(_checked_labels(_rows(archive, x, np.arange(n)).reshape(-1), n, x.where))
     classes = _count_classes(labels[0], labels[-1], [x.where for x in stored[1::2]])
 
     def read(rows: list[np.ndarray], size: int, channels: int) -> list[np.ndarray]:
-        out = []
         with _archive(path) as archive:
-            values = [_values(archive, x) for x in images]
-        for part, mine in enumerate(rows):
-            x, pixels = images[part % len(images)], values[part % len(images)][mine]
-            pixels = _checked_images(pixels.transpose(0, 3, 1, 2) if _channels_last(x) else pixels, x.where)
-            out.append(resize(pixels, size, x.where))
+            if len(images) == 1:  # all in one pass over the file
+                found = np.split(_rows(archive, images[0], np.concatenate(rows)), [len(rows[0])])
+            else:
+                found = [_rows(archive, x, mine) for x, mine in zip(images, rows, strict=True)]
+        out = []
+        for pixels, x in zip(found, (images[0], images[-1]), strict=True):
+            checked = _checked_images(pixels.transpose(0, 3, 1, 2) if _channels_last(x) else pixels, x.where)
+            out.append(resize(checked, size, x.where))
         return out
 
     rows = _split(path, labels, config)
@@ -366,7 +369,28 @@ def _channels_last(array: npz.Stored) -> bool:
     return len(array.shape) == 4 and array.shape[3] in (1, 3) and array.shape[1] == array.shape[2]
 
 
-def _values(archive: zipfile.ZipFile, array: npz.Stored) -> np.ndarray:
-    """The array, of which one more copy has to fit into the memory."""
-    check_memory(2 * prod(array.shape) * array.dtype.itemsize, array.where, f"an array of shape {array.shape}")
-    return npz.values(archive, array)
+def _rows(archive: zipfile.ZipFile, array: npz.Stored, rows: np.ndarray) -> np.ndarray:
+    """Rows of an array, (m, ...), read block by block.
+
+    A line is what is contiguous in the file: one row, or in column order one entry of all n rows.
+    """
+    n, *rest = array.shape
+    in_columns = array.order == "F"
+    lines, length = (prod(rest), n) if in_columns else (n, prod(rest))
+    width = length * array.dtype.itemsize
+    wanted = 2 * (len(rows) * prod(rest) * array.dtype.itemsize + max(width, _BLOCK))
+    check_memory(wanted, array.where, f"{len(rows)} items of {tuple(rest)}")
+    out = np.empty((lines, len(rows)) if in_columns else (len(rows), length), array.dtype)
+    step, end = max(1, _BLOCK // width), lines if in_columns else int(rows.max()) + 1
+    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " lines") as bar:
+        stream.read(array.start)
+        for start in range(0, end, step):
+            count = min(step, lines - start)
+            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, length)
+            if in_columns:
+                out[start : start + count] = block[:, rows]
+            else:
+                mine = (rows >= start) & (rows < start + count)
+                out[mine] = block[rows[mine] - start]
+            bar.update(count)
+    return out.reshape(*rest[::-1], len(rows)).transpose() if in_columns else out.reshape(len(rows), *rest)
