@@ -55,7 +55,7 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
             row = "slope", slope, limits, simulated.power(label, limits)
             out += checks_of(name, "correlations", None, None, label, [row])
         if not out:
-            raise UsageError(f"audit: {artifact}: keeps no correlation, so no model can be told from another")
+            raise UsageError(f"audit: {artifact}: this fit has no correlations that a model could be tested for")
         return [check for check in out if check.power[UNTOUCHED] >= DECIDED] or out
 
     checks.__name__ = name

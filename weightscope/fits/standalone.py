@@ -112,15 +112,15 @@ def write_standalone(
     result = artifact if isinstance(artifact, PopulationFit) else load_artifact(artifact, structures=structures)
     if not isinstance(result, PopulationFit):
         raise UsageError(f"{artifact}: fitted to one network; standalone initialisers are for fits to a population")
-    standalone_source(result, "")  # before anything is written
+    stored = None if isinstance(artifact, PopulationFit) else Path(artifact)
+    beside = file.with_suffix(".safetensors") if stored is None else file.with_name(stored.name)
+    source = standalone_source(result, beside.name)  # what cannot be written is an error before anything is
     outputs.checked(file, overwrite=overwrite)
-    if isinstance(artifact, PopulationFit):
-        beside = result.save(outputs.checked(file.with_suffix(".safetensors"), overwrite=overwrite))
-    else:
-        beside = file.with_name(Path(artifact).name)
-        if beside.resolve() != Path(artifact).resolve():
-            atomic.write(outputs.checked(beside, overwrite=overwrite), Path(artifact).read_bytes())
-    atomic.write(file, standalone_source(result, beside.name).encode())
+    if stored is None:
+        result.save(outputs.checked(beside, overwrite=overwrite))
+    elif beside.resolve() != stored.resolve():
+        atomic.write(outputs.checked(beside, overwrite=overwrite), stored.read_bytes())
+    atomic.write(file, source.encode())
     return file
 
 

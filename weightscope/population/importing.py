@@ -1,7 +1,7 @@
 """`Population.of`: networks that were trained elsewhere as a population, copied or read by reference.
 
-One network is in memory at a time, and one tile that is to be written. A tile is done when its shard is there; the
-same call resumes by reading the networks again and comparing their digests with those of the shards.
+Memory holds one network and the tile that is being filled. A tile is done when its shard is there; the same call
+resumes by reading the networks again and comparing their digests with those of the shards.
 """
 
 import contextlib
