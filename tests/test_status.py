@@ -139,3 +139,19 @@ def test_interrupted_runs_leave_no_mark(tmp_path, monkeypatch):
     with pytest.raises(Resumable):
         collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     assert not status(tmp_path / "a.pop")[0].rows()
+
+
+@pytest.mark.parametrize("left", ["00001.json", f".00001.json.weightscope-1-{'0' * 16}.tmp"])
+def test_what_a_worker_left_that_was_killed_after_its_shard_was_there_goes_with_the_next_run(
+    tmp_path, monkeypatch, left
+):
+    use(monkeypatch, fake.train_tile)
+    path = tmp_path / "a.pop"
+    collect(fake.recipe(), path, workers=1)
+    before = fake.files(path)
+    (path / RUNNING).mkdir()
+    (path / RUNNING / left).write_text("{}")
+    assert fake.files(path) != before
+    collect(fake.recipe(), path, workers=1)
+    assert fake.files(path) == before
+    assert not (path / RUNNING).exists()

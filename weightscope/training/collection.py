@@ -223,26 +223,27 @@ def train_shard(
 def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     """The tiles to train, missing, short or damaged ones, and the number of networks in the others.
 
-    Removes temporary files of killed processes.
+    Removes what killed processes left: temporary files, and marks of tiles whose shards are complete.
     """
     path, manifest = request.path, request.manifest
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
-    todo, kept = [], 0
+    todo, done = [], set[int]()
     present = set(shards.tiles_on_disk(path, manifest))  # few of perhaps millions
     for tile in range(manifest.tiles) if shard is None else [shard]:
         state = shards.state(path, manifest, tile) if tile in present else None
         if state is not None and state.kind == "done":
             shards.tidy_hash(shards.shard_file(path, tile))
-            kept += manifest.rows(tile)
+            done.add(tile)
             continue
         todo.append(tile)
         if state is not None and state.kind == "damaged":
             _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
-    return todo, kept
+    status.forget(path, done)
+    return todo, sum(map(manifest.rows, done))
 
 
 def _kept(requests: Sequence[Request]) -> str:

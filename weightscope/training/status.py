@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,8 @@ def marked(path: Path, tile: int, progress: Callable[[float], None] | None) -> I
     renewed = time.monotonic()
 
     def write() -> None:
-        with contextlib.suppress(WeightscopeError):  # a full disk is reported where a shard is written
+        with contextlib.suppress(WeightscopeError, OSError):  # a full disk is reported where a shard is written
+            file.parent.mkdir(exist_ok=True)  # another run removes it when it is empty
             atomic.write(file, json.dumps(mark).encode())
 
     def renew(fraction: float) -> None:
@@ -52,8 +53,6 @@ def marked(path: Path, tile: int, progress: Callable[[float], None] | None) -> I
         if progress is not None:
             progress(fraction)
 
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(exist_ok=True)
     write()
     try:
         yield renew
@@ -62,16 +61,18 @@ def marked(path: Path, tile: int, progress: Callable[[float], None] | None) -> I
         write()
         raise
     except BaseException:
-        forget(path, tile)
+        forget(path, [tile])
         raise
-    forget(path, tile)
+    forget(path, [tile])
 
 
-def forget(path: Path, tile: int | None = None) -> None:
-    """Remove the mark of a tile, or all marks, and the folder once it is empty."""
+def forget(path: Path, tiles: Container[int] | None = None) -> None:
+    """Remove the marks of `tiles`, or all, and the folder once it is empty."""
+    atomic.sweep(path / RUNNING)
     with contextlib.suppress(OSError):  # another worker may do the same
-        for file in (path / RUNNING).glob("*.json" if tile is None else f"{tile:05d}.json"):
-            file.unlink()
+        for file in (path / RUNNING).glob("*.json"):
+            if tiles is None or (file.stem.isdecimal() and int(file.stem) in tiles):
+                file.unlink(missing_ok=True)
         (path / RUNNING).rmdir()
 
 
