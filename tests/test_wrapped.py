@@ -141,7 +141,7 @@ def test_a_mask_that_leaves_filters_at_zero_is_refused():
     mask[8], mask[4, 0, 1, 1] = 0, 0  # the impulse of channel c is at pixel c
     prune.custom_from_mask(model[0], "weight", mask)
     before = model[0].weight.detach().clone()
-    with pytest.raises(DataError, match="`0.weight` .* its mask leaves 1 of 9 units at zero, number 4 first"):
+    with pytest.raises(DataError, match=r"`0.weight` .* its mask leaves 1 of 9 units at zero, number 4 first"):
         wi.impulse_filters_(model, order="given")
     assert torch.equal(model[0].weight, before)
     model[0].weight_mask[4, 0, 1, 1] = 1
