@@ -44,7 +44,7 @@ SECOND = (
     ("law, first block", "law"),
     ("population", "population, uncorrelated"),
 )
-SMALL: dict[str, Any] = {"data.train": 1500, "data.test": 2000}
+SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
     "digits": ({}, 7_300_000, 32, FIRST),
