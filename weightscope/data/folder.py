@@ -326,6 +326,9 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
             raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(entries)) or 'none'}")
         stored = [npz.stored(archive, entries[name], f"{path}: {name}") for name in wanted]
         images = stored[::2]
+        for x in images:
+            if x.order == "F":
+                raise DataError(f"{x.where}: expected an array in C order; write numpy.ascontiguousarray of it")
         shapes = [
             _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if _channels_last(x) else x.shape, x.where)
             for x in images
@@ -370,27 +373,19 @@ def _channels_last(array: npz.Stored) -> bool:
 
 
 def _rows(archive: zipfile.ZipFile, array: npz.Stored, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array, (m, ...), read block by block.
-
-    A line is what is contiguous in the file: one row, or in column order one entry of all n rows.
-    """
+    """Rows of an array in C order, (m, ...), read block by block."""
     n, *rest = array.shape
-    in_columns = array.order == "F"
-    lines, length = (prod(rest), n) if in_columns else (n, prod(rest))
-    width = length * array.dtype.itemsize
-    wanted = 2 * (len(rows) * prod(rest) * array.dtype.itemsize + max(width, _BLOCK))
+    width = prod(rest) * array.dtype.itemsize
+    wanted = 2 * (len(rows) * width + max(width, _BLOCK))
     check_memory(wanted, array.where, f"{len(rows)} items of {tuple(rest)}")
-    out = np.empty((lines, len(rows)) if in_columns else (len(rows), length), array.dtype)
-    step, end = max(1, _BLOCK // width), lines if in_columns else int(rows.max()) + 1
-    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " lines") as bar:
+    out = np.empty((len(rows), *rest), array.dtype)
+    step, end = max(1, _BLOCK // width), int(rows.max()) + 1
+    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " items") as bar:
         stream.read(array.start)
         for start in range(0, end, step):
-            count = min(step, lines - start)
-            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, length)
-            if in_columns:
-                out[start : start + count] = block[:, rows]
-            else:
-                mine = (rows >= start) & (rows < start + count)
-                out[mine] = block[rows[mine] - start]
+            count = min(step, n - start)
+            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, *rest)
+            mine = (rows >= start) & (rows < start + count)
+            out[mine] = block[rows[mine] - start]
             bar.update(count)
-    return out.reshape(*rest[::-1], len(rows)).transpose() if in_columns else out.reshape(len(rows), *rest)
+    return out
