@@ -373,7 +373,7 @@ def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     write(tmp_path, "cifar10-python")
     with (tmp_path / "data_batch_1").open("r+b") as stream:
         stream.truncate(2**40)  # a sparse file
-    with pytest.raises(DataError, match=r"data_batch_1: expected at most .* bytes, found 1,099,511,627,776"):
+    with pytest.raises(DataError, match=r"data_batch_1: .* expected at most .* bytes, found 1,099,511,627,776"):
         load("cifar10", tmp_path)
 
 

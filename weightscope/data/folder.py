@@ -162,10 +162,9 @@ def read(
     """The info of a folder or .npz file, and its first training and test images, resized.
 
     The folder has a folder for each class, or two folders `train` (`training`) and `test` (`testing`, `val`, `valid`,
-    `validation`), in upper or lower case, that have them. An .npz file has `train_images`, `train_labels`,
-    `test_images` and `test_labels`, or `images` and `labels`. Images are integers from 0 to 255 of shape (n, S, S),
-    (n, c, S, S) or (n, S, S, c), labels integers (n,). Without test images a share of each class, drawn by
-    `split_seed`, is for testing. Hidden files and folders are skipped.
+    `validation`), in upper or lower case, that have them. An .npz file has the arrays `PARTS`, or `images` and
+    `labels`: integers from 0 to 255 of shape (n, S, S), (n, c, S, S) or (n, S, S, c), and (n,). Without test images a
+    share of each class, drawn by `split_seed`, is for testing. Hidden files and folders are skipped.
     """
     found = _opened(config, root)
     info = _info(config, found)
@@ -234,11 +233,7 @@ def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> li
 
 
 def _interleaved(labels: np.ndarray) -> np.ndarray:
-    """An order of the items, (n,), in which each class is spread evenly and keeps its own order.
-
-    Item r = 0, 1, ... of a class of m items is at the fraction (r + 1/2) / m of the whole, so that the first and the
-    last items are of all classes. The order of labels that are interleaved already does not change.
-    """
+    """An order of the items, (n,): item r of a class of m items is at the fraction (r + 1/2) / m of the whole."""
     by_class = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.cumsum(counts) - counts
