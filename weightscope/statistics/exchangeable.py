@@ -287,7 +287,8 @@ class ExchangeableMoments:
             means = flat.T @ flat
             left = np.maximum(1 - means.diagonal(), 1e-12)
             scale = np.sqrt(np.outer(left, left))
-            out[np.ix_([True, True], single, single)] = (mean - means) / scale, spread / np.sqrt(scale)
+            values = np.stack([(mean - means) / scale, spread / np.sqrt(scale)])
+            out[:, np.outer(single, single)] = values.reshape(2, -1)
         return out
 
 
