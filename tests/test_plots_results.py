@@ -26,7 +26,6 @@ from scipy import stats
 
 from weightscope import plots
 from weightscope.benchmarking import seed_differences, summarise
-from weightscope.benchmarking.pictures import with_variants
 from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
@@ -144,7 +143,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:
     inits = ["default", INIT, "artifact", "default (frozen)", "artifact (frozen)"]
     lengths = [1, 2, 4, 8, 16]
-    ax = plots.convergence(with_variants(bench_summary(inits, lengths)))
+    ax = plots.convergence(bench_summary(inits, lengths))
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == inits
     lines = {name: bar.lines[0] for name, bar in bars.items()}

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from weightscope._util.controls import CONTROLS
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
@@ -16,11 +17,6 @@ from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, plac
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
-# control -> the key of a row's arm of this control, and of the difference from it; and the two parts in words
-_PARTS = {
-    "scale": ("control", "beyond_scale", ("effect of scale", "structure beyond scale")),
-    "uncorrelated": ("uncorrelated", "correlations", ("effect of moments", "correlations")),
-}
 Row = Mapping[str, Any]
 
 
@@ -145,7 +141,10 @@ def paired_differences(
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of([{"init": arms[0]["reference"]}, *arms])
+    lengths, styles = (
+        sorted({row["epochs"] for row in rows}),
+        styles_of([arms[0]["reference"], *(row["init"] for row in arms)]),
+    )
     names = [wrap(row["init"], 2.3) for row in rows]
     heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
     at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
@@ -218,8 +217,8 @@ def scale_and_structure(
     reference.
     Rows are those of `weightscope.benchmarking.summarise`.
     """
-    name, beyond, words = _PARTS[control]
-    parts = tuple(zip(words, ("difference", beyond), "sD", strict=True))
+    name, beyond = CONTROLS[control].arm, CONTROLS[control].key
+    parts = tuple(zip(CONTROLS[control].parts, ("difference", beyond), "sD", strict=True))
     found = {_place(row, row["init"]): row for row in summary}
     pairs = [(row, found[_place(row, row[name])]) for row in summary if row.get(name) is not None]
     if not pairs:
