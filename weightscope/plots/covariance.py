@@ -5,17 +5,15 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.text import SMALL, inches, merged, number, short_names, wrap
+from weightscope.plots.text import SMALL, inches, number, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
 _PALE = 0.02  # of the colour limit: what nobody tells from white
-_LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 _ROWS = 512  # of a matrix, that are read at a time
 _Diagonal = Literal["variances", "others", "all"]
 
@@ -151,41 +149,24 @@ def _constant(array: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[int, int]]) -> str:
-    """Draw borders between blocks and name them on both axes of `side` inches; returns a remark on the names."""
-    size = bounds[-1][1]
-    gap = size * 1.35 * SMALL / (72 * side)
-    groups = merged(names, max(1, int(size / gap)))
-    short, remark = short_names([label for label, _, _ in groups])
-    drawn = 0
+    """Draw borders between blocks and name those that have room, the largest first, on both axes of `side` inches."""
+    size, drawn, named = bounds[-1][1], 0, list[int]()
     for start, _ in bounds[1:]:
         if start - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
             for line in (ax.axhline, ax.axvline):
                 line(start, color=theme.INK, lw=0.5, gid="border")
             drawn = start
-    centres = [(bounds[a][0] + bounds[b - 1][1]) / 2 for _, a, b in groups]
-    at = spread(centres, gap, gap / 2, size - gap / 2)
-    level = max(map(inches, short)) + 0.08 <= np.diff(centres).min(initial=np.inf) * side / size
+    centres, gap = [(start + stop) / 2 for start, stop in bounds], size * 1.35 * SMALL / (72 * side)
+    for i in sorted(range(len(bounds)), key=lambda i: bounds[i][0] - bounds[i][1]):
+        if all(abs(centres[i] - centres[other]) >= gap for other in named):
+            named.append(i)
+    short, remark = short_names([names[i] for i in sorted(named)])
+    at = [centres[i] for i in sorted(named)]
+    level = max(map(inches, short)) + 0.08 <= np.diff(at).min(initial=np.inf) * side / size
     for axis, rotation in ((ax.yaxis, 0), (ax.xaxis, 0 if level else 90)):
         axis.set_ticks(at, short, rotation=rotation)
-        axis.set_tick_params(length=0, pad=72 * _LEADER * side + 4)
-    outwards = [0, -0.4 * _LEADER, -_LEADER]
-    style: dict[str, Any] = {"color": theme.MUTED, "lw": 0.6, "clip_on": False, "gid": "leader"}
-    for centre, place in zip(centres, at, strict=True):
-        along = [centre, centre, place]
-        ax.add_line(Line2D(outwards, along, transform=ax.get_yaxis_transform(), **style))
-        ax.add_line(Line2D(along, outwards, transform=ax.get_xaxis_transform(), **style))
-    return remark
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions closest to the wanted ones in least squares, at least `gap` apart, between low and high."""
-    from sklearn.isotonic import isotonic_regression
-
-    steps = gap * np.arange(len(wanted))
-    if steps[-1] > (high - low) * (1 + 1e-9):
-        return list(wanted)
-    flat = isotonic_regression(np.asarray(wanted, dtype=float) - steps, y_min=low, y_max=high - steps[-1])
-    return list(map(float, flat + steps))
+    left = f"{len(names) - len(named)} small blocks have no label" if len(named) < len(names) else ""
+    return "; ".join(filter(None, [remark, left]))
 
 
 # Large matrices, averaged over cells of about a pixel
