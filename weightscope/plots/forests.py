@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from weightscope._util.controls import CONTROLS
 from weightscope.data.metrics import ACCURACY, Metric
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.plots import theme
 from weightscope.plots.comparisons import CI, difference_label, epochs_text, row_height, styles_of, value_axis
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
@@ -33,11 +33,6 @@ def stripe_ratios(
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
     """
-    for label, group, ratio, low, high in rows:
-        if not (np.isfinite([ratio, low, high]).all() and 0 <= low <= ratio <= high):
-            raise DataError(f"`{label}`, {group}: expected 0 <= low <= ratio <= high, found {low}, {ratio}, {high}")
-    if not rows or len({row[:2] for row in rows}) < len(rows):
-        raise UsageError("stripe ratios: expected rows that differ in label or group, found none or a repeated one")
     labels, groups = list(dict.fromkeys(r[0] for r in rows)), list(dict.fromkeys(r[1] for r in rows))
     gap = 0.5 * (len(rows) > len(labels))  # between labels
     at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
@@ -94,10 +89,6 @@ def heldout_scores(
         raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
     rows = [row for row in table if row.get("group") == group]
     fitted, failed = [row for row in rows if not row.get("failed")], [row for row in rows if row.get("failed")]
-    for row in fitted:
-        if not np.isfinite([row["difference"], row["difference_se"]]).all():
-            found = f"{row['difference']} ± {row['difference_se']}"
-            raise DataError(f"held-out scores: `{row['structure']}`: expected finite numbers, found {found}")
     fitted.sort(key=lambda row: -row["difference"])
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
     texts = []
