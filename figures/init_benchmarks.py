@@ -6,7 +6,6 @@ from typing import Any
 from weightscope import plots
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.pictures import with_variants
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
@@ -20,7 +19,7 @@ def main(results: Path, out: Path) -> None:
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
     figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6)
     if axis is None:
-        plots.convergence(with_variants(rows), left)
+        plots.convergence(rows, left)
         plots.paired_differences(seed_differences(result.runs), right)
     else:
         for ax, epochs in zip((left, right), sorted({row["epochs"] for row in rows}), strict=True):

@@ -17,9 +17,10 @@ from pictures import runs_of as rows_of
 from scipy import stats
 
 from weightscope import plots
+from weightscope._util.controls import CONTROLS
 from weightscope.benchmarking import BenchResult, bench, mean_curves, summarise
 from weightscope.benchmarking.gain import curve_of
-from weightscope.benchmarking.pictures import control_finding, finding
+from weightscope.benchmarking.pictures import finding, from_controls
 from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import mean_interval, paired
 from weightscope.cli import cli
@@ -46,6 +47,11 @@ def runs_of(init: str, values: Any, numbers: dict[str, float] | None = None) -> 
 def result_of(*arms: list[dict[str, Any]], metric: Metric = BITS) -> BenchResult:
     runs = [run for arm in arms for run in arm]
     return BenchResult(runs, summarise(runs, metric), {}, metric, (LOSS, BITS, PERPLEXITY))
+
+
+def of_scale(arms: Any, metric: Metric = BITS) -> str | None:
+    """What the title of the picture of scale controls says."""
+    return finding(from_controls(arms, CONTROLS["scale"]), metric)
 
 
 @pytest.fixture
@@ -252,14 +258,15 @@ def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) 
 
 def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) -> None:
     assert str(finding(lost_reference.arms, BITS)).endswith("; 6 of 8 of default diverged")
-    assert str(control_finding(lost_reference.arms, BITS)) == "Better than its scale alone: a", "of which none diverged"
+    better = "a is 0.051 bits per token better than a (scale only)"
+    assert of_scale(lost_reference.arms) == better, "of which none diverged"
     scale = words(lost_reference.figures()["scale"](None))
     assert "2 to 8 seeds; lower is better; 6 of 8 of default diverged" in scale
     convergence = words(lost_reference.figures()["convergence"](None))
     assert "difference from default, 2 seeds of both; 6 of 8 of default diverged" in convergence
     assert "paired difference from the first row on 2 seeds of both;" in lost_reference.table()
     runs = lost_reference.runs[:SEEDS] + diverged(lost_reference.runs[SEEDS : 2 * SEEDS], 7) + lost_reference.runs[-8:]
-    assert str(control_finding(summarise(runs, BITS), BITS)).endswith("scale alone; 1 of 8 of a diverged")
+    assert str(of_scale(summarise(runs, BITS))).endswith("(scale only); 1 of 8 of a diverged")
 
 
 def test_maps_say_the_pairs_and_what_diverged() -> None:
@@ -303,8 +310,9 @@ def test_scale_and_structure_follow_the_direction() -> None:
     text = finding(result.arms, BITS)
     beyond = f"{-result.arms[1]['beyond_scale']:.3f} of them beyond scale"
     assert text == f"a is {0.05 - NOISE[1].mean():.3f} bits per token better than default, {beyond}"
-    assert control_finding(result.arms, BITS) == "Better than its scale alone: a"
-    assert control_finding(result.arms, replace(BITS, higher_is_better=True)) == "Worse than scale alone: a"
+    amount = f"{-result.arms[1]['beyond_scale']:.3f} bits per token"
+    assert of_scale(result.arms) == f"a is {amount} better than a (scale only)"
+    assert of_scale(result.arms, replace(BITS, higher_is_better=True)) == f"a is {amount} worse than a (scale only)"
     ax = result.figures()["scale"](None).axes[0]
     label = ax.get_xlabel().replace("\n", " ")
     assert label == "difference of test cross entropy on the same seed (bits per token), 8 seeds; lower is better"

@@ -26,7 +26,6 @@ from scipy import stats
 
 from weightscope import plots
 from weightscope.benchmarking import seed_differences, summarise
-from weightscope.benchmarking.pictures import with_variants
 from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
@@ -96,15 +95,6 @@ def test_a_ratio_of_zero_is_an_arrow_at_the_edge() -> None:
     assert ax.get_xlim()[1] > 100
 
 
-@pytest.mark.parametrize("row", [(np.nan, 1, 2), (1, 2, 3), (-1, -2, 1), (1, 0.5, np.inf)])
-def test_ratios_outside_their_interval_are_refused(row: tuple[float, float, float]) -> None:
-    with pytest.raises(DataError, match="`w`, columns: expected 0 <= low <= ratio <= high"):
-        plots.stripe_ratios([("w", "columns", *row)])
-    for rows in ([], [STRIPES[0], STRIPES[0]]):
-        with pytest.raises(UsageError, match="expected rows that differ"):
-            plots.stripe_ratios(rows)
-
-
 def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
     ax = plots.heldout_scores(SCORES)
     names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]
@@ -134,8 +124,6 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
-    with pytest.raises(DataError, match=r"`dense`: expected finite numbers, found nan ± 1\.0"):
-        plots.heldout_scores([score_row("dense", np.nan, 1.0)])
 
 
 # Benchmarks
@@ -144,7 +132,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:
     inits = ["default", INIT, "artifact", "default (frozen)", "artifact (frozen)"]
     lengths = [1, 2, 4, 8, 16]
-    ax = plots.convergence(with_variants(bench_summary(inits, lengths)))
+    ax = plots.convergence(bench_summary(inits, lengths))
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == inits
     lines = {name: bar.lines[0] for name, bar in bars.items()}

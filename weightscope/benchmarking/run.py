@@ -298,8 +298,11 @@ class Design:
             here["training"].get("kernels"),
         ):  # the runs keep what it became
             there["training"].pop("kernels", None), here["training"].pop("kernels", None)
-        trained = (self.folder / RUNS).exists()  # a probe compares what it uses of a recipe
-        what = [f"another {key}" for key in sorted({*there, *here}) if trained and there.get(key) != here.get(key)]
+        if not (self.folder / RUNS).exists():  # a probe, which uses no more of them
+            for recipe in (there, here):
+                recipe["training"] = {"batch_size": recipe["training"]["batch_size"]}
+                recipe.pop("distillation", None)
+        what = [f"another {key}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
         mine = {(cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init): arm for arm in self.arms}
         rows = {(cell_key(row), row["epochs"], row["init"]): row["networks"] for row in stored.arms}
         if lost := list(dict.fromkeys(key[2] for key in rows if key not in mine)):
@@ -400,7 +403,7 @@ def _check_folder(folder: Path) -> None:
     """UsageError unless a folder is new, empty, or that of a benchmark or probe."""
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     found = "a file" if folder.is_file() else "a population" if is_population(folder) else ""
-    arms = chain(folder.glob(f"{RUNS}/**/{manifests.NAME}"), folder.glob(f"{PROBES}/**/arm.json"))
+    arms = chain(folder.glob(f"{RUNS}/**/{manifests.NAME}"), folder.glob(f"{PROBES}/**/*-*.json"))
     if not found and not set(there) <= {RUNS, TIMES, PROBES} and RESULTS not in there and not any(arms):
         found = ", ".join(there[:3]) + " ..." * (len(there) > 3)
     if found:

@@ -8,19 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from weightscope._util.controls import CONTROLS
 from weightscope.data.metrics import ACCURACY, Metric
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.plots import theme
 from weightscope.plots.comparisons import CI, difference_label, epochs_text, row_height, styles_of, value_axis
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
-# control -> the key of a row's arm of this control, and of the difference from it; and the two parts in words
-_PARTS = {
-    "scale": ("control", "beyond_scale", ("effect of scale", "structure beyond scale")),
-    "uncorrelated": ("uncorrelated", "correlations", ("effect of moments", "correlations")),
-}
 Row = Mapping[str, Any]
 
 
@@ -37,11 +33,6 @@ def stripe_ratios(
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
     """
-    for label, group, ratio, low, high in rows:
-        if not (np.isfinite([ratio, low, high]).all() and 0 <= low <= ratio <= high):
-            raise DataError(f"`{label}`, {group}: expected 0 <= low <= ratio <= high, found {low}, {ratio}, {high}")
-    if not rows or len({row[:2] for row in rows}) < len(rows):
-        raise UsageError("stripe ratios: expected rows that differ in label or group, found none or a repeated one")
     labels, groups = list(dict.fromkeys(r[0] for r in rows)), list(dict.fromkeys(r[1] for r in rows))
     gap = 0.5 * (len(rows) > len(labels))  # between labels
     at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
@@ -98,10 +89,6 @@ def heldout_scores(
         raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
     rows = [row for row in table if row.get("group") == group]
     fitted, failed = [row for row in rows if not row.get("failed")], [row for row in rows if row.get("failed")]
-    for row in fitted:
-        if not np.isfinite([row["difference"], row["difference_se"]]).all():
-            found = f"{row['difference']} ± {row['difference_se']}"
-            raise DataError(f"held-out scores: `{row['structure']}`: expected finite numbers, found {found}")
     fitted.sort(key=lambda row: -row["difference"])
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
     texts = []
@@ -145,7 +132,10 @@ def paired_differences(
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of([{"init": arms[0]["reference"]}, *arms])
+    lengths, styles = (
+        sorted({row["epochs"] for row in rows}),
+        styles_of([arms[0]["reference"], *(row["init"] for row in arms)]),
+    )
     names = [wrap(row["init"], 2.3) for row in rows]
     heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
     at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
@@ -218,8 +208,8 @@ def scale_and_structure(
     reference.
     Rows are those of `weightscope.benchmarking.summarise`.
     """
-    name, beyond, words = _PARTS[control]
-    parts = tuple(zip(words, ("difference", beyond), "sD", strict=True))
+    name, beyond = CONTROLS[control].arm, CONTROLS[control].key
+    parts = tuple(zip(CONTROLS[control].parts, ("difference", beyond), "sD", strict=True))
     found = {_place(row, row["init"]): row for row in summary}
     pairs = [(row, found[_place(row, row[name])]) for row in summary if row.get(name) is not None]
     if not pairs:
