@@ -43,6 +43,7 @@ SECOND = (
     ("law, first block", "law"),
     ("population", "population, uncorrelated"),
 )
+THIRD = (("law, VO only", "law"), ("mimetic", "law, VO only"), ("law, QK turned", "law"))
 SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
@@ -50,6 +51,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
     "fashion": (FASHION | WIDER, 7_300_000, 32, FIRST),
     "fashion, parts": (FASHION | SMALL, 7_400_000, 64, SECOND),
     "cifar10, parts": (CIFAR | SMALL, 7_400_000, 64, SECOND),
+    "digits, parts": ({}, 7_600_000, 32, THIRD),
 }
 
 
@@ -74,7 +76,7 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
     population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
     own = law("population", population, POPULATION_GAIN, select=MATRICES, joint="all")
     part = {"name": reference_to(law_parts_), "law": four.artifact}
-    return {
+    found = {
         "law": four,
         "scale only": control(four, "scale"),
         "uncorrelated": control(four, "uncorrelated"),
@@ -84,6 +86,7 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         "population": own,
         "population, uncorrelated": control(own, "uncorrelated"),
     }
+    return {arm: found[arm] for arm in sum(THIRD, ())} if SETTINGS[name][3] is THIRD else found
 
 
 def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int, **options: Any) -> dict[str, Any]:
