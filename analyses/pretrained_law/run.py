@@ -93,7 +93,7 @@ def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int,
     """The accuracy of each seed (0 to 1) by arm, the contrasts, and the differences to the default."""
     changes, seed, _, contrasts = SETTINGS[name]
     recipe = Recipe.load(RECIPE).replace(changes | {"training.epochs": 4})
-    found = bench(recipe, {"default": "default"} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
+    found = bench(recipe, {"default": InitConfig()} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
     accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
     rows = [
         {"arm": one, "against": other} | paired(np.array(accuracy[one]), np.array(accuracy[other]))
