@@ -53,7 +53,7 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
+        if row["n"] == 1 or interval is None:
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
