@@ -10,8 +10,12 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
+import clusters
 import fake_training as fake
 import pytest
 
@@ -131,3 +135,47 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path):
     Population(path, partial=True).verify()
     finish(path, RECIPE, "small")
     assert len(Population(path)) == 60
+
+
+# A process of its own for each size: the kernel kills it with SIGXFSZ once a file of that many bytes is written.
+EVERY_PREFIX = """
+import os, resource, signal, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+import fake_training as fake
+from weightscope.population import Population, shards
+from weightscope.population import manifest as manifests
+path, recipe = Path(sys.argv[2]), fake.recipe(networks=8)
+whole = fake.write_population(path.with_name("whole.pop"), recipe)
+wanted = shards.shard_file(path.with_name("whole.pop"), 0).read_bytes()
+manifest = fake.write_population(path, recipe, [])
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+killed = 0
+sizes = [*range(0, 100, 9), *range(100, len(wanted) - 1, max(1, len(wanted) // int(sys.argv[3]))), len(wanted) - 1]
+for size in sizes:
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
+        os._exit(0)
+    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+    assert shards.state(path, manifest, 0).kind == "missing", size
+    assert Population(path, partial=True).missing == (0,), size
+shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
+assert shards.shard_file(path, 0).read_bytes() == wanted
+assert len(list(path.rglob("*"))) == len(list(path.with_name("whole.pop").rglob("*"))), "a temporary file was left"
+print(killed, "of", len(sizes))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path):
+    parts = 40 if clusters.TORTURE else 10
+    arguments = [str(Path(__file__).parent), str(tmp_path / "a.pop"), str(parts)]
+    command = [sys.executable, "-W", "ignore", "-c", EVERY_PREFIX, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    killed, _, sizes = done.stdout.split()
+    assert killed == sizes
+    assert int(sizes) > parts
