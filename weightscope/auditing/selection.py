@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import UNTOUCHED, Row
-from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.auditing.intervals import UNTOUCHED
+from weightscope.auditing.report import EXPECTATIONS, Check
 from weightscope.init.selection import ELEMENTS, Pair, Selection, matched
 
 INCONSISTENT = "inconsistent indices"
@@ -41,7 +40,7 @@ def select_weights_checks(
     pairs, checks = list(matched(student, teacher, **options)), []
     if not elements.startswith("random"):
         selection = Selection(elements, None)
-        return [_check(pair.name, None, pair.value, selection.select(pair)) for pair in pairs]
+        return [_check(pair.name, None, pair.value, selection.select(pair), {}) for pair in pairs]
     parts = [part for pair in pairs for part in _blocks(pair)]
     votes, sums = [_votes(mine, theirs) for *_, mine, theirs in parts], dict[torch.Size, Tensor]()
     if elements == "random":
@@ -49,22 +48,20 @@ def select_weights_checks(
             sums[axis.shape] = sums.get(axis.shape, 0) + axis
     for (name, block, mine, theirs), own in zip(parts, votes, strict=True):
         sets = math.prod(math.comb(large, small) for small, large in (axis.shape for axis in own))
-        power = {INCONSISTENT: 1 - 1 / sets} if sums else {}
         expected = _slices(mine, theirs, [sums.get(axis.shape, axis) for axis in own])
-        checks.append(_check(name, block, mine, expected, power))
+        checks.append(_check(name, block, mine, expected, {INCONSISTENT: 1 - 1 / sets} if sums else {}))
     return checks
 
 
-def _check(
-    name: str, block: int | None, mine: Tensor, expected: Tensor, power: Mapping[str, float] = MappingProxyType({})
-) -> Check:
+def _check(name: str, block: int | None, mine: Tensor, expected: Tensor, power: dict[str, float]) -> Check:
     """The share of entries that are the expected ones, rounded as the student's.
 
     Untouched tensors are drawn from a density, so that they differ from the teacher's unless these are constant.
     """
     equal, decided = expected.to(mine) == mine, bool(expected.numel() and expected.min() < expected.max())
-    row: Row = "entries", float(equal.double().mean()), (1.0, 1.0), {UNTOUCHED: 1.0, **power} if decided else {}
-    return checks_of("select_weights", "weights", None, block, name, [row])[0]
+    powers = {UNTOUCHED: 1.0, **power} if decided else {}
+    share = float(equal.double().mean())
+    return Check("select_weights", "weights", None, block, name, "entries", share, 1.0, 1.0, powers)
 
 
 def _blocks(pair: Pair) -> list[tuple[str, int | None, Tensor, Tensor]]:
