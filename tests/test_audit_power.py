@@ -345,8 +345,8 @@ def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     assert report.passed
     assert len(report.unparsed) == 8  # four matrices in each of two layers
     assert "NOT AUDITED, look like parts and were not read: blocks.0.attn.qk.weight" in str(report).splitlines()[0]
-    assert "mimetic_attention: passed, all 23 checks of what was read" in str(report)
-    assert report.summary() == "passed, 0 of 23 checks failed, 8 tensors not audited"
+    assert "mimetic_attention: passed, all 40 checks of what was read" in str(report)
+    assert report.summary() == "passed, 0 of 40 checks failed, 8 tensors not audited"
     assert "does not apply, expected attention modules that can be read, found 8" in str(audit(model))
 
 

@@ -6,9 +6,10 @@ values are shared evenly between them, and no two heads have the same noise.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from scipy import optimize, stats
@@ -146,29 +147,16 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, Law]]
 @EXPECTATIONS.register(
     "mimetic_attention", reads=("attention modules",), variants=({"preset": "vision"}, {"preset": "language"})
 )
-def mimetic_attention_checks(
-    source: NamedTensors,
-    *,
-    alpha_qk: float,
-    beta_qk: float,
-    alpha_vo: float,
-    beta_vo: float,
-    preset: str | None,
-    construction: str,
-    parts: str,
-    layers: int | list[int] | None,
-    heads: int | list[int] | None,
-) -> list[Check]:
+def mimetic_attention_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """Checks of every head's query-key product and every layer's value-output product."""
-    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
-    choice("parts", parts, PARTS)
-    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), layers), heads))
-    checks: list[Check] = []
-    if parts != "vo":
-        checks += _checks("qk", [p for part in found for p in _query_key(part)], alpha_qk, beta_qk, construction)
-    if parts != "qk":
-        checks += _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
-    return checks
+    given, construction = (p["alpha_qk"], p["beta_qk"], p["alpha_vo"], p["beta_vo"]), p["construction"]
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(p["preset"], construction, given)
+    choice("parts", p["parts"], PARTS)
+    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
+    if p["parts"] != "vo":
+        yield from _checks("qk", [x for part in found for x in _query_key(part)], alpha_qk, beta_qk, construction)
+    if p["parts"] != "qk":
+        yield from _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
 
 
 @dataclass(frozen=True)
@@ -204,17 +192,16 @@ def _value_output(part: AttentionPart) -> _Product:
     return _Product(part, None, values, shared.sum(0), 1, imbalance(values[None], shared * math.sqrt(group)))
 
 
-def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> list[Check]:
+def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> Iterator[Check]:
     """The checks of every product, and of its largest absolute correlation with another, near 1 if noise was reused.
 
     Query heads that share a key are correlated by construction and not compared.
     """
-    checks: list[Check] = []
     images: dict[int, list[tuple[_Product, Tensor]]] = {}
     for one in products:
         found = product_statistics(one.a, one.b, one.uneven)
         laws = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction), kind)
-        checks += one.checks(kind, [row(name, found[name], *limits) for name, limits in laws.items()])
+        yield from one.checks(kind, [row(name, found[name], *limits) for name, limits in laws.items()])
         # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
         probes = torch.randn(len(one.b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(one.a)
         image = (one.a @ (one.b.T @ probes) - found["diagonal mean"] * probes).flatten()
@@ -226,8 +213,7 @@ def _checks(kind: str, products: list[_Product], alpha: float, beta: float, cons
         # The correlation of two independent heads has a standard deviation of about 1/d.
         limits = (0.0, min(0.9, max(0.3, 8 * _PROBES / length)))
         for (one, _), value in zip(mine, cosines.amax(1).tolist(), strict=True):
-            checks += one.checks(kind, [row("resemblance", value, limits)])
-    return checks
+            yield from one.checks(kind, [row("resemblance", value, limits)])
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
@@ -236,7 +222,9 @@ _STARTS = 4  # draws of what an untouched table starts from
 
 
 @EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
-def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
+def sinusoidal_positions_checks(
+    source: NamedTensors, *, gamma: float, special: str, temperature: float
+) -> Iterator[Check]:
     """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
     An untouched table is the one that its module's `reset_parameters` makes, else a random one. Where the former has
@@ -244,7 +232,6 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     `pos_embed` without a module, of which only the network's constructor knows what they start from.
     """
     choice("special", special, ("keep", "zero"))
-    checks = []
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
         codes = table_codes(table, temperature).double()
@@ -258,8 +245,7 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
         ]
         if special == "zero" and table.prefix:
             rows.append(row("special tokens", float(value[: table.prefix].abs().max()), 0.0))
-        checks += checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
-    return checks
+        yield from checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
 
 
 def _starts(source: NamedTensors, table: PositionEmbedding) -> list[Tensor]:
@@ -288,21 +274,7 @@ FACTOR = (0.7, 1.5)
 
 
 @EXPECTATIONS.register("impulse_attention", reads=("attention modules",))
-def impulse_attention_checks(
-    source: NamedTensors,
-    *,
-    filter_size: int,
-    offsets: str | Sequence[Sequence[int]],
-    pseudo_input: str,
-    following: str | None,
-    normalise: bool,
-    grid: int | Sequence[int] | None,
-    causal: bool | None,
-    layers: int | list[int] | None,
-    heads: int | list[int] | None,
-    adam_steps: int | None,
-    norm: str,
-) -> list[Check]:
+def impulse_attention_checks(source: NamedTensors, **p: Any) -> list[Check]:
     """Checks of every head's attention map on the position codes.
 
     - peaks: share of the tokens with a target in the image whose largest weight is that of the target;
@@ -318,33 +290,30 @@ def impulse_attention_checks(
     positions are not checked, since their maps on the codes are arbitrary.
     """
     found = self_attention(source, strict=None)
-    wanted, tables = chosen_layers(found, layers), parts_of("position embeddings", source, strict=None)
+    wanted, tables = chosen_layers(found, p["layers"]), parts_of("position embeddings", source, strict=None)
     checks: list[Check] = []
     for i, part in enumerate(found):
-        kind = pseudo_input if i == 0 or following is None else following
+        kind = p["pseudo_input"] if i == 0 or p["following"] is None else p["following"]
         if part not in wanted or kind != "positions":
             continue
-        part = impulse.of_positions_alone(part, causal)
-        codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
-        known = impulse.known_offsets(offsets, filter_size, tokens)
-        x = impulse.normalised(codes) if normalise else codes.double()
-        free = norm == "free"
-        checks += _maps(
-            chosen_heads([part], heads)[0], x, tokens, known, sharp=free, minimised=free and adam_steps is None
-        )
+        part = impulse.of_positions_alone(part, p["causal"])
+        codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), p["grid"])
+        known = impulse.known_offsets(p["offsets"], p["filter_size"], tokens)
+        x = impulse.normalised(codes) if p["normalise"] else codes.double()
+        free = p["norm"] == "free"
+        checks += _maps(chosen_heads([part], p["heads"])[0], x, tokens, known, free, free and p["adam_steps"] is None)
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
 
 
 def _maps(
-    part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], *, sharp: bool, minimised: bool
-) -> list[Check]:
+    part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], sharp: bool, minimised: bool
+) -> Iterator[Check]:
     q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
     most = max(math.ceil(part.heads / len(known)), stats.binom.isf(LEVEL, part.heads, 1 / len(known)))
     used: dict[Offset, int] = {}
-    checks = []
     for head in range(part.heads):
         found = impulse.attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
         hits = (targets == found.argmax(1)) & (targets >= 0)
@@ -368,8 +337,7 @@ def _maps(
             wrong = {f"logits 2 times too {size}": stats.norm(f, 0.1 * f) for size, f in (("large", 2), ("small", 0.5))}
             rows.append(row("logit factor", factor, FACTOR, wrong))
         name = f"{part.name} {known[best]}"
-        checks += checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
-    return checks
+        yield from checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
 
 
 def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: TokenGrid, wanted: Tensor) -> float:

@@ -1,7 +1,7 @@
 """Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ DEFAULT = "the default start of torch's layers"
 
 
 @EXPECTATIONS.register("kaiming_uniform")
-def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
+def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> Iterator[Check]:
     """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
     gain = math.sqrt(6 / (1 + slope**2))
     return _each(source, "kaiming_uniform", select, bias, lambda w: _uniform(gain / math.sqrt(fans(w)[0])))
 
 
 @EXPECTATIONS.register("xavier")
-def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
+def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> Iterator[Check]:
     """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
 
     def law(w: Tensor) -> Law:
@@ -49,7 +49,7 @@ def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias:
 
 
 @EXPECTATIONS.register("trunc_normal")
-def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
+def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> Iterator[Check]:
     """Checks of normal entries of standard deviation `std` given that they are in [-cut, cut]."""
     edge = min(cut / std, 30.0)
     return _each(source, "trunc_normal", select, bias, lambda w: stats.truncnorm(-edge, edge, scale=std))
@@ -65,18 +65,16 @@ def _module(source: NamedTensors, name: str) -> nn.Module:
     return source.module
 
 
-def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Law]) -> list[Check]:
-    checks = []
+def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Law]) -> Iterator[Check]:
     for i, matrix in enumerate(selected(_module(source, name), select)):
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
+            yield from checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
             largest = row("largest bias", float(matrix.bias.detach().abs().max()), (0.0, limit))
-            checks += checks_of(name, "weight", i, None, matrix.name, [largest])
-    return checks
+            yield from checks_of(name, "weight", i, None, matrix.name, [largest])
 
 
 def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
@@ -111,28 +109,26 @@ def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
 
 
 @EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
-def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
+def t_fixup_checks(source: NamedTensors, *, kind: str) -> Iterator[Check]:
     """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
     found = branches(source, "both", strict=None, caller="t_fixup")
-    scale, checks = fixup_scale(found, kind), []
+    scale = fixup_scale(found, kind)
     for part, name in found:
         w = as_matrix(name, part.read(name).cpu())
         bound = math.sqrt(6 / sum(w.shape)) * (1.0 if name in ("q", "k") else scale)
-        checks += checks_of("t_fixup", name, part.layer, None, part.name, entries(w, _uniform(bound)))
-    return checks
+        yield from checks_of("t_fixup", name, part.layer, None, part.name, entries(w, _uniform(bound)))
 
 
 def _kinds(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
-    return kinds.get(parameters.get("parts", "attention"), ())
+    parts = parameters.get("parts", "attention")
+    return ("attention modules",) * (parts != "mlp") + ("MLPs",) * (parts != "attention")
 
 
 @EXPECTATIONS.register("zero_init", reads=_kinds)
-def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
+def zero_init_checks(source: NamedTensors, *, parts: str) -> Iterator[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
-    checks = []
     for part, name in branches(source, parts, strict=None, caller="zero_init"):
         matrix = as_matrix(name, part.read(name).cpu())
         edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
@@ -141,14 +137,12 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
         else:
             wrong = {UNTOUCHED: 1 - edge, error_in("the identities"): 0.2}
             check = row("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), (0.0, 0.005), wrong)
-        checks += checks_of("zero_init", name, part.layer, None, part.name, [check])
-    return checks
+        yield from checks_of("zero_init", name, part.layer, None, part.name, [check])
 
 
 @EXPECTATIONS.register("delta_orthogonal")
-def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
+def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> Iterator[Check]:
     """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
-    checks = []
     for i, (matrix, layer) in enumerate(convolutions(_module(source, "delta_orthogonal"), select)):
         w = matrix.weight.detach().cpu().double() / gain
         total, centre = float(w.square().sum()), centre_tap(w)  # (out, in)
@@ -162,8 +156,7 @@ def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -
             row("off-centre energy", rest, (0.0, 1e-9), {UNTOUCHED: 1 - 1 / taps}),
             row("distance from orthogonal", _not_orthogonal(centre, layer.groups), (0.0, 0.02), wrong),
         ]
-        checks += checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
-    return checks
+        yield from checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
 
 
 def _not_orthogonal(matrix: Tensor, groups: int) -> float:
@@ -178,7 +171,7 @@ _STARTS = (1.0, 1e-4, 1e-5, 1e-6)
 
 
 @EXPECTATIONS.register("layer_scale_identity")
-def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
+def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> Iterator[Check]:
     """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before.
 
     Untouched factors are those that the module's `reset_parameters` makes, else one of the published values. Without a
@@ -191,12 +184,10 @@ def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: st
             "layer_scale_identity: scaled matrices look like any others, only LayerScale factors can be audited; "
             f"found {len(names)}"
         )
-    checks = []
     for i, name in enumerate(names):
         start = default_start(source, name)
         starts = [*_STARTS] if isinstance(source, ModuleTensors) else [value]
         starts = starts if start is None else [farthest(start, value)]
         wrong = {UNTOUCHED: min(starts, key=lambda x: abs(x - value)), error_in("value"): 1.2 * value}
         rows = [row("farthest", farthest(source.get(name), value), value, wrong, slack=0.01 * value)]
-        checks += checks_of("layer_scale_identity", "factor", i, None, name, rows)
-    return checks
+        yield from checks_of("layer_scale_identity", "factor", i, None, name, rows)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,28 +34,17 @@ _LEAST = 1e-4  # of the mean expected variance: in directions of less, rounding 
 @EXPECTATIONS.register(
     "conv_covariance", reads=_KINDS, square=True, variants=tuple({"preset": name} for name in convolution.PRESETS)
 )
-def conv_covariance_checks(
-    source: NamedTensors,
-    *,
-    sigma0: float | None,
-    v: float | None,
-    a: float | None,
-    preset: str | None,
-    scale: float,
-    psd: str,
-    schedule: str,
-    strict: bool,
-) -> list[Check]:
+def conv_covariance_checks(source: NamedTensors, **p: Any) -> list[Check]:
     """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`."""
-    curve = convolution.settings(preset, sigma0, v, a)
-    choice("schedule", schedule, ("depth", "sawtooth"))
+    curve = convolution.settings(p["preset"], p["sigma0"], p["v"], p["a"])
+    choice("schedule", p["schedule"], ("depth", "sawtooth"))
     found = depthwise(source, strict=None)
-    square = [part for part in found if part.square] if not strict else []
+    square = [part for part in found if part.square] if not p["strict"] else []
     parts = convolution.checked_filters(square or found, convolution.BUMP)
-    sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, schedule)), strict=True))
+    sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, p["schedule"])), strict=True))
 
     def covariance(k: int, sigma: float, factor: float = 1.0) -> np.ndarray:
-        root = convolution.covariance_root((factor * scale) ** 2 * convolution.conv_covariance(k, sigma), psd)
+        root = convolution.covariance_root((factor * p["scale"]) ** 2 * convolution.conv_covariance(k, sigma), p["psd"])
         return root @ root.T
 
     def rows(part: DepthwisePart) -> list[Row]:

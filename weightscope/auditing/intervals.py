@@ -57,6 +57,11 @@ def interval(law: Law, slack: float = 0.0, level: float = LEVEL) -> Interval:
     return float(ends[0]) - slack, float(ends[1]) + slack
 
 
+def normal(mean: float, sd: float) -> Law:
+    """The normal distribution, or the mean if there is no finite deviation."""
+    return stats.norm(mean, sd) if 0 < sd < math.inf else mean
+
+
 def mean_square(dof: float) -> Law:
     """The distribution of the mean of the squares of independent standard normal numbers."""
     return stats.chi2(dof, scale=1 / dof)

@@ -1,8 +1,8 @@
 """Expectations of the initialisers of MLPs and state-space layers, and of correlations between layers."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from weightscope._util.checks import choice
 from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
 from weightscope.anatomy.matrices import default_deviation
-from weightscope.auditing.intervals import UNTOUCHED, Law, Row, error_in, interval, predicted, row
+from weightscope.auditing.intervals import UNTOUCHED, Law, Row, error_in, interval, normal, predicted, row
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of, each
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.mlp import MODES, first_and_last
@@ -23,9 +23,7 @@ from weightscope.init.ssm import chosen_states
 
 
 @EXPECTATIONS.register("mimetic_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}, {"mode": "anticorrelated"}))
-def mimetic_mlp_checks(
-    source: NamedTensors, *, mode: str, b: float, sigma: float, gate: bool, layers: int | list[int] | None
-) -> list[Check]:
+def mimetic_mlp_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """Checks of fc1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
 
     - mean: of all entries, in units of the default entries' standard deviation;
@@ -37,78 +35,53 @@ def mimetic_mlp_checks(
     Apart from the means, entries are assumed to be independent, of any scale, so that the distributions are known: the
     present noise, which the initialiser was added to, is what they depend on.
     """
-    choice("mode", mode, ("scalar", "rows", "anticorrelated"))
-    b, sigma = (0.0, sigma) if mode == "rows" else (b, 0.0)
-    checks: list[Check] = []
-    tables: dict[str, list[Table]] = {}
-    for part in chosen_layers(mlps(source, strict=None), layers):
-        for name in ("fc1", "gate") if gate and part.kind == "gated" else ("fc1",):
-            fc1 = part.read(name).cpu().double()
+    choice("mode", p["mode"], ("scalar", "rows", "anticorrelated"))
+    b, sigma = (0.0, p["sigma"]) if p["mode"] == "rows" else (p["b"], 0.0)
+    for name in ("fc1", "gate") if p["gate"] else ("fc1",):
+        matrices: list[Tensor] = []
+        for part in chosen_layers(mlps(source, strict=None), p["layers"]):
+            if name == "gate" and part.kind != "gated":
+                continue
+            matrices.append(fc1 := part.read(name).cpu().double())
             if not fc1.numel():
                 raise AnatomyError(f"`{part.name}`: expected {name} with entries, found the shape {tuple(fc1.shape)}")
-            if mode == "anticorrelated":
-                rows = _anticorrelated(fc1, part)
-            else:
-                tables.setdefault(name, []).append(table := Table.of(fc1))
-                units = stats.f(table.p - 1, (table.p - 1) * (table.n - 1))
-                rows = [_mean([table], b, sigma), _input_means([table], sigma), row("unit means", table.units, units)]
-            checks += checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
-    for name, found in tables.items():
-        if len(found) > 1:
-            pooled = _input_means(found, sigma) if mode == "rows" else _mean(found, b, sigma)
-            checks += checks_of("mimetic_mlp", name, None, None, "all layers", [pooled])
-    return checks
+            rows = _anticorrelated(fc1, part) if p["mode"] == "anticorrelated" else _means([fc1], b, sigma)
+            yield from checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
+        if len(matrices) > 1 and p["mode"] != "anticorrelated":
+            yield from checks_of("mimetic_mlp", name, None, None, "all layers", _means(matrices, b, sigma))
 
 
-@dataclass(frozen=True)
-class Table:
-    """fc1 (p, n) as a two-way table of hidden units and inputs."""
+def _means(matrices: list[Tensor], b: float, sigma: float) -> list[Row]:
+    """The mean b of the entries of matrices (p, n) with input means of variance sigma^2, and the variances of means.
 
-    p: int  # hidden units
-    n: int  # inputs
-    mean: float  # of all entries, in units of the default entries' standard deviation, as `b` and `sigma`
-    noise: float  # variance of the entries apart from the means of rows and columns, in these units
-    inputs: float  # variance of the n means over hidden units, relative to that of independent entries
-    units: float  # variance of the p means over inputs, relative to that of independent entries
-
-    @classmethod
-    def of(cls, fc1: Tensor) -> "Table":
-        """The table of a matrix."""
-        p, n = fc1.shape
-        w = fc1 / default_deviation(fc1)
-        mean, inputs, units = w.mean(), w.mean(0), w.mean(1)
-        squares = float((w - inputs - units[:, None] + mean).square().sum())
-        noise = max(squares / max(1, (p - 1) * (n - 1)), 1e-100)  # constant matrices fail
-        return cls(p, n, float(mean), noise, float(inputs.var()) * p / noise, float(units.var()) * n / noise)
-
-
-def _mean(tables: list[Table], b: float, sigma: float) -> Row:
-    """The mean of the entries of one or more layers, weighted by precision; b is expected."""
-    weights = np.array([1 / (sigma**2 / t.n + t.noise / (t.p * t.n)) for t in tables])
-    found, error = float(weights @ [t.mean for t in tables] / weights.sum()), float(weights.sum()) ** -0.5
-    wrong = {UNTOUCHED: stats.norm(0, error), error_in("b"): stats.norm(1.2 * b, error)} if b else {}
-    return row("mean", found, stats.norm(b, error), wrong, slack=0.005 * abs(b))
-
-
-def _input_means(tables: list[Table], sigma: float) -> Row:
-    """The variance of the input means of one or more layers over that expected: about Fisher's F."""
-    weights, rest = np.array([t.n - 1 for t in tables]), sum((t.p - 1) * (t.n - 1) for t in tables)
-    total, gains = max(1, weights.sum()), np.array([1 + sigma**2 * t.p / t.noise for t in tables])
-    found, untouched, wrong = (
-        float(weights @ (values / gains)) / total
-        for values in (np.array([t.inputs for t in tables]), np.ones(len(tables)), 1 + 1.44 * (gains - 1))
-    )
-    powers = {UNTOUCHED: stats.f(total, rest, scale=untouched), error_in("sigma"): stats.f(total, rest, scale=wrong)}
-    return row("input means", found, stats.f(total, rest), powers if sigma else {})
+    The noise is what is left without the means of rows and columns, in units of the default entries' variance.
+    """
+    p, n = np.array([w.shape for w in matrices]).T
+    tables = [w / default_deviation(w) for w in matrices]
+    residues = [float((w - w.mean(0) - w.mean(1, keepdim=True) + w.mean()).square().sum()) for w in tables]
+    noise = np.maximum(np.array(residues) / np.maximum(1, (p - 1) * (n - 1)), 1e-100)  # constant matrices fail
+    precision, gains = 1 / (sigma**2 / n + noise / (p * n)), 1 + sigma**2 * p / noise
+    mean, error = float(precision @ [float(w.mean()) for w in tables] / precision.sum()), precision.sum() ** -0.5
+    dof, of_units, rest = (n - 1).sum(), (p - 1).sum(), ((p - 1) * (n - 1)).sum()
+    squares = [float(w.mean(0).var(correction=0)) for w in tables], [float(w.mean(1).var(correction=0)) for w in tables]
+    inputs, units = (float((x * p * n / noise).sum()) for x in (squares[0] / gains, np.array(squares[1])))
+    wrong = {UNTOUCHED: 1 / gains, error_in("sigma"): 1.44 - 0.44 / gains}
+    scaled = {key: stats.f(dof, rest, scale=(n - 1) @ values / max(1, dof)) for key, values in wrong.items()}
+    shifted = {UNTOUCHED: normal(0, error), error_in("b"): normal(1.2 * b, error)}
+    return [
+        row("mean", mean, normal(b, error), shifted if b else {}, slack=0.005 * abs(b)),
+        row("input means", inputs / max(1, dof), stats.f(dof, rest), scaled if sigma else {}),
+        row("unit means", units / max(1, of_units), stats.f(of_units, rest)),
+    ]
 
 
 def _anticorrelated(fc1: Tensor, part: MLPPart) -> list[Row]:
     """`(fc1 - fc2^T) / 2` has the slope -1/2 on fc2^T, and independent residuals of the variance of fc1 / 4."""
     slope, rest, error = _regression(part.read("fc2").cpu().double().mT, fc1)
-    wrong = {UNTOUCHED: stats.norm(0, error), error_in("the factor 1/2"): stats.norm(-0.6, error)}
+    wrong = {UNTOUCHED: normal(0, error), error_in("the factor 1/2"): normal(-0.6, error)}
     # In packed gates the residuals are tiny, not zero.
     share = row("own share of variance", rest / float(fc1.var() or 1), (1e-12, 0.999))
-    return [row("slope", slope, stats.norm(-0.5, error), wrong, slack=0.005), share]
+    return [row("slope", slope, normal(-0.5, error), wrong, slack=0.005), share]
 
 
 def _regression(x: Tensor, y: Tensor) -> tuple[float, float, float]:
@@ -121,7 +94,7 @@ def _regression(x: Tensor, y: Tensor) -> tuple[float, float, float]:
 
 
 @EXPECTATIONS.register("constant_mlp_bias", reads=("MLPs",))
-def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: int | list[int] | None) -> list[Check]:
+def constant_mlp_bias_checks(source: NamedTensors, *, value: float, layers: Any) -> list[Check]:
     """Checks of the entry of each fc1's bias that is farthest from the value; biases usually start around 0."""
     slack = 0.01 * abs(value) + 1e-6  # rounding of half precision
 
@@ -147,7 +120,7 @@ _DRAWS = 4096
 
 
 @EXPECTATIONS.register("mimetic_conv_mlp", reads=("depthwise convolutions", "MLPs"))
-def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: int | list[int] | None) -> list[Check]:
+def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers: Any) -> Iterator[Check]:
     """Checks of the correlation between central pixels and diag(W2 W1), in each block and pooled over blocks.
 
     Only the pooled correlation decides between right and untouched networks; one block alone has too few channels.
@@ -159,12 +132,11 @@ def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers:
             f"{name}: expected more than 4 channels to correlate, found {max(sizes)}; use a larger network"
         )
     found = [_correlation(part.diagonal(), part.centres()) for part in parts]
-    checks = checks_of(name, what, None, None, "all blocks", [_correlations(found, sizes, correlation, "channels")])
+    yield from checks_of(name, what, None, None, "all blocks", [_correlations(found, sizes, correlation, "channels")])
     for part, r, size in zip(parts, found, sizes, strict=True):
         if size > 4:
-            what_, r, limits, _ = _correlations([r], [size], correlation, "channels")
-            checks += checks_of(name, what, part.layer, None, part.name, [(what_, r, limits, {})])
-    return checks
+            alone = _correlations([r], [size], correlation, "channels")
+            yield from checks_of(name, what, part.layer, None, part.name, [(*alone[:3], {})])
 
 
 @EXPECTATIONS.register("mimetic_first_last_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}))
@@ -180,6 +152,8 @@ def mimetic_first_last_mlp_checks(
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
+    if x.numel() <= 4:
+        return math.nan
     return float(torch.corrcoef(torch.stack([x.cpu().double().flatten(), y.cpu().double().flatten()]))[0, 1])
 
 
@@ -218,17 +192,7 @@ _LOG_A = np.log(np.linspace(1.0, _A_RANGE, 100_001))
 
 
 @EXPECTATIONS.register("mimetic_ssm", reads=("state-space layers",), variants=tuple({"c": c} for c in (2.0, 4.0, 8.0)))
-def mimetic_ssm_checks(
-    source: NamedTensors,
-    *,
-    c: float,
-    a: bool,
-    delta: bool,
-    cb: bool,
-    convolution: bool | None,
-    layers: int | list[int] | None,
-    heads: int | list[int] | None,
-) -> list[Check]:
+def mimetic_ssm_checks(source: NamedTensors, **p: Any) -> list[Check]:
     """Checks of every state-space layer.
 
     - decay factor: c such that A_log = -c log(A_0), with A_0 of Mamba's own initialisation (1 .. N, 1 .. H, or
@@ -240,20 +204,20 @@ def mimetic_ssm_checks(
     """
 
     def rows(part: SSMPart) -> list[Row]:
-        some = chosen_states(part, heads)
-        out = _decay(part, c, some) if a else []
-        if delta:
+        some = chosen_states(part, p["heads"])
+        out = _decay(part, p["c"], some) if p["a"] else []
+        if p["delta"]:
             out.append(row("W_Delta", float(part.read("dt_weight")[some].abs().max()), 0.0))
             out.append(row("Delta", farthest(F.softplus(part.read("dt_bias")[some].double()), 1.0), 1.0, slack=0.01))
-        out += _readout(part) if cb else []
-        if part.version == 2 if convolution is None else convolution:
+        out += _readout(part) if p["cb"] else []
+        if part.version == 2 if p["convolution"] is None else p["convolution"]:
             taps = part.read("conv_weight").cpu()
             zeros = [taps[:, :-1].flatten()] + ([part.read("conv_bias").cpu()] if "conv_bias" in part.parts else [])
             out.append(row("current tap", farthest(taps[:, -1], 1.0), 1.0, slack=1e-3))
             out.append(row("other taps and bias", float(F.pad(torch.cat(zeros), (0, 1)).abs().max()), (0.0, 1e-6)))
         return out
 
-    return each("mimetic_ssm", "ssm", chosen_layers(ssms(source, strict=None), layers), rows)
+    return each("mimetic_ssm", "ssm", chosen_layers(ssms(source, strict=None), p["layers"]), rows)
 
 
 def _decay(part: SSMPart, c: float, some: list[int]) -> list[Row]:
@@ -266,7 +230,7 @@ def _decay(part: SSMPart, c: float, some: list[int]) -> list[Row]:
     factor, sd = -float(a_log.mean()) / mean, std / (mean * math.sqrt(count))  # sd is relative
 
     def law(c: float) -> Law:
-        return stats.norm(c, abs(c) * sd) if sd else c
+        return normal(c, abs(c) * sd)
 
     if count > 1:
         counted = (places + 1).double().log()
@@ -287,8 +251,8 @@ def _readout(part: SSMPart) -> list[Row]:
     slope, _, error = _regression(write, read)
     spread = 1 / math.sqrt(len(write))
     # d r = (1 - r^2) / sqrt(n) for normal entries; uniform ones fluctuate less.
-    expected, untouched = stats.norm(math.sqrt(0.5), 0.5 * spread), stats.norm(0, spread)
+    expected, untouched = normal(math.sqrt(0.5), 0.5 * spread), normal(0, spread)
     return [
-        row("C on B", slope, stats.norm(0.5, error), slack=0.005),
+        row("C on B", slope, normal(0.5, error), slack=0.005),
         row("C-B correlation", _correlation(write, read), expected, {UNTOUCHED: untouched}, slack=0.01),
     ]

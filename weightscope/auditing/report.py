@@ -70,7 +70,7 @@ def each(initialiser: str, what: str, parts: Iterable[P], rows: Callable[[P], It
     return [check for p in parts for check in checks_of(initialiser, what, p.layer, None, p.name, rows(p))]
 
 
-EXPECTATIONS: Registry[Callable[..., list[Check]]] = Registry("audit")
+EXPECTATIONS: Registry[Callable[..., Iterable[Check]]] = Registry("audit")
 """Initialiser -> `f(tensors: NamedTensors, **parameters) -> list[Check]`.
 
 `.details[name]["variants"]` are the parameters that `audit(model)` tries, if not only the defaults.

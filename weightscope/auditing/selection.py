@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,16 +18,7 @@ INCONSISTENT = "inconsistent indices"
 
 
 @EXPECTATIONS.register("select_weights")
-def select_weights_checks(
-    source: NamedTensors,
-    *,
-    teacher: Any,
-    layers: str,
-    elements: str,
-    components: str | Sequence[str],
-    exclude: str | None,
-    positions: str,
-) -> list[Check]:
+def select_weights_checks(source: NamedTensors, *, teacher: Any, elements: str, **options: Any) -> Iterator[Check]:
     """Checks that tensors are the teacher's at the selected indices, bit by bit.
 
     Where the rule is random, the teacher's index of each slice is that in which most of its values are found that the
@@ -36,11 +27,12 @@ def select_weights_checks(
     """
     choice("elements", elements, ELEMENTS)
     student = source.module if isinstance(source, ModuleTensors) else source
-    options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
-    pairs, checks = list(matched(student, teacher, **options)), []
+    options.pop("strict")
+    pairs = list(matched(student, teacher, **options))
     if not elements.startswith("random"):
         selection = Selection(elements, None)
-        return [_check(pair.name, None, pair.value, selection.select(pair), {}) for pair in pairs]
+        yield from (_check(pair.name, None, pair.value, selection.select(pair), {}) for pair in pairs)
+        return
     parts = [part for pair in pairs for part in _blocks(pair)]
     votes, sums = [_votes(mine, theirs) for *_, mine, theirs in parts], dict[torch.Size, Tensor]()
     if elements == "random":
@@ -49,8 +41,7 @@ def select_weights_checks(
     for (name, block, mine, theirs), own in zip(parts, votes, strict=True):
         sets = math.prod(math.comb(large, small) for small, large in (axis.shape for axis in own))
         expected = _slices(mine, theirs, [sums.get(axis.shape, axis) for axis in own])
-        checks.append(_check(name, block, mine, expected, {INCONSISTENT: 1 - 1 / sets} if sums else {}))
-    return checks
+        yield _check(name, block, mine, expected, {INCONSISTENT: 1 - 1 / sets} if sums else {})
 
 
 def _check(name: str, block: int | None, mine: Tensor, expected: Tensor, power: dict[str, float]) -> Check:
