@@ -77,17 +77,12 @@ class track(TorchDispatchMode):
             raise UsageError(f"track: expected a module, found {type(model).__name__}")
         super().__init__()
         self.model = model
-        self._set: dict[str, tuple[str, Tensor | None]] = {}
-        self._pending: dict[str, tuple[int, int]] = {}  # set, not yet copied -> its place
+        self._set: dict[str, tuple[str, Tensor]] = {}  # the initialiser, and what it wrote last
         self._culprits: dict[str, str] = {}
         self._storages: dict[int, list[str]] = {}
         for name, tensor in self._tensors().items():
             if not tensor.is_meta:
                 self._storages.setdefault(_address(tensor), []).append(name)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._settle()
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -100,14 +95,11 @@ class track(TorchDispatchMode):
     @property
     def overwritten(self) -> tuple[Overwrite, ...]:
         """The initialised parameters that changed afterwards by any means, in the model's present state."""
-        self._settle()
         tensors, out = self._tensors(), []
         for name, (initialiser, value) in self._set.items():
-            by, changed = self._culprits.get(name, "code outside the block, or by replacing the tensor"), 1.0
-            if name not in tensors:
-                by = "its removal from the model"
-            elif value is not None:  # else the tensor was replaced before torch's next operation
-                changed = _changed(value, tensors[name])
+            by = self._culprits.get(name, "code outside the block, or by replacing the tensor")
+            by = by if name in tensors else "its removal from the model"
+            changed = _changed(value, tensors[name]) if name in tensors else 1.0
             out += [Overwrite(name, initialiser, by, changed)] if changed else []
         return tuple(out)
 
@@ -128,31 +120,17 @@ class track(TorchDispatchMode):
             ...     framework.prepare(model)
         """
         with running(label):
-            try:
-                yield
-            finally:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Copy the tensors that were set and not yet copied."""
-        tensors = self._tensors()
-        for name, place in list(self._pending.items()):
-            if name in tensors and _place_of(tensors[name]) == place:
-                self._set[name] = (self._set[name][0], tensors[name].detach().clone())
-        self._pending = {}
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         names = self._targets(func, args, kwargs)
         initialiser = RUNNING.get()
-        if self._pending and initialiser is None:
-            self._settle()  # the initialiser has returned: its tensors must not change from here
         out = func(*args, **kwargs)
         tensors = self._tensors() if names and initialiser is not None else {}
         for name in names:
             if initialiser is not None and name in tensors:
-                self._set[name] = (initialiser, None)
-                self._pending[name] = _place_of(tensors[name])
+                self._set[name] = (initialiser, tensors[name].detach().clone())
                 self._culprits.pop(name, None)
             elif name in self._set:
                 self._culprits.setdefault(name, _places(sys._getframe(1)))
@@ -173,11 +151,6 @@ class track(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """The identity of a tensor: the object and its memory."""
-    return id(tensor), _address(tensor)
 
 
 def _places(frame: FrameType) -> str:
