@@ -34,7 +34,6 @@ from weightscope.auditing.intervals import (
     LEVEL,
     UNTOUCHED,
     Interval,
-    Law,
     Row,
     default_start,
     error_in,
@@ -115,8 +114,8 @@ class Null:
 
 
 @lru_cache(maxsize=256)
-def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, Law]]]:
-    """Statistic -> its interval, and its distributions for one product with an error.
+def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float]]]:
+    """Statistic -> its interval, and error -> the probability that the check fails for one product with that error.
 
     `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d.
     """
@@ -124,23 +123,22 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, Law]]
     ratio, scale = small.width / null.width, max(null.alpha, abs(null.beta))
     drawn = [small.draw(g) for _ in range(12)]
     alpha, beta = (sum(draw[name] for draw in drawn) / 12 for name in ("alpha", "diagonal mean"))
-    wrong = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, construction="independent")}
+    others = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, construction="independent")}
     for name in ("alpha", "beta"):
         if getattr(null, name) and (name == "beta" or null.construction == "svd"):
-            wrong[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)})
+            others[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)})
     draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
-    right, errors = simulated(lambda construction: construction.draw(g), small, wrong, draws)
+    right, errors = simulated(lambda construction: construction.draw(g), small, others, draws)
     # For half precision, an approximate SVD, and the finite width of the simulation.
-    base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, Law]]]()
+    base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, float]]]()
     for name, values in right.items():
         factor, shrink = (math.sqrt(ratio), math.sqrt(ratio)) if name == "diagonal std" else (1.0, ratio)
         slack = base * factor * (1 if name in ("asymmetry", "participation") else scale)
         limits = interval(predicted(values, factor, shrink), slack)
-        if (
-            name == "imbalance"
-        ):  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
+        if name == "imbalance":  # half precision rounds factors by 0.2 %; exchanged roots differ by tens of per cent
             limits = 0.0, 0.02
-        out[name] = limits, {error: predicted(draws[name], factor, shrink) for error, draws in errors.items()}
+        wrong = {error: predicted(draws[name], factor, shrink) for error, draws in errors.items()}
+        out[name] = limits, row(name, 0.0, limits, wrong)[3]
     return out
 
 
@@ -201,7 +199,7 @@ def _checks(kind: str, products: list[_Product], alpha: float, beta: float, cons
     for one in products:
         found = product_statistics(one.a, one.b, one.uneven)
         laws = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction), kind)
-        yield from one.checks(kind, [row(name, found[name], *limits) for name, limits in laws.items()])
+        yield from one.checks(kind, [(name, found[name], *limits) for name, limits in laws.items()])
         # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
         probes = torch.randn(len(one.b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(one.a)
         image = (one.a @ (one.b.T @ probes) - found["diagonal mean"] * probes).flatten()

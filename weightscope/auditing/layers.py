@@ -57,21 +57,24 @@ def _means(matrices: list[Tensor], b: float, sigma: float) -> list[Row]:
     The noise is what is left without the means of rows and columns, in units of the default entries' variance.
     """
     p, n = np.array([w.shape for w in matrices]).T
-    tables = [w / default_deviation(w) for w in matrices]
-    residues = [float((w - w.mean(0) - w.mean(1, keepdim=True) + w.mean()).square().sum()) for w in tables]
-    noise = np.maximum(np.array(residues) / np.maximum(1, (p - 1) * (n - 1)), 1e-100)  # constant matrices fail
+    units = np.array([default_deviation(w) for w in matrices])
+    means = np.array([float(w.mean()) for w in matrices]) / units
+    total, of_inputs, of_units = (
+        np.array([float(x.var(correction=0)) for x in values]) * p * n / units**2
+        for values in (matrices, [w.mean(0) for w in matrices], [w.mean(1) for w in matrices])
+    )  # sums of squares
+    noise = np.maximum((total - of_inputs - of_units) / np.maximum(1, (p - 1) * (n - 1)), 1e-100)  # constant ones fail
     precision, gains = 1 / (sigma**2 / n + noise / (p * n)), 1 + sigma**2 * p / noise
-    mean, error = float(precision @ [float(w.mean()) for w in tables] / precision.sum()), precision.sum() ** -0.5
-    dof, of_units, rest = (n - 1).sum(), (p - 1).sum(), ((p - 1) * (n - 1)).sum()
-    squares = [float(w.mean(0).var(correction=0)) for w in tables], [float(w.mean(1).var(correction=0)) for w in tables]
-    inputs, units = (float((x * p * n / noise).sum()) for x in (squares[0] / gains, np.array(squares[1])))
+    mean, error = float(precision @ means / precision.sum()), precision.sum() ** -0.5
+    dof, others, rest = (n - 1).sum(), (p - 1).sum(), ((p - 1) * (n - 1)).sum()
+    inputs, hidden = float((of_inputs / noise / gains).sum()), float((of_units / noise).sum())
     wrong = {UNTOUCHED: 1 / gains, error_in("sigma"): 1.44 - 0.44 / gains}
     scaled = {key: stats.f(dof, rest, scale=(n - 1) @ values / max(1, dof)) for key, values in wrong.items()}
     shifted = {UNTOUCHED: normal(0, error), error_in("b"): normal(1.2 * b, error)}
     return [
         row("mean", mean, normal(b, error), shifted if b else {}, slack=0.005 * abs(b)),
         row("input means", inputs / max(1, dof), stats.f(dof, rest), scaled if sigma else {}),
-        row("unit means", units / max(1, of_units), stats.f(of_units, rest)),
+        row("unit means", hidden / max(1, others), stats.f(others, rest)),
     ]
 
 
