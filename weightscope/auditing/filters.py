@@ -78,7 +78,7 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
 
 
 def _covariance_rows(filters: Tensor, covariance: np.ndarray, wrong: Mapping[str, np.ndarray]) -> list[Row]:
-    """Checks of filters (C, kh, kw) by an expected covariance, and their powers for normal filters of other ones.
+    """Checks of filters (C, kh, kw) by an expected covariance, and powers for those of other covariances.
 
     The filters are whitened, `y = S^(-1/2) E^T f`, in the r directions that have at least 1e-4 of the mean
     variance. The coordinates of a correct layer are then independent standard normal, so that energies are chi-squared
@@ -95,7 +95,7 @@ def _covariance_rows(filters: Tensor, covariance: np.ndarray, wrong: Mapping[str
         return [row("NaN or infinite", float(bad), 0.0)]
     values, vectors = np.linalg.eigh(covariance)
     inside = values > _LEAST * values.mean()
-    (c, size), r, total, g = x.shape, int(inside.sum()), values.sum(), np.random.default_rng(0)
+    c, r, total, g = len(x), int(inside.sum()), values.sum(), np.random.default_rng(0)
 
     def measured(x: np.ndarray) -> dict[str, float]:
         y = (x @ vectors)[:, inside] / np.sqrt(values[inside])  # (C, r)
@@ -109,10 +109,11 @@ def _covariance_rows(filters: Tensor, covariance: np.ndarray, wrong: Mapping[str
             "outside": float(np.mean(np.sum((x @ vectors[:, ~inside]) ** 2, axis=1)) / total),
         }
 
-    def drawn(covariance: np.ndarray) -> list[dict[str, float]]:
+    def drawn(error: str, covariance: np.ndarray) -> list[dict[str, float]]:
         values, vectors = np.linalg.eigh(covariance)
-        root = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T
-        return [measured(g.standard_normal((c, size)) @ root) for _ in range(12)]
+        root, edge = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T, math.sqrt(3)
+        draws = (g.uniform(-edge, edge, x.shape) if error == UNTOUCHED else g.normal(size=x.shape) for _ in range(32))
+        return [measured(z @ root) for z in draws]
 
     low, high = interval(mean_square(c), 1e-3, LEVEL / r)
     limits = {
@@ -123,7 +124,7 @@ def _covariance_rows(filters: Tensor, covariance: np.ndarray, wrong: Mapping[str
         "mean": interval(mean_square(r)),
         "outside": (0.0, 10 * (1e-5 + float(values[~inside].clip(0).sum() / total))),
     }
-    found, errors = measured(x), {error: drawn(other) for error, other in wrong.items()}
+    found, errors = measured(x), {error: drawn(error, other) for error, other in wrong.items()}
     return [
         row(s, found[s], limits[s], {e: predicted([draw[s] for draw in draws]) for e, draws in errors.items()})
         for s in limits
