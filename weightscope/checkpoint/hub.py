@@ -36,13 +36,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-)
+from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
 from weightscope._version import __version__
@@ -118,27 +112,15 @@ def upload(address: str, files: Mapping[str, bytes], *, private: bool = False, u
     api = HfApi(constants.ENDPOINT, user_agent=USER_AGENT)
     changes = [CommitOperationAdd(name, content) for name, content in files.items()]
     message, there = f"weightscope {__version__}", ""
-    with _without_bars():
-        try:
-            _tried(address, lambda: api.create_repo(repository, private=private, exist_ok=update), _WRITE_ADVICE)
-            there = "" if update else "; the repository is there now, so that the next try needs --update"
-            _tried(address, lambda: api.create_commit(repository, changes, commit_message=message), _WRITE_ADVICE)
-        except (ValueError, TypeError, KeyError) as error:  # hostile or broken
-            raise DataError(f"{address}: cannot read the hub's answer: {ascii(str(error))[:100]}{there}") from error
-        except DataError as error:
-            raise DataError(f"{error}{there}") from error
-    return address
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
     try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
+        _tried(address, lambda: api.create_repo(repository, private=private, exist_ok=update), _WRITE_ADVICE)
+        there = "" if update else "; the repository is there now, so that the next try needs --update"
+        _tried(address, lambda: api.create_commit(repository, changes, commit_message=message), _WRITE_ADVICE)
+    except (ValueError, TypeError, KeyError) as error:  # hostile or broken
+        raise DataError(f"{address}: cannot read the hub's answer: {ascii(str(error))[:100]}{there}") from error
+    except DataError as error:
+        raise DataError(f"{error}{there}") from error
+    return address
 
 
 def _parsed(address: str) -> tuple[str, str]:
@@ -174,8 +156,7 @@ class HubFolder(Folder):
         return self._names
 
     def open(self, name: str, parts: bool = True) -> "LocalFile | HubFile":
-        path = try_to_load_from_cache(self.repository, name, revision=self.commit)
-        if parts and not isinstance(path, str):
+        if parts and not isinstance(try_to_load_from_cache(self.repository, name, revision=self.commit), str):
             return self._ranged.setdefault(name, HubFile(self, name))
         return LocalFile(self.whole(name), f"{self.where}: {name}")
 
@@ -240,11 +221,10 @@ class HubFolder(Folder):
     def _resolve(self, revision: str) -> tuple[str, list[str]]:
         """The commit, and the plain names of its files; others, in subfolders, are other models."""
         commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
+        cached = None
         if isinstance(commit, str) and _COMMIT.fullmatch(commit):
             listed = self.note("refs", f"{commit}:listing")
             cached = (commit, listed) if isinstance(listed, list) and all(map(plain, listed)) else None
-        else:
-            cached = None
         if cached is not None and revision == commit:
             return cached
         cached = cached or self._snapshot(revision)
