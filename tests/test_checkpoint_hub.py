@@ -161,7 +161,7 @@ def test_a_redirect_to_a_file_is_not_followed(hub):
     assert "\n" not in str(error.value)
 
 
-def test_passing_trouble_is_waited_for(hub):
+def test_passing_trouble_is_waited_for(hub, monkeypatch):
     hub.fail = {"api": [503, 500], "model.safetensors.index.json": [429]}
     checkpoint = Checkpoint(SOURCE)
     assert len(checkpoint) == len(TENSORS)
@@ -174,6 +174,10 @@ def test_passing_trouble_is_waited_for(hub):
         checkpoint[second]
     hub.fail = {name: [503] * 2 for name in hub.files}
     assert torch.equal(checkpoint[second], TENSORS[second].float())
+    monkeypatch.setattr(hub_module, "_RANGE", 5000)
+    third, before = checkpoint.names[4], len(hub.ranges())
+    assert torch.equal(checkpoint[third], TENSORS[third].float())
+    assert len(hub.ranges()) - before == -(-TENSORS[third].nbytes // 5000)
 
 
 BAD = {

@@ -55,6 +55,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_FILE = 2**50
 _MAX_NOTE = 100 << 20
 _PIECE = 1 << 20
+_RANGE = 16 << 20  # bytes of a request, at most: what is fetched again after a failure
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _ADVICE = {
     401: "it is private, gated, or does not exist: check the name, or set HF_TOKEN to a token that may read it",
@@ -270,7 +271,13 @@ class HubFile:
         size = folder.note(folder.commit, name)
         self.size: int = size if isinstance(size, int) and size >= 0 else self._stated_size()
 
-    def part(self, start: int, stop: int) -> LocalFile:
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        for first in range(0, len(buffer), _RANGE):
+            piece = buffer[first : first + _RANGE]
+            self._range(start + first, start + first + len(piece)).read_into(piece, start + first)
+
+    def _range(self, start: int, stop: int) -> LocalFile:
+        """These bytes in the cache, fetched if they are not there."""
         file = self._cached(start, stop)
         if file is None:
             if not 0 <= start < stop <= self.size:
