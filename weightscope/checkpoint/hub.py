@@ -2,14 +2,7 @@
 
 A file in huggingface_hub's cache is read there. Configurations, indices and pickles are downloaded into it, and
 compared with the hash that the hub states. Of a safetensors file only the byte ranges asked for are fetched, into a
-cache of their own, for which huggingface_hub has none: `$WEIGHTSCOPE_CACHE`, by default `weightscope` in `$HF_HOME`.
-
-    ROOT/ENDPOINT/ORG--NAME/refs/HASH.json          revision -> commit, or commit -> names of its files
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.json        size of a file
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.START-STOP  bytes of the file, then their SHA-256 (32 bytes)
-
-HASH is the first 24 digits of the SHA-256 of the file's or the revision's name, so that no server chooses a path. A
-range is compared with its SHA-256 whenever it is used, and a whole download with the hub's hash (see `verify`).
+cache of their own, for which huggingface_hub has none, under names that no server chooses (docs/file-formats.md).
 Everything under a commit is immutable: nothing expires.
 """
 

@@ -96,7 +96,13 @@ class _Run:
                 more = "more" if number >= self.count else number + 1
                 raise UsageError(f"count: expected {self.count} networks, found {more}")
             if self.unfit and (not self.skip_unfit or not self.kept):
-                raise self.misfit()
+                reasons = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
+                raise DataError(
+                    f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit "
+                    f"{f'the tensors of {self.reference}' if self.reference else 'a network'}: {reasons}; --rename, "
+                    "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, "
+                    "skip_unfit=)"
+                )
             self.finish()
         except KeyboardInterrupt:
             done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
@@ -110,18 +116,9 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        found = {f"statistics leave out %d networks, {why}: %s": names for why, names in self.left_out.items()}
-        found |= {f"%d networks do not fit, {why}: %s": names for why, names in self.unfit.items()}
-        for text, names in found.items():
-            _log.warning(f"%s: {text}", self.path, len(names), joined(names, _NAMED))
-
-    def misfit(self) -> DataError:
-        found = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
-        with_what = f"the tensors of {self.reference}" if self.reference else "a network"
-        return DataError(
-            f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit {with_what}: {found}; --rename, "
-            "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, skip_unfit=)"
-        )
+        for what, found in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+            for why, names in found.items():
+                _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
 
     def take(self, number: int, item: Any) -> None:
         """Read one network into the tile, and write the tile if it is full."""
@@ -140,7 +137,7 @@ class _Run:
                         self.expected, self.reference = expected, self.reference or label
                         self.fitting[checkpoint.layout] = names
                 opened.append((checkpoint, names))
-        except (DataError, UsageError) as error:
+        except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
             reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
@@ -392,7 +389,14 @@ def commit_digest(commit: str) -> bytes:
 
 
 def _opened(source: Any, key: str | None) -> Checkpoint:
-    return open_checkpoint(source, key) if isinstance(source, str | Path) else Checkpoint(source, key=key)
+    if not isinstance(source, str | Path):
+        return Checkpoint(source, key=key)
+    try:
+        return open_checkpoint(source, key)
+    except UsageError as error:  # a file of another kind, or without this key
+        if str(source).startswith(_HUB):
+            raise
+        raise DataError(str(error)) from error
 
 
 def _wanted(checkpoint: Checkpoint, names: Mapping[str, str], patterns: Sequence[str]) -> WeightSpec:
