@@ -53,7 +53,7 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
+        if row["n"] == 1 or interval is None:
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
@@ -129,13 +129,15 @@ def _means(
     ends_of_axis = place.transform(np.array([values[0], values[-1]]))
     span = float(np.ptp(ends_of_axis)) or 1.0
     drawn = [name for name, (_, x, _) in lines.items() if x is not None]
+    nearest = np.diff(place.transform(np.array(values))).min(initial=span)
+    step = min(0.02 * span, 0.6 * nearest / len(drawn))
     for order, (name, (style, x, rows)) in enumerate(lines.items()):
         if x is None:
             ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
             continue
         mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
         error = [(mean - low).tolist(), (high - mean).tolist()]
-        apart = 0.012 * span * (drawn.index(name) - (len(drawn) - 1) / 2)
+        apart = step * (drawn.index(name) - (len(drawn) - 1) / 2)
         at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
         ax.errorbar(at, mean, yerr=error, **options)

@@ -13,7 +13,6 @@ from weightscope.plots.text import SMALL, inches, number, short_names, wrap
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
-_PALE = 0.02  # of the colour limit: what nobody tells from white
 _ROWS = 512  # of a matrix, that are read at a time
 _Diagonal = Literal["variances", "others", "all"]
 
@@ -96,9 +95,6 @@ def covariance_map(
     if constant := int(missing.sum()):
         text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
     text += f"; {remark}" if remark else ""
-    half = float(np.median(np.abs(pooled[finite]))) if finite.any() else 0.0
-    if groups is not None and kind == "covariance" and 0 < half < _PALE * limit:
-        text += f"; half of the cells are within ±{number(half)} and look white: see their correlations"
     ax.set_xlabel(wrap(text, side), fontsize=SMALL, color=theme.MUTED)
     return canvas.finish(title)
 

@@ -132,20 +132,20 @@ def paired_differences(
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    lengths, styles = (
-        sorted({row["epochs"] for row in rows}),
-        styles_of([arms[0]["reference"], *(row["init"] for row in arms)]),
-    )
-    names = [wrap(row["init"], 2.3) for row in rows]
-    heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
-    at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
+    styles = styles_of([arms[0]["reference"], *(row["init"] for row in arms)])
+    several = len({row["epochs"] for row in rows}) > 1
+    names = [wrap(_named(row, several=several), 2.3) for row in rows]
     height = max(row_height(names), 0.5 if max(len(row["differences"]) for row in rows) > 16 else 0)
-    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (len(rows) + 0.75))
     means, better = [], []
     point: dict[str, Any] = {"fmt": "D", "color": theme.INK, "ms": 5, "mew": 1.2, "lw": 1.8, "zorder": 4, "gid": "mean"}
-    for y, row in zip(at, rows, strict=True):
+    for y, row in enumerate(rows):
         style, values = styles[row["init"]], metric.factor * np.asarray(row["differences"], dtype=float)
-        _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), style, 72 * height)
+        apart = y + 0.1 * (np.arange(len(values)) % 5 - 2)  # so that few seeds hide others
+        lost, points = np.asarray(row["diverged"], dtype=bool), {"color": style["color"], "alpha": 0.55, "zorder": 3}
+        ax.plot(values[~lost], apart[~lost], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **points)
+        if lost.any():
+            ax.plot(values[lost], apart[lost], "x", ms=4.5, gid="diverged", **points)
         mean = float(values.mean())
         ends = row["interval"] and [metric.factor * end for end in row["interval"]]
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
@@ -157,12 +157,9 @@ def paired_differences(
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
-    theme.list_axis(ax, at, names, at[-1] + 1)
+    theme.list_axis(ax, range(len(rows)), names, len(rows))
     value_axis(ax.xaxis)
-    for epochs in lengths if heading else ():
-        first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
-        theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
-    theme.columns(ax, at, -0.8, [(f"mean, {CI}", means), ("better on", better)])
+    theme.columns(ax, range(len(rows)), -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = difference_label(metric, f"{metric.label} minus that of {references} on the same seed")
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
@@ -170,22 +167,6 @@ def paired_differences(
         label += f"; {left_out} diverged networks left out"
     ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
     return canvas.finish(title)
-
-
-def _seed_points(
-    ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, style: Mapping[str, Any], points: float
-) -> None:
-    """One point per seed in a row of `points`; points that would overlap are stacked, deterministically."""
-    column = np.round(values / max(float(np.ptp(values)) / 60, 1e-9)).astype(int)
-    offsets = np.zeros(len(values))
-    for where in np.unique(column):
-        same = np.flatnonzero(column == where)
-        offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
-    height = y + offsets * min(5.0 / points, 0.4 / max(np.abs(offsets).max(), 1.0))
-    options: dict[str, Any] = {"color": style["color"], "alpha": 0.55, "zorder": 3}
-    ax.plot(values[~diverged], height[~diverged], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **options)
-    if diverged.any():
-        ax.plot(values[diverged], height[diverged], "x", ms=4.5, gid="diverged", **options)
 
 
 @theme.themed()
