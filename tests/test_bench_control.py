@@ -259,14 +259,6 @@ def test_the_control_of_rates_draws_from_those_of_the_initialiser(version: int) 
         assert float(drawn.std(0).min()) > 1, "which the control does not know"
 
 
-def test_the_structure_that_the_control_lacks_is_there_in_the_arm() -> None:
-    """The test above can fail: neighbouring entries of the arm's filters are correlated."""
-    build, function = CONTROLLED["conv_covariance"]
-    z = applied(function, drawn_from(build), 0)["stages.0.blocks.1.conv_dw.weight"]
-    z = (z - z.mean()) / z.std()
-    assert float((z[..., 1:] * z[..., :-1]).mean()) > 0.2
-
-
 @pytest.mark.usefixtures("trusted")
 @pytest.mark.slow
 def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:

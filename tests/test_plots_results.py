@@ -1,7 +1,6 @@
 """Training curves, forests and benchmarks, checked by what is drawn and not by pixels."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from scipy import stats
 
 from weightscope import plots
 from weightscope.benchmarking import seed_differences, summarise
-from weightscope.benchmarking.pictures import with_variants
 from weightscope.data.metrics import LOSS
 from weightscope.errors import DataError, UsageError
 
@@ -96,15 +94,6 @@ def test_a_ratio_of_zero_is_an_arrow_at_the_edge() -> None:
     assert ax.get_xlim()[1] > 100
 
 
-@pytest.mark.parametrize("row", [(np.nan, 1, 2), (1, 2, 3), (-1, -2, 1), (1, 0.5, np.inf)])
-def test_ratios_outside_their_interval_are_refused(row: tuple[float, float, float]) -> None:
-    with pytest.raises(DataError, match="`w`, columns: expected 0 <= low <= ratio <= high"):
-        plots.stripe_ratios([("w", "columns", *row)])
-    for rows in ([], [STRIPES[0], STRIPES[0]]):
-        with pytest.raises(UsageError, match="expected rows that differ"):
-            plots.stripe_ratios(rows)
-
-
 def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
     ax = plots.heldout_scores(SCORES)
     names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]
@@ -134,8 +123,6 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
-    with pytest.raises(DataError, match=r"`dense`: expected finite numbers, found nan ± 1\.0"):
-        plots.heldout_scores([score_row("dense", np.nan, 1.0)])
 
 
 # Benchmarks
@@ -144,7 +131,7 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:
     inits = ["default", INIT, "artifact", "default (frozen)", "artifact (frozen)"]
     lengths = [1, 2, 4, 8, 16]
-    ax = plots.convergence(with_variants(bench_summary(inits, lengths)))
+    ax = plots.convergence(bench_summary(inits, lengths))
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == inits
     lines = {name: bar.lines[0] for name, bar in bars.items()}
@@ -185,18 +172,8 @@ def test_a_single_length_is_drawn_as_rows_with_differences() -> None:
     assert "+2.0, p = 0.25" in texts_of(plots.convergence(adjusted))
 
 
-def test_intervals_of_accuracies_stay_between_0_and_100_per_cent() -> None:
-    rows = bench_summary(["default", "artifact"], [3])
-    rows[0] |= {"mean": 0.93}
-    rows[1] |= {"mean": 0.95, "difference": 0.02, "difference_ci_holm": [-0.28, 0.32]}
-    assert ends_of(bars_of(plots.convergence(rows))[1]) == [pytest.approx((0.65, 1.0))]
-    ends = [row | {"ci95": [0.65, 1.21]} for row in rows[:1]]
-    assert ends_of(bars_of(plots.convergence(ends))[0]) == [pytest.approx((0.65, 1.0))]
-
-
-@pytest.mark.parametrize("ends", [None, [-np.inf, np.inf], [None, None]])
-def test_one_seed_is_a_point_without_an_interval(ends: Any) -> None:
-    rows = [row | {"n": 1, "ci95": ends} for row in bench_summary(["default"], [3, 6])]
+def test_one_seed_is_a_point_without_an_interval() -> None:
+    rows = [row | {"n": 1, "ci95": None} for row in bench_summary(["default"], [3, 6])]
     ax = plots.convergence(rows)
     assert [np.ptp(bar) for bar in heights_of(bars_of(ax)[0])] == [0, 0]
     assert "1 seed, so no interval" in ax.get_legend().get_title().get_text()
@@ -245,11 +222,11 @@ def test_paired_differences_are_paired_by_seed() -> None:
     assert "8 of 8" in texts_of(ax)
 
 
-def test_lengths_have_headings_and_missing_seeds_are_left_out() -> None:
+def test_lengths_are_named_and_missing_seeds_are_left_out() -> None:
     runs = [r for r in bench_runs(["default", "artifact"], [9, 3]) if not (r["init"] == "artifact" and r["seed"] > 4)]
     ax = plots.paired_differences(seed_differences(runs))
     texts = texts_of(ax)
-    assert texts.index("3 epochs") < texts.index("9 epochs")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["artifact, 3 epochs", "artifact, 9 epochs"]
     assert "5 of 5" in texts
     with pytest.raises(UsageError, match="expected a second initialiser"):
         plots.paired_differences(seed_differences([r for r in runs if r["init"] == "default"]))

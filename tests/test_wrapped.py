@@ -134,6 +134,21 @@ def test_a_mask_is_never_a_weight():
     assert torch.equal(layer.weight == 0, mask == 0)
 
 
+def test_a_mask_that_leaves_filters_at_zero_is_refused():
+    """Filters that are pruned as a whole stay so; of the others, each keeps its impulse."""
+    model = nn.Sequential(nn.Conv2d(9, 9, 3, groups=9))
+    mask = torch.ones(9, 1, 3, 3)
+    mask[8], mask[4, 0, 1, 1] = 0, 0  # the impulse of channel c is at pixel c
+    prune.custom_from_mask(model[0], "weight", mask)
+    before = model[0].weight.detach().clone()
+    with pytest.raises(DataError, match=r"`0.weight` .* its mask leaves 1 of 9 units at zero, number 4 first"):
+        wi.impulse_filters_(model, order="given")
+    assert torch.equal(model[0].weight, before)
+    model[0].weight_mask[4, 0, 1, 1] = 1
+    wi.impulse_filters_(model, order="given")
+    assert model[0].weight.flatten(1).sum(1).tolist() == [1.0] * 8 + [0.0]
+
+
 class Standardised(nn.Conv2d):
     def forward(self, x):
         flat = self.weight.flatten(1)

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filter_mlp import filter_mlp_correlation
 
+from weightscope._util.controls import CONTROLS
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
-from weightscope.benchmarking.design import CONTROLS, labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.design import labelled
+from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
@@ -233,7 +234,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
 def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[dict[str, Any]]:
     """The study's questions as paired differences of two arms; p-values adjusted for their number (Holm)."""
     wanted = {
-        "structure beyond scale": (derived, derived + CONTROLS["scale"]),
+        "structure beyond scale": (derived, derived + CONTROLS["scale"].suffix),
         "gain": (derived, "gain-1"),
         "across layers": (derived, "within-blocks"),
         "derived or hand-made": (derived, hand_made),
@@ -252,10 +253,7 @@ def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[
 
 def accuracies(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
     """The accuracy of each seed in order, by arm."""
-    out: dict[str, list[float]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        out.setdefault(run["init"], []).append(run["accuracy"])
-    return out
+    return {arm: [run["accuracy"] for run in mine] for (_, _, arm), mine in by_arm(runs).items()}
 
 
 def main() -> None:

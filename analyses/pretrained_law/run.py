@@ -11,52 +11,90 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from initialisers import law_parts_
 
 from weightscope._util.environment import environment
+from weightscope._util.plugins import reference_to
 from weightscope.benchmarking import bench
-from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent
 RECIPE = HERE.parent.parent / "populations" / "digits-vit.toml"
-SEED, SEEDS = 7_300_000, 32
-GAINS = (1, 4, 10)
-FASHION = {"name": "fashion-mnist", "train": 2000, "test": 1000}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "digits": {},
-    "fashion": {f"data.{key}": value for key, value in FASHION.items()}
-    | {"network.width": 48, "network.heads": 3, "network.patch_size": 7},
+NETWORKS, POPULATION_SEED, POPULATION_GAIN = 64, 7_500_000, 30
+MATRICES = ("blocks.*.attn.*.weight", "blocks.*.mlp.*.weight")
+FASHION: dict[str, Any] = {"data.name": "fashion-mnist", "network.patch_size": 7}
+CIFAR: dict[str, Any] = {"data.name": "cifar10", "data.size": 16, "network.patch_size": 4}
+PARTS: dict[str, dict[str, str]] = {
+    "QK only": {"parts": "qk"},
+    "VO only": {"parts": "vo"},
+    "MLP only": {"parts": "12"},
+    "QK turned": {"turn": "k"},
+    "VO turned": {"turn": "v"},
 }
-CONTRASTS = (("law, gain 4", "default"), ("law, gain 4", "scale only"), ("mimetic", "law, gain 4"))
+FIRST = (("law, gain 4", "default"), ("law, gain 4", "scale only"), ("mimetic", "law, gain 4"))
+SECOND = (
+    ("law", "uncorrelated"),
+    ("mimetic", "law"),
+    ("law", "law, VO turned"),
+    ("law", "law, QK turned"),
+    ("law, first block", "law"),
+    ("population", "population, uncorrelated"),
+)
+SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
+WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
+SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
+    "digits": ({}, 7_300_000, 32, FIRST),
+    "fashion": (FASHION | WIDER, 7_300_000, 32, FIRST),
+    "fashion, parts": (FASHION | SMALL, 7_400_000, 64, SECOND),
+    "cifar10, parts": (CIFAR | SMALL, 7_400_000, 64, SECOND),
+}
 
 
-def arms(source: str, work: Path) -> dict[str, InitConfig]:
-    """The arms; their artifacts are fitted to the source and written into the working folder."""
-    out = {}
-    for gain in GAINS:
-        file = work / f"law-{gain}.safetensors"
-        if not file.exists():
-            fit_init(source, "exchangeable", options={"gain": gain}).save(file)
-        out[f"law, gain {gain}"] = InitConfig.model_validate({"artifact": str(file)})
-    out["scale only"] = out["law, gain 4"].model_copy(update={"control": "scale"})
-    out["mimetic"] = InitConfig.model_validate({"name": "mimetic_attention"})
-    return out
+def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitConfig]:
+    """The arms of a setting; artifacts are fitted once and written into the working folder."""
+
+    def law(file: str, origin: Any, gain: int, **options: Any) -> InitConfig:
+        path = (work / f"{file}.safetensors").resolve()
+        if not path.exists():
+            fit_init(origin, "exchangeable", options={"gain": gain}, **options).save(path)
+        return InitConfig(artifact=str(path))
+
+    def control(init: InitConfig, kind: str) -> InitConfig:
+        return init.model_copy(update={"control": kind})
+
+    mimetic = {"mimetic": InitConfig(name="mimetic_attention")}
+    four = law("law-4", source, 4)
+    if SETTINGS[name][3] is FIRST:
+        gains = {f"law, gain {gain}": law(f"law-{gain}", source, gain) for gain in (1, 4, 10)}
+        return gains | {"scale only": control(four, "scale")} | mimetic
+    changes = {"population.networks": networks, "population.seed": POPULATION_SEED}
+    population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
+    own = law("population", population, POPULATION_GAIN, select=MATRICES, joint="all")
+    part = {"name": reference_to(law_parts_), "law": four.artifact}
+    return {
+        "law": four,
+        "scale only": control(four, "scale"),
+        "uncorrelated": control(four, "uncorrelated"),
+        **mimetic,
+        **{f"law, {key}": InitConfig.model_validate(part | options) for key, options in PARTS.items()},
+        "law, first block": law("first", source, 4, select="blocks.0.*"),
+        "population": own,
+        "population, uncorrelated": control(own, "uncorrelated"),
+    }
 
 
 def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int, **options: Any) -> dict[str, Any]:
     """The accuracy of each seed (0 to 1) by arm, the contrasts, and the differences to the default."""
-    recipe = Recipe.load(RECIPE).replace(SETTINGS[name] | {"training.epochs": 4})
-    wanted = ["default", *configs.values()]
-    found = bench(recipe, wanted, folder, epochs=[4], seeds=seeds, seed=SEED, **options)
-    names = {labelled(config)[0]: arm for arm, config in configs.items()}
-    accuracy: dict[str, list[float]] = {}
-    for run in sorted(found.runs, key=lambda run: run["seed"]):
-        accuracy.setdefault(names.get(run["init"], run["init"]), []).append(run["accuracy"])
+    changes, seed, _, contrasts = SETTINGS[name]
+    recipe = Recipe.load(RECIPE).replace(changes | {"training.epochs": 4})
+    found = bench(recipe, {"default": "default"} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
+    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
     rows = [
         {"arm": one, "against": other} | paired(np.array(accuracy[one]), np.array(accuracy[other]))
-        for one, other in CONTRASTS
+        for one, other in contrasts
     ]
     rows = [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
     others = [arm for arm in accuracy if arm != "default"]
@@ -70,15 +108,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("pretrained-law"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="networks of each arm")
-    parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST")
+    parser.add_argument("--seeds", type=int, help="networks of each arm; by default those of the design")
+    parser.add_argument("--networks", type=int, default=NETWORKS, help="networks of the population")
+    parser.add_argument("--data", type=Path, help="folder of Fashion-MNIST and CIFAR-10")
     parser.add_argument("--only", choices=SETTINGS, action="append")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    configs, file = arms(options.source, options.work), options.out / "results.json"
+    file = options.out / "results.json"
     for name in options.only or SETTINGS:
+        configs = arms(name, options.source, options.work, options.networks)
         where = {"workers": options.workers, "device": "cpu", "data": options.data}
-        found = setting(name, configs, options.work / name, options.seeds, **where)
+        folder = options.work / name.replace(", ", "-")
+        found = setting(name, configs, folder, options.seeds or SETTINGS[name][2], **where)
         before = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(before | {name: found, "environment": environment()}, indent=1) + "\n")
         for row in found["contrasts"]:

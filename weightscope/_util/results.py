@@ -61,7 +61,8 @@ class Result:
     def to_pandas(self) -> Any:
         """`rows()` as a `pandas.DataFrame` with one value in each cell; UsageError if pandas is not installed.
 
-        An interval such as `difference_ci95` becomes two columns, `difference_low` and `difference_high`.
+        An interval such as `difference_ci95` becomes two columns, `difference_low` and `difference_high`, and
+        `difference_ci_holm` becomes `difference_holm_low` and `difference_holm_high`.
         """
         return data_frame(tidy(self.rows()))
 
@@ -90,9 +91,9 @@ def tidy(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         out.append({})
         for key, value in row.items():
-            if key.endswith("ci95"):
-                ends = (f"{key.removesuffix('ci95')}{end}" for end in ("low", "high"))
-                out[-1] |= zip(ends, value or (None, None), strict=True)
+            if key in ("ci", "ci95") or key.endswith(("_ci95", "_ci_holm")):
+                stem = key.replace("ci_holm", "holm_").replace("ci95", "").replace("ci", "")
+                out[-1] |= zip((f"{stem}low", f"{stem}high"), value or (None, None), strict=True)
             elif isinstance(value, Mapping | list | tuple):
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)
                 out[-1] |= {f"{key}.{name}": item for name, item in items}

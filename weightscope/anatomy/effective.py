@@ -333,9 +333,13 @@ def _key(hook: Any) -> Any:
 
 def _pruned(hook: Any, weight: Tensor, mask: Tensor) -> tuple[Tensor, Any, Any]:
     def trial(value: Tensor) -> tuple[Tensor, Tensor]:
-        return value * mask.to(value), value * mask.to(value)
+        kept = value * mask.to(value)
+        used, wanted, left = (x.flatten(1).any(1) if x.ndim > 1 else x.bool() for x in (mask, value, kept))
+        if dead := (used & wanted & ~left).nonzero().flatten().tolist():
+            raise ValueError(f"its mask leaves {len(dead)} of {len(value)} units at zero, number {dead[0]} first")
+        return kept, kept
 
-    return trial(weight)[1], trial, weight.copy_
+    return weight * mask.to(weight), trial, weight.copy_
 
 
 def _weight_norm(hook: Any, size: Tensor, direction: Tensor) -> tuple[Tensor, Any, Any]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope._util.checks import choice, count
+from weightscope._util.controls import CONTROLS, FROZEN
 from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
@@ -24,9 +25,6 @@ from weightscope.recipe import InitConfig, Recipe
 from weightscope.recipe.base import validated
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
-# control -> suffix of the label of such an arm, before that of a frozen one
-CONTROLS = {"scale": " (scale only)", "uncorrelated": " (uncorrelated)"}
-FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
 _MOST_VALUES = 10_000  # of one axis
@@ -175,9 +173,15 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
         if init.artifact is not None:
             stem = Path(init.artifact).stem
             label = stem if init.name == "default" else f"{stem}+{label}"
-        return label + (CONTROLS[init.control] if init.control else ""), init
+        return label + (CONTROLS[init.control].suffix if init.control else ""), init
     if isinstance(init, str | Path):
         path = Path(init)
+        if match := re.fullmatch(r"hf://([^+]+)(\+.*)?", str(init)):
+            from weightscope.checkpoint.hub import artifact_file  # imports huggingface_hub
+
+            file = artifact_file(f"hf://{match[1]}")
+            label, config = labelled(f"{file}{match[2] or ''}")
+            return match[1].partition("@")[0].rpartition("/")[2] + label.removeprefix(file.stem), config
         if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
             on_top = parse_init(match[2]) if match[2] else InitConfig()
             return labelled(on_top.model_copy(update={"artifact": match[1]}))
@@ -370,7 +374,7 @@ def _candidates(
         out.append((label, config, numbers))
         if not config.control and (config.artifact is not None or config.name != "default"):  # which changes nothing
             for control in dict.fromkeys(controls):
-                out.append((label + CONTROLS[control], config.model_copy(update={"control": control}), numbers))
+                out.append((label + CONTROLS[control].suffix, config.model_copy(update={"control": control}), numbers))
     return out
 
 

@@ -6,17 +6,10 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
+from weightscope._util.controls import CONTROLS, Control
 from weightscope._util.divergence import divergence
-from weightscope.benchmarking.design import FROZEN, point_text
-from weightscope.benchmarking.statistics import (
-    COMPARED_WITH,
-    LEVEL,
-    cell_key,
-    control_of,
-    mean_curves,
-    seed_differences,
-    summarise,
-)
+from weightscope.benchmarking.design import point_text
+from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
 Rows = Sequence[dict[str, Any]]
@@ -38,10 +31,10 @@ def of(
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
     if arms and not axes:
-        out["convergence"] = partial(plots.convergence, with_variants(arms), metric=metric), found
-    for kind, name, key in COMPARED_WITH:
-        if any(row.get(name) for row in arms):
-            said, shown = control_finding(arms, metric, kind), "scale" if kind == "scale" else key
+        out["convergence"] = partial(plots.convergence, arms, metric=metric), found
+    for kind, control in CONTROLS.items():
+        if any(row.get(control.arm) for row in arms):
+            said, shown = finding(from_controls(all_arms, control), metric), "scale" if kind == "scale" else control.key
             out[shown] = partial(plots.scale_and_structure, arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
@@ -102,15 +95,6 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
         for length, metric in sorted(lengths.items())
     }
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
-
-
-def with_variants(arms: Rows) -> list[dict[str, Any]]:
-    """The rows with `variant_of` for frozen arms, which `plots` draws like their counterparts with open markers."""
-    frozen = [row["init"].endswith(FROZEN) for row in arms]
-    return [
-        row | ({"variant_of": row["init"].removesuffix(FROZEN)} if one else {})
-        for row, one in zip(arms, frozen, strict=True)
-    ]
 
 
 def _products(x: str, y: str) -> str | None:
@@ -184,41 +168,22 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
         where += f" after {best['epochs']} epoch{'s'[: best['epochs'] != 1]}"
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
-    kinds = [kind for kind, _, key in COMPARED_WITH if best.get(f"{key}_p_holm") is not None]
-    if more == "worse" or not kinds:
+    controls = [control for control in CONTROLS.values() if best.get(f"{control.key}_p_holm") is not None]
+    if more == "worse" or not controls:
         return text, best
-    key, without, of_it = _CONTROLLED[kinds[-1]]
+    key = controls[-1].key
     if best[f"{key}_p_holm"] >= LEVEL:
-        return f"{text}, not significantly more than {without}", best
+        return f"{text}, not significantly more than {controls[-1].without}", best
     if not metric.better(best[key]):
-        return f"{text}, less than {without}", best
+        return f"{text}, less than {controls[-1].without}", best
     amount = metric.amount(best[key]).split()[0]
-    return f"{text}, {amount} of {'them' if metric.unit else 'it'} {of_it}", best
+    return f"{text}, {amount} of {'them' if metric.unit else 'it'} {controls[-1].of_it}", best
 
 
-_CONTROLLED = {
-    "scale": ("beyond_scale", "its scale alone", "beyond scale"),
-    "uncorrelated": ("correlations", "without its correlations", "by correlations"),
-}
-
-
-def control_finding(arms: Rows, metric: Metric = ACCURACY, kind: str = "scale") -> str | None:
-    """In one sentence, which initialisers are better than their controls at an adjusted level of 0.05."""
-    name, key = next((name, key) for one, name, key in COMPARED_WITH if one == kind)
-    without = _CONTROLLED[kind][1]
-    rows = [row for row in arms if row.get(f"{key}_p_holm") is not None]
-    if not rows:
-        return None
-    sure = [row for row in rows if row[f"{key}_p_holm"] < LEVEL]
-    better = list(dict.fromkeys(row["init"] for row in sure if metric.better(row[key])))
-    worse = list(dict.fromkeys(row["init"] for row in sure if metric.better(-row[key])))
-    if better:
-        text = f"Better than {without if len(better) == 1 else without.replace('its', 'their')}: {', '.join(better)}"
-    elif worse:
-        text = f"Worse than {without.replace('its ', '')}: {', '.join(worse)}"
-    else:
-        text = f"No initialiser is significantly better than {without}"
-    named = rows if not sure else [row for row in sure if row["init"] in (better or worse)]
-    labels = {(cell_key(row), row["epochs"], label) for row in named for label in (row["init"], row[name])}
-    lost = divergence([row for row in arms if (cell_key(row), row["epochs"], row["init"]) in labels])
-    return f"{text}; {lost}" if lost else text
+def from_controls(arms: Rows, control: Control) -> Rows:
+    """The arms that have a control, with differences from it in place of those from the reference, and the controls."""
+    named = {(cell_key(row), row["epochs"], row[control.arm]) for row in arms}
+    shown = [row for row in arms if row[control.arm] or (cell_key(row), row["epochs"], row["init"]) in named]
+    renamed = {"difference": control.key, "p_holm": f"{control.key}_p_holm", "reference": control.arm}
+    without = {f"{each.key}_p_holm": None for each in CONTROLS.values()}
+    return [row | {to: row.get(key) for to, key in renamed.items()} | without for row in shown]

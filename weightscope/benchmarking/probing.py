@@ -1,5 +1,6 @@
 """`linear_probe`: how good are the features of an initialised network, before any training?"""
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import PROBES, RUNS, Design
 from weightscope.data import Dataset
 from weightscope.data.augment import normalise
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.population import manifest as manifests
 from weightscope.population import recipe_of
@@ -34,7 +35,6 @@ from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
 from weightscope.training.request import own_code_hashes, weight_hashes
 
-_ABOUT = "arm.json"
 _LARGEST = 16 * 2**20
 _log = logging.getLogger(__name__)
 
@@ -103,10 +103,9 @@ def linear_probe(
     design = Design.of(recipe, inits, out, epochs=tuple(epochs) or (EPOCHS,), data=data, **given)
     design.check()
     where = resolve_device(device)
-    return design.result(
-        (_probed(arm.recipe, design.folder / PROBES / arm.folder, data, where), environment(str(where)), None)
-        for arm in design.arms
-    )
+    folders = [(design.folder / PROBES / arm.folder).with_suffix("") for arm in design.arms]
+    found = (_probed(arm.recipe, folder, data, where) for arm, folder in zip(design.arms, folders, strict=True))
+    return design.result((metrics, environment(str(where)), None) for metrics in found)
 
 
 def _ignored(axis: Axis) -> str | None:
@@ -123,12 +122,18 @@ def _without_training(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"vary": kept})})
 
 
-def _probed(recipe: Recipe, path: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
-    """The metrics of the networks of one arm; those that are not on disk are probed."""
+def _probed(recipe: Recipe, folder: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
+    """The metrics of the networks of one arm; those that are not on disk are probed.
+
+    A file for each network, whose name has a hash of all that its result depends on.
+    """
     images = recipe.images.load(data).to(device)
-    folder, count = path.with_suffix(""), recipe.population.networks
-    _check_folder(folder, recipe, images.fingerprint)
-    found = {k: metrics for k in range(count) if (metrics := _stored(folder / f"{k}.json")) is not None}
+    text = json.dumps({**_identity(recipe), "images": images.fingerprint}, sort_keys=True)
+    digest, count = hashlib.sha256(text.encode()).hexdigest()[:16], recipe.population.networks
+    files = [folder / f"{k}-{digest}.json" for k in range(count)]
+    atomic.make_folder(folder)
+    atomic.sweep(folder)
+    found = {k: metrics for k, file in enumerate(files) if (metrics := _stored(file)) is not None}
     with one_thread(), current(device):
         for start in range(0, count, _GROUP):
             ids = [k for k in range(start, min(start + _GROUP, count)) if k not in found]
@@ -136,8 +141,31 @@ def _probed(recipe: Recipe, path: Path, data: str | Path | None, device: torch.d
             for slot, k in enumerate(ids):
                 found[k] = {name: values[slot] for name, values in metrics.items()}
                 text = json.dumps({name: value.tolist() for name, value in found[k].items()})
-                atomic.write(folder / f"{k}.json", text.encode() + b"\n")
+                atomic.write(files[k], text.encode() + b"\n")
     return {name: np.stack([found[k][name] for k in range(count)]) for name in _METRICS}
+
+
+def _stored(path: Path) -> dict[str, np.ndarray] | None:
+    """The metrics of one network; None if there are none, or they are damaged."""
+    try:
+        if not path.exists():
+            return None
+        values = json.loads(read_regular(path, _LARGEST))
+        return {name: np.array(values[name], bool if name == "diverged" else float) for name in _METRICS}
+    except (OSError, KeyError, TypeError, ValueError, RecursionError):
+        _log.warning("%s: damaged; the network is probed again", path)
+        return None
+
+
+def _identity(recipe: Recipe) -> dict[str, Any]:
+    """What a network's result depends on, by name; the number of networks, training and teacher are no part of it."""
+    values = recipe.to_dict()
+    values.pop("distillation", None)
+    training, population = values["training"], values["population"]
+    values["training"] = {name: training[name] for name in ("epochs", "batch_size")}
+    values["population"] = {"seed": population["seed"]}
+    hashes = weight_hashes(recipe.model_copy(update={"distillation": None}))
+    return {**values, **manifests.artifact_hashes(recipe), **own_code_hashes(recipe), **hashes}
 
 
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
@@ -236,51 +264,3 @@ class Probe:
         loss = -F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=labels.device), labels].mean(1)
         right = hits(logits, labels).double().mean(1)
         return loss.double().cpu().numpy(), right.cpu().numpy()
-
-
-# --- results on disk, so that a probe that was stopped resumes: one small file for each network -----------------------
-
-
-def _check_folder(folder: Path, recipe: Recipe, fingerprint: str) -> None:
-    """Make the folder of an arm's results; DataError if it holds those of another probe."""
-    text = json.dumps({**_identity(recipe), f"data {recipe.data.name}": fingerprint}, indent=1)
-    atomic.make_folder(folder)
-    atomic.sweep(folder)
-    if not atomic.create(folder / _ABOUT, text.encode() + b"\n"):
-        there, wanted = _read_object(folder / _ABOUT), json.loads(text)
-        if differing := sorted(k for k in {*wanted, *there} if there.get(k) != wanted.get(k)):
-            raise DataError(
-                f"{folder} holds a probe with another {', '.join(differing)}; give another folder (-o), or the "
-                "same arguments and sources"
-            )
-
-
-def _stored(path: Path) -> dict[str, np.ndarray] | None:
-    """The metrics of one network; None if there are none, or they are damaged."""
-    try:
-        values = _read_object(path) if path.exists() else None
-        return values and {name: np.array(values[name], bool if name == "diverged" else float) for name in _METRICS}
-    except (DataError, KeyError, TypeError, ValueError):
-        _log.warning("%s: damaged; the network is probed again", path)
-        return None
-
-
-def _identity(recipe: Recipe) -> dict[str, Any]:
-    """What a network's result depends on, by name; the number of networks, training and teacher are no part of it."""
-    values = recipe.to_dict()
-    values.pop("distillation", None)
-    training, population = values["training"], values["population"]
-    values["training"] = {name: training[name] for name in ("epochs", "batch_size")}
-    values["population"] = {"seed": population["seed"]}
-    hashes = weight_hashes(recipe.model_copy(update={"distillation": None}))
-    return {**values, **manifests.artifact_hashes(recipe), **own_code_hashes(recipe), **hashes}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(read_regular(path, _LARGEST))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read ({error}); give another folder (-o)") from error
-    if not isinstance(found, dict):
-        raise DataError(f"{path}: expected an object, found {type(found).__name__}; give another folder (-o)")
-    return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.checks import choice
+from weightscope._util.controls import CONTROLS
 from weightscope._util.divergence import count_range, divergence
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
@@ -16,7 +17,7 @@ from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import COMPARED_WITH, LEVEL, between_cells, cell_key, chance_note, tells
+from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note, tells
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -27,19 +28,6 @@ FORMATS = ("text", "markdown", "latex")
 _LARGEST = 2**31  # bytes of a results.json
 TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
-_CONTROL_HEADERS = {
-    "scale": (
-        "structure beyond scale: an initialiser minus its control, independent Gaussian entries with the same mean and "
-        "variance of each tensor",
-        "effect of scale",
-        "beyond scale",
-    ),
-    "uncorrelated": (
-        "correlations: an initialiser minus its control, with the same means and variances of every part",
-        "effect of moments",
-        "correlations",
-    ),
-}
 
 
 @dataclass(frozen=True, repr=False)
@@ -116,19 +104,19 @@ class BenchResult(Result):
             table += f"\n{guesses}"
         if any(row["n"] < row["networks"] for row in self.arms):
             table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
-        scale = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         if metric.unit == "%" and any(row["mean"] is not None and row["difference"] is not None for row in self.arms):
-            table += f"\n{self._conditional(scale)}"
-        for kind, name, key in COMPARED_WITH:
-            controlled = [row for row in self.arms if row.get(name) is not None]
-            lines = [
-                _control_cells(row, scale[cell_key(row), row["epochs"], row[name]], key, metric) for row in controlled
-            ]
-            lines = [_in_cell(row, line, cells) for row, line in zip(controlled, lines, strict=True)]
-            head = _CONTROL_HEADERS[kind]
-            header = ("initialiser", "epochs", "pairs", head[1], *_COMPARED[1:3], head[2], *_COMPARED[1:3])
+            table += f"\n{self._conditional(arms)}"
+        for one in CONTROLS.values():
+            lines = []
+            for row in (row for row in self.arms if row.get(one.arm) is not None):
+                control = arms[cell_key(row), row["epochs"], row[one.arm]]
+                lines.append(_in_cell(row, _control_cells(row, control, one.key, metric), cells))
+            header = ("initialiser", "epochs", "pairs")
+            for part in one.parts:
+                header += (part.removeprefix("structure "), *_COMPARED[1:3])
             if lines:
-                table += f"\n\n{head[0]}\n{_ruled(('cell', *header) if cells else header, lines)}"
+                table += f"\n\n{one.about}\n{_ruled(('cell', *header) if cells else header, lines)}"
         return table
 
     def _conditional(self, arms: Mapping[Any, dict[str, Any]]) -> str:

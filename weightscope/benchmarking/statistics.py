@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import special, stats
 
+from weightscope._util.controls import CONTROLS, FROZEN
 from weightscope._util.names import unknown
-from weightscope.benchmarking.design import CONTROLS, FROZEN, point_text
+from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import DataError, UsageError
 from weightscope.recipe import Recipe
@@ -18,8 +19,6 @@ from weightscope.statistics.multiplicity import holm
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 Runs = Sequence[dict[str, Any]]
-# a control, the key of a row's arm of this control, and that of the difference from it
-COMPARED_WITH = (("scale", "control", "beyond_scale"), ("uncorrelated", "uncorrelated", "correlations"))
 
 
 class Chance(NamedTuple):
@@ -86,10 +85,10 @@ def summarise(
         base = values_of(groups[first], metric) if first[2] != init else {}
         row["reference"] = first[2] if first[2] != init else None
         _compare(row, "difference", values, base, metric, tests)
-        for kind, name, key in COMPARED_WITH:
-            control = controls.get((cell, epochs, init, kind))
-            row[name] = control and control[2]
-            _compare(row, key, values, values_of(groups[control], metric) if control else {}, metric, tests)
+        for kind, control in CONTROLS.items():
+            place = controls.get((cell, epochs, init, kind))
+            row[control.arm] = place and place[2]
+            _compare(row, control.key, values, values_of(groups[place], metric) if place else {}, metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(finite, level) if len(finite) else None
             row |= {"chance": level.accuracy, "chance_p": p}
@@ -171,8 +170,7 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     For each arm at each length that has seeds of its reference, see `summarise`: `init`, `epochs`, `reference`,
     `differences` (n,), `diverged` (n,), whether one of the two did, the adjusted `interval` of their mean (None if they
     are equal up to rounding), and `left_out`, the number of networks without a finite value (of the reference, too, in
-    its first row). A frozen arm has `variant_of`, the label without that suffix. A difference that is not finite is a
-    DataError.
+    its first row). A difference that is not finite is a DataError.
     """
     groups, rows = by_arm(runs), []
     for run in runs:
@@ -190,8 +188,7 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
         row = {"init": init, "epochs": epochs, "reference": first[2], "differences": values - others}
         row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
         row["interval"] = None if same_differences(values, others) else compared[place]["difference_ci_holm"]
-        row["left_out"] = lost[place] + lost.pop(first, 0)
-        rows.append(row | ({"variant_of": init.removesuffix(FROZEN)} if init.endswith(FROZEN) else {}))
+        rows.append(row | {"left_out": lost[place] + lost.pop(first, 0)})
     return rows
 
 
@@ -239,8 +236,10 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def control_of(init: str) -> tuple[str, str] | None:
     """The label of the initialiser that a control arm is the control of, and which; None for other arms."""
     bare = init.removesuffix(FROZEN)
-    found = [kind for kind, suffix in CONTROLS.items() if bare.endswith(suffix)]
-    return (bare.removesuffix(CONTROLS[found[0]]) + init[len(bare) :], found[0]) if found else None
+    for kind, control in CONTROLS.items():
+        if bare.endswith(control.suffix):
+            return bare.removesuffix(control.suffix) + init[len(bare) :], kind
+    return None
 
 
 def mean_interval(values: np.ndarray, metric: Metric = ACCURACY) -> dict[str, Any]:

@@ -15,16 +15,23 @@ from typing import Any, BinaryIO
 import torch
 
 from weightscope._util.restricted_pickle import Call, DataUnpickler
-from weightscope.checkpoint.tensors import ByteReader, FileTensor, LocalFile, Store, StoredTensor, printable, read_bytes
-from weightscope.errors import DataError, UsageError
+from weightscope.checkpoint.tensors import (
+    ByteReader,
+    FileTensor,
+    LocalFile,
+    Store,
+    StoredTensor,
+    printable,
+    read_bytes,
+    weights_in,
+)
+from weightscope.errors import DataError
 
 _MAX_PICKLE = 64 << 20
 _PIECE = 1 << 20
 _MOST_KEPT = 1 << 16
 _LAST: dict[bytes, Any] = {}  # pickle -> its value, of one file: networks that differ in their numbers have the same
 _LEGACY_START = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
-# Keys under which training scripts keep the weights, next to the state of an optimiser.
-_ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
 # torch's own names for its data types: torch.half is the one of HalfStorage.
 _NUMBERS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
@@ -74,21 +81,23 @@ class _Record:
         self.has_crc = bool(info.CRC)  # not with torch.serialization.set_crc32_options(False)
         self._compared = not self.has_crc
 
-    def part(self, start: int, stop: int) -> "_Record":
-        if not self._compared:
-            found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
-            for first in range(0, self.size, _PIECE):
-                piece = buffer[: self.size - first]
-                self.read_into(piece, first)
-                found = zlib.crc32(piece, found)
-            self._file.bytes_read -= self.size  # it was not asked for
-            if found != self._crc:
-                mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
-                raise DataError(f"{self.where}: {mismatch}; download it again")
-            self._compared = True
-        return self
+    def compare(self) -> None:
+        """Compare it with its CRC-32, once."""
+        if self._compared:
+            return
+        found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
+        for first in range(0, self.size, _PIECE):
+            piece = buffer[: self.size - first]
+            self._file.read_into(piece, self._start + first)
+            found = zlib.crc32(piece, found)
+        self._file.bytes_read -= self.size  # it was not asked for
+        if found != self._crc:
+            mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
+            raise DataError(f"{self.where}: {mismatch}; download it again")
+        self._compared = True
 
     def read_into(self, buffer: memoryview, start: int) -> None:
+        self.compare()
         self._file.read_into(buffer, self._start + start)
 
 
@@ -111,7 +120,7 @@ def check_records(file: LocalFile) -> bool:
     records = _records(file).values()
     checked = all(record.has_crc or not record.size for record in records)
     for record in records:
-        record.part(0, record.size)
+        record.compare()
     return checked
 
 
@@ -134,7 +143,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; "
             "of a model converted for CTranslate2 or another program, open the original"
         )
-    weights, skipped = _weights(value, key, file.where)
+    weights, skipped = weights_in(value, key, file.where, _is_tensor)
     tensors: dict[str, StoredTensor] = {}
     for name, item in weights.items():
         found = _tensor(printable(name, file.where), item, places, file.where)
@@ -255,28 +264,3 @@ def _from_stream(file: LocalFile) -> tuple[Any, _Places]:
     if position != file.size:
         raise DataError(f"{file.where}: {file.size - position} bytes are left over at its end")
     return value, places
-
-
-def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The dictionary of weights, and why the items next to it are left out."""
-    if not isinstance(value, dict):
-        what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
-        raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
-    counts = {n: sum(map(_is_tensor, item.values())) for n, item in value.items() if isinstance(item, dict)}
-    inner = {n: value[n] for n, count in counts.items() if count}
-    if key is not None:
-        if key not in inner:
-            there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
-    elif sum(map(_is_tensor, value.values())) >= max(
-        (sum(map(_is_tensor, d.values())) for d in inner.values()), default=0
-    ):
-        return value, {}  # a loss beside the dictionary of weights is fewer tensors than it has
-    else:
-        found = [name for name in inner if name in _ROOTS]
-        if len(found) != 1 and len(inner) != 1:
-            there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
-            raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
-        key = found[0] if len(found) == 1 else next(iter(inner))
-    beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
-    return inner[key], beside

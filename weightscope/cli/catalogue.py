@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import re
 import textwrap
 import tomllib
@@ -43,7 +44,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
-        parameters = {key: _json(value) for key, value in self.parameters.items()}
+        parameters = json.loads(json.dumps(self.parameters, default=repr))
         values = {"name": self.name, "description": self.description, "parameters": parameters}
         return {**values, "required": list(self.required), "source": self.source}
 
@@ -195,12 +196,6 @@ def _source(registry: Any, name: str, item: Any) -> str:
 
 def _first_line(item: Any) -> str:
     return (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
 @command("list")

@@ -106,7 +106,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
         if watch:
             click.clear()
         click.echo("\n".join(each.text() for each in found))
-        if not watch or all(each.complete for each in found):
+        if not watch or all(each.complete or not each.networks for each in found):
             break
         time.sleep(2)
     write_json(json_file, {"populations": [each.to_dict() for each in found]})
@@ -263,7 +263,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     "inits",
     multiple=True,
     type=Named("initialisers"),
-    help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
+    help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact (or hf://) or a .toml file; repeatable.",
 )
 @click.option("--epochs", type=int, multiple=True, help="Training length, each with a full schedule; repeatable.")
 @click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")

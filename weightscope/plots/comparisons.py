@@ -1,11 +1,11 @@
 """A metric against training length, epochs, a parameter, sequence length or gain; and curves of a population.
 
-Functions take the rows of a benchmark's `results.json`. A row with `variant_of` looks like the row that this names,
-with open markers and a dotted line.
+Functions take the rows of a benchmark's `results.json`. A frozen arm looks like the other one of its initialiser, with
+open markers and a dotted line.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from weightscope._util.controls import FROZEN
 from weightscope._util.divergence import count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
@@ -28,9 +29,9 @@ CI = "95 % intervals (Holm)"
 Row = Mapping[str, Any]
 
 
-def styles_of(rows: Sequence[Row]) -> dict[str, dict[str, Any]]:
-    """The style of each initialiser, in order; a variant has that of its counterpart, with open markers."""
-    bases = {row["init"]: row.get("variant_of", row["init"]) for row in rows}
+def styles_of(inits: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The style of each initialiser, in order."""
+    bases = {init: init.removesuffix(FROZEN) for init in inits}
     order = list(dict.fromkeys(bases.values()))
     return {init: theme.look(order.index(base), hollow=init != base) for init, base in bases.items()}
 
@@ -52,7 +53,7 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        if row["n"] == 1 or interval is None or None in interval or not np.isfinite(interval).all():
+        if row["n"] == 1 or interval is None:
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
@@ -128,13 +129,15 @@ def _means(
     ends_of_axis = place.transform(np.array([values[0], values[-1]]))
     span = float(np.ptp(ends_of_axis)) or 1.0
     drawn = [name for name, (_, x, _) in lines.items() if x is not None]
+    nearest = np.diff(place.transform(np.array(values))).min(initial=span)
+    step = min(0.02 * span, 0.6 * nearest / len(drawn))
     for order, (name, (style, x, rows)) in enumerate(lines.items()):
         if x is None:
             ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
             continue
         mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
         error = [(mean - low).tolist(), (high - mean).tolist()]
-        apart = 0.012 * span * (drawn.index(name) - (len(drawn) - 1) / 2)
+        apart = step * (drawn.index(name) - (len(drawn) - 1) / 2)
         at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
         ax.errorbar(at, mean, yerr=error, **options)
@@ -206,7 +209,7 @@ def convergence(
         raise UsageError("convergence: expected rows that differ in init or epochs, found none or a repeated one")
     for row in rows:
         metric.check([row["mean"]], f"`{row['init']}` after {row['epochs']} epochs, mean")
-    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(rows)
+    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(row["init"] for row in rows)
     if len(lengths) == 1:
         return _single_length(rows, styles, ax, metric, title)
     lines = {}
@@ -330,7 +333,7 @@ def accuracy_by_length(
             mine[length] = row
     if len(lengths) < 2 or not found:
         raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
-    styles = styles_of([row for rows in found.values() for row in rows.values()])
+    styles = styles_of(found)
     lines = {init: (styles[init], list(rows), list(rows.values())) for init, rows in found.items()}
     text: dict[float, str] = {length: f"{length:g}x" for length in lengths}
     return _means(ax, lines, ACCURACY, "length of the sequences, relative to training", title, text=text, log_from=1)
@@ -352,9 +355,10 @@ def metric_along(
     at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
     inits, others = (list(dict.fromkeys(key[i] for key in grouped)) for i in (0, 1))
     lines: dict[str, tuple[dict[str, Any], list[float] | None, list[Row]]] = {}
+    styles = styles_of(inits)
     for (init, rest), rows in grouped.items():
         order = inits.index(init) if len(others) == 1 else others.index(rest)
-        style = theme.look(order) | {key: theme.look(inits.index(init))[key] for key in ("color", "mfc")}
+        style = styles[init] if len(others) == 1 else theme.look(order) | {k: styles[init][k] for k in ("color", "mfc")}
         x = None
         if axis in _place(rows[0]):
             rows.sort(key=lambda row: at[repr(_place(row)[axis])])

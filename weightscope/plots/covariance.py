@@ -5,17 +5,14 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.text import SMALL, inches, merged, number, short_names, wrap
+from weightscope.plots.text import SMALL, inches, number, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure
 _CLEAR = 0.004  # least distance of two borders, in axes widths: 1.4 points
-_PALE = 0.02  # of the colour limit: what nobody tells from white
-_LEADER = 0.028  # length of the lines from blocks to their labels, in axes widths
 _ROWS = 512  # of a matrix, that are read at a time
 _Diagonal = Literal["variances", "others", "all"]
 
@@ -62,21 +59,22 @@ def covariance_map(
         raise UsageError(f"expected 0 < quantile <= 1 and cells >= 2, found {quantile} and {cells}")
     array = checked_square(matrix, f"{kind} matrix")
     names, bounds = _bounds(blocks, len(array))
-    missing = _constant(array, kind)
-    check_entries(array, missing, f"{kind} matrix")
+    missing = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)
     own: _Diagonal = "others" if diagonal == "mask" else "variances" if groups is None else "all"
     if groups is None:
         order, (edges, factor) = np.arange(len(array)), cell_edges(bounds, cells)
     else:
         (order, edges), factor = _grouped(names, bounds, groups), 1
     pooled = pool(array, order, edges, missing, own)
+    counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
+    empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
+    if not (finite | empty | (np.outer(counted, counted) == 0)).all():
+        raise DataError(f"{kind} matrix: expected finite entries, found others; leave out networks that diverged")
     limit = theme.colour_limit(pooled[finite & ~apart], quantile, pooled[finite])
 
     canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
     side = _SIDE if canvas.owned else 0.82 * canvas.width
-    counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
-    empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     places, cells_drawn = edges.astype(float), np.ma.masked_invalid(np.where(empty & ~finite, 0.0, pooled))
     image = ax.pcolorfast(places, places, cells_drawn, **theme.colours(limit))
     ax.set(xlim=(0, len(array)), ylim=(len(array), 0))  # the first row on top
@@ -97,9 +95,6 @@ def covariance_map(
     if constant := int(missing.sum()):
         text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
     text += f"; {remark}" if remark else ""
-    half = float(np.median(np.abs(pooled[finite])))
-    if groups is not None and kind == "covariance" and 0 < half < _PALE * limit:
-        text += f"; half of the cells are within ±{number(half)} and look white: see their correlations"
     ax.set_xlabel(wrap(text, side), fontsize=SMALL, color=theme.MUTED)
     return canvas.finish(title)
 
@@ -122,70 +117,34 @@ def _grouped(
 
 def _bounds(blocks: Mapping[str, slice], size: int) -> tuple[list[str], list[tuple[int, int]]]:
     """Names and (start, stop) in order; every coordinate belongs to one block."""
-    placed = sorted(((b.start or 0, size if b.stop is None else b.stop, name) for name, b in blocks.items()))
-    at = 0
-    for start, stop, name in placed:
-        if start != at or stop < start or blocks[name].step not in (None, 1):
-            raise UsageError(f"blocks: expected `{name}` to begin at coordinate {at}, found {blocks[name]}")
-        at = stop
-    if at != size:
-        raise UsageError(f"blocks: expected to cover {size} coordinates, found {at}")
-    kept = [(name, (start, stop)) for start, stop, name in placed if stop > start]
+    placed = sorted((*block.indices(size), name) for name, block in blocks.items())
+    borders = [0, *(stop for _, stop, _, _ in placed)]
+    if borders[-1] != size or [(start, step) for start, _, step, _ in placed] != [(at, 1) for at in borders[:-1]]:
+        found = ", ".join(f"{name} {start}:{stop}" for start, stop, _, name in placed) or "none"
+        raise UsageError(f"blocks: expected them to cover {size} coordinates without overlap, found {found}")
+    kept = [(name, (start, stop)) for start, stop, _, name in placed if stop > start]
     return [name for name, _ in kept], [bound for _, bound in kept]
 
 
-def _constant(array: np.ndarray, kind: str) -> np.ndarray:
-    """(D,) bool: constant coordinates, whose correlations are undefined."""
-    variances = np.diagonal(array)
-    if kind == "covariance":
-        if (variances < -1e-6 * np.abs(variances).max()).any():
-            raise DataError(f"covariance matrix: expected variances on the diagonal, found {variances.min():g}")
-        return np.zeros(len(array), dtype=bool)
-    missing = np.isnan(variances)
-    if missing.all():
-        raise DataError("correlation matrix: every coordinate is constant")
-    if (wrong := np.abs(variances[~missing] - 1) > 1e-3).any():
-        found = variances[~missing][wrong][0]
-        raise DataError(f"correlation matrix: expected ones on the diagonal, found {found:g}; is it a covariance?")
-    return missing
-
-
 def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[int, int]]) -> str:
-    """Draw borders between blocks and name them on both axes of `side` inches; returns a remark on the names."""
-    size = bounds[-1][1]
-    gap = size * 1.35 * SMALL / (72 * side)
-    groups = merged(names, max(1, int(size / gap)))
-    short, remark = short_names([label for label, _, _ in groups])
-    drawn = 0
+    """Draw borders between blocks and name those that have room, the largest first, on both axes of `side` inches."""
+    size, drawn, named = bounds[-1][1], 0, list[int]()
     for start, _ in bounds[1:]:
         if start - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
             for line in (ax.axhline, ax.axvline):
                 line(start, color=theme.INK, lw=0.5, gid="border")
             drawn = start
-    centres = [(bounds[a][0] + bounds[b - 1][1]) / 2 for _, a, b in groups]
-    at = spread(centres, gap, gap / 2, size - gap / 2)
-    level = max(map(inches, short)) + 0.08 <= np.diff(centres).min(initial=np.inf) * side / size
+    centres, gap = [(start + stop) / 2 for start, stop in bounds], size * 1.35 * SMALL / (72 * side)
+    for i in sorted(range(len(bounds)), key=lambda i: bounds[i][0] - bounds[i][1]):
+        if all(abs(centres[i] - centres[other]) >= gap for other in named):
+            named.append(i)
+    short, remark = short_names([names[i] for i in sorted(named)])
+    at = [centres[i] for i in sorted(named)]
+    level = max(map(inches, short)) + 0.08 <= np.diff(at).min(initial=np.inf) * side / size
     for axis, rotation in ((ax.yaxis, 0), (ax.xaxis, 0 if level else 90)):
         axis.set_ticks(at, short, rotation=rotation)
-        axis.set_tick_params(length=0, pad=72 * _LEADER * side + 4)
-    outwards = [0, -0.4 * _LEADER, -_LEADER]
-    style: dict[str, Any] = {"color": theme.MUTED, "lw": 0.6, "clip_on": False, "gid": "leader"}
-    for centre, place in zip(centres, at, strict=True):
-        along = [centre, centre, place]
-        ax.add_line(Line2D(outwards, along, transform=ax.get_yaxis_transform(), **style))
-        ax.add_line(Line2D(along, outwards, transform=ax.get_xaxis_transform(), **style))
-    return remark
-
-
-def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Positions closest to the wanted ones in least squares, at least `gap` apart, between low and high."""
-    from sklearn.isotonic import isotonic_regression
-
-    steps = gap * np.arange(len(wanted))
-    if steps[-1] > (high - low) * (1 + 1e-9):
-        return list(wanted)
-    flat = isotonic_regression(np.asarray(wanted, dtype=float) - steps, y_min=low, y_max=high - steps[-1])
-    return list(map(float, flat + steps))
+    left = f"{len(names) - len(named)} small blocks have no label" if len(named) < len(names) else ""
+    return "; ".join(filter(None, [remark, left]))
 
 
 # Large matrices, averaged over cells of about a pixel
@@ -236,30 +195,8 @@ def pool(
 
 
 def checked_square(matrix: np.ndarray, what: str) -> np.ndarray:
-    """The matrix as a float array (D, D), checked to be square; `check_entries` checks its values."""
+    """The matrix as a float array (D, D), checked to be square."""
     array = np.asarray(matrix)
     if array.ndim != 2 or array.shape[0] != array.shape[1] or array.size == 0:
         raise DataError(f"{what}: expected a square matrix (D, D), found {array.shape}")
-    if not np.issubdtype(array.dtype, np.floating):
-        array = array.astype(np.float64)
-    return array
-
-
-def check_entries(matrix: np.ndarray, missing: np.ndarray, what: str) -> None:
-    """Check that a matrix is finite and symmetric outside missing coordinates, in blocks of rows."""
-    scale = max(float(np.fmax.reduce(matrix, axis=None)), -float(np.fmin.reduce(matrix, axis=None)))
-    tolerance = scale * (1e-3 if matrix.dtype.itemsize < 8 else 1e-6)
-    for start in range(0, len(matrix), _ROWS):
-        rows, columns = matrix[start : start + _ROWS], matrix[:, start : start + _ROWS].T
-        bad = ~np.isfinite(rows) & ~missing[start : start + _ROWS, None] & ~missing
-        if bad.any():
-            i, j = np.argwhere(bad)[0]
-            raise DataError(
-                f"{what}: entry ({start + i}, {j}) is {rows[i, j]}, and {int(bad.sum())} in these rows are not "
-                "finite; leave out networks that diverged"
-            )
-        apart = np.abs(rows - columns) > tolerance  # false for NaN
-        if apart.any():
-            i, j = np.argwhere(apart)[0]
-            found = f"{rows[i, j]} at ({start + i}, {j}) and {columns[i, j]} at ({j}, {start + i})"
-            raise DataError(f"{what}: expected a symmetric matrix, found {found}")
+    return array if np.issubdtype(array.dtype, np.floating) else array.astype(np.float64)

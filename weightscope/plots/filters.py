@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.covariance import check_entries, checked_square
+from weightscope.plots.covariance import checked_square
 from weightscope.plots.grids import averaged, beside, missing, panel_figure
 from weightscope.plots.text import SMALL, number, rounded_up, wrap
 
@@ -191,7 +191,6 @@ def filter_page(
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     """The matrix in block form, and its borders: position, line width, whether vertical."""
     array = checked_square(np.asarray(panel.values, dtype=np.float64), panel.label)
-    check_entries(array, np.zeros(len(array), dtype=bool), panel.label)
     if panel.shape is None:
         return array, []
     c, h, w = panel.shape

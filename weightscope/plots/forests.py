@@ -8,19 +8,15 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from weightscope._util.controls import CONTROLS
 from weightscope.data.metrics import ACCURACY, Metric
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.plots import theme
 from weightscope.plots.comparisons import CI, difference_label, epochs_text, row_height, styles_of, value_axis
 from weightscope.plots.text import LABEL, SMALL, interval, number, p_value, places, short_names, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
-# control -> the key of a row's arm of this control, and of the difference from it; and the two parts in words
-_PARTS = {
-    "scale": ("control", "beyond_scale", ("effect of scale", "structure beyond scale")),
-    "uncorrelated": ("uncorrelated", "correlations", ("effect of moments", "correlations")),
-}
 Row = Mapping[str, Any]
 
 
@@ -37,11 +33,6 @@ def stripe_ratios(
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
     """
-    for label, group, ratio, low, high in rows:
-        if not (np.isfinite([ratio, low, high]).all() and 0 <= low <= ratio <= high):
-            raise DataError(f"`{label}`, {group}: expected 0 <= low <= ratio <= high, found {low}, {ratio}, {high}")
-    if not rows or len({row[:2] for row in rows}) < len(rows):
-        raise UsageError("stripe ratios: expected rows that differ in label or group, found none or a repeated one")
     labels, groups = list(dict.fromkeys(r[0] for r in rows)), list(dict.fromkeys(r[1] for r in rows))
     gap = 0.5 * (len(rows) > len(labels))  # between labels
     at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
@@ -98,10 +89,6 @@ def heldout_scores(
         raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
     rows = [row for row in table if row.get("group") == group]
     fitted, failed = [row for row in rows if not row.get("failed")], [row for row in rows if row.get("failed")]
-    for row in fitted:
-        if not np.isfinite([row["difference"], row["difference_se"]]).all():
-            found = f"{row['difference']} ± {row['difference_se']}"
-            raise DataError(f"held-out scores: `{row['structure']}`: expected finite numbers, found {found}")
     fitted.sort(key=lambda row: -row["difference"])
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
     texts = []
@@ -145,17 +132,20 @@ def paired_differences(
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of([{"init": arms[0]["reference"]}, *arms])
-    names = [wrap(row["init"], 2.3) for row in rows]
-    heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
-    at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
+    styles = styles_of([arms[0]["reference"], *(row["init"] for row in arms)])
+    several = len({row["epochs"] for row in rows}) > 1
+    names = [wrap(_named(row, several=several), 2.3) for row in rows]
     height = max(row_height(names), 0.5 if max(len(row["differences"]) for row in rows) > 16 else 0)
-    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (len(rows) + 0.75))
     means, better = [], []
     point: dict[str, Any] = {"fmt": "D", "color": theme.INK, "ms": 5, "mew": 1.2, "lw": 1.8, "zorder": 4, "gid": "mean"}
-    for y, row in zip(at, rows, strict=True):
+    for y, row in enumerate(rows):
         style, values = styles[row["init"]], metric.factor * np.asarray(row["differences"], dtype=float)
-        _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), style, 72 * height)
+        apart = y + 0.1 * (np.arange(len(values)) % 5 - 2)  # so that few seeds hide others
+        lost, points = np.asarray(row["diverged"], dtype=bool), {"color": style["color"], "alpha": 0.55, "zorder": 3}
+        ax.plot(values[~lost], apart[~lost], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **points)
+        if lost.any():
+            ax.plot(values[lost], apart[lost], "x", ms=4.5, gid="diverged", **points)
         mean = float(values.mean())
         ends = row["interval"] and [metric.factor * end for end in row["interval"]]
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
@@ -167,12 +157,9 @@ def paired_differences(
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
-    theme.list_axis(ax, at, names, at[-1] + 1)
+    theme.list_axis(ax, range(len(rows)), names, len(rows))
     value_axis(ax.xaxis)
-    for epochs in lengths if heading else ():
-        first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
-        theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
-    theme.columns(ax, at, -0.8, [(f"mean, {CI}", means), ("better on", better)])
+    theme.columns(ax, range(len(rows)), -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = difference_label(metric, f"{metric.label} minus that of {references} on the same seed")
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
@@ -180,22 +167,6 @@ def paired_differences(
         label += f"; {left_out} diverged networks left out"
     ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
     return canvas.finish(title)
-
-
-def _seed_points(
-    ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, style: Mapping[str, Any], points: float
-) -> None:
-    """One point per seed in a row of `points`; points that would overlap are stacked, deterministically."""
-    column = np.round(values / max(float(np.ptp(values)) / 60, 1e-9)).astype(int)
-    offsets = np.zeros(len(values))
-    for where in np.unique(column):
-        same = np.flatnonzero(column == where)
-        offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
-    height = y + offsets * min(5.0 / points, 0.4 / max(np.abs(offsets).max(), 1.0))
-    options: dict[str, Any] = {"color": style["color"], "alpha": 0.55, "zorder": 3}
-    ax.plot(values[~diverged], height[~diverged], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **options)
-    if diverged.any():
-        ax.plot(values[diverged], height[diverged], "x", ms=4.5, gid="diverged", **options)
 
 
 @theme.themed()
@@ -218,8 +189,8 @@ def scale_and_structure(
     reference.
     Rows are those of `weightscope.benchmarking.summarise`.
     """
-    name, beyond, words = _PARTS[control]
-    parts = tuple(zip(words, ("difference", beyond), "sD", strict=True))
+    name, beyond = CONTROLS[control].arm, CONTROLS[control].key
+    parts = tuple(zip(CONTROLS[control].parts, ("difference", beyond), "sD", strict=True))
     found = {_place(row, row["init"]): row for row in summary}
     pairs = [(row, found[_place(row, row[name])]) for row in summary if row.get(name) is not None]
     if not pairs:

@@ -88,21 +88,3 @@ def short_names(names: Sequence[str]) -> tuple[list[str], str]:
     cut = [name if len(name) <= _LONG else f"{name[: _LONG // 2 - 1]}…{name[-_LONG // 2 :]}" for name in short]
     cut = cut if len(set(cut)) == len(set(names)) else short if len(set(short)) == len(set(names)) else list(names)
     return cut, f"{cut[0]} is {names[0]}" if first or last else ""
-
-
-def merged(names: Sequence[str], most: int) -> list[tuple[str, int, int]]:
-    """Neighbouring names grouped under their common parent until at most `most` groups remain, if possible.
-
-    Returns (label, index of the first name, index after the last): `a.0.w`, `a.0.b`, `a.1.w` become `a.0 (2)`, `a.1.w`.
-    """
-    groups = [(name, i, i + 1) for i, name in enumerate(names)]
-    depth = max(name.count(".") for name in names)
-    while len(groups) > most and depth > 0:
-        joined: list[tuple[str, int, int]] = []
-        for name, start, stop in ((".".join(names[g[1]].split(".")[:depth]), *g[1:]) for g in groups):
-            if joined and joined[-1][0] == name:
-                joined[-1] = (name, joined[-1][1], stop)
-            else:
-                joined.append((name, start, stop))
-        groups, depth = joined, depth - 1
-    return [(names[a] if b - a == 1 else f"{label} ({b - a})", a, b) for label, a, b in groups]

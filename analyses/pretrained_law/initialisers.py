@@ -1,0 +1,26 @@
+"""A law restricted to some of the matrices of a ViT's blocks, or with the sign of one of them turned."""
+
+from functools import cache
+
+import torch
+from torch import nn
+
+from weightscope import anatomy, load_init
+
+loaded = cache(load_init)  # of 70 MB
+
+
+def law_parts_(
+    module: nn.Module, *, law: str, parts: str = "qkvo12", turn: str = "", generator: torch.Generator | None = None
+) -> nn.Module:
+    """Initialise W_Q, W_K, W_V, W_O, fc1, fc2 (q, k, v, o, 1, 2) by an artifact; the others stay, some change sign."""
+    views = [(part, key) for part in anatomy.self_attention(module) for key in "qkvo"]
+    views += [(part, key) for part in anatomy.mlps(module) for key in ("fc1", "fc2")]
+    before = [part.read(key).clone() for part, key in views]
+    loaded(law)(module, generator=generator)
+    for (part, key), value in zip(views, before, strict=True):
+        if key[-1] not in parts:
+            part.write(key, value)
+        elif key[-1] in turn:
+            part.write(key, -part.read(key))
+    return module
