@@ -114,7 +114,8 @@ def test_every_kind_of_source_gives_the_same_numbers(tmp_path):
     paths = (tmp_path / "model.safetensors", str(tmp_path / "model.pth"))
     sources = (model, state, Checkpoint(state), *paths)
     found = covariance_within(*sources)
-    assert found.labels == ("ConvMixer", "state dict", "state dict (2)", "model.safetensors", "model.pth")
+    folder = tmp_path.name
+    assert found.labels == ("ConvMixer", "state dict", "state dict (2)", folder, f"{folder} (2)")
     first = found.of("ConvMixer")
     for label in found.labels:
         for mine, other in zip(first, found.of(label), strict=True):
@@ -328,9 +329,10 @@ def test_several_networks_stand_in_one_table_and_one_picture(tmp_path):
     found = covariance_within(convmixer(0, 3), convmixer(1, 4), ConvNeXt((8, 16), (2, 1)), labels=["a", None, "c"])
     assert found.labels == ("a", "ConvMixer", "c")
     lines = found.text().splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("layer"))
-    assert "spread [3]" in lines[head]
-    assert len([line for line in lines[head + 1 : lines.index("", head)] if line.strip()]) == 4
+    head = next(i for i, line in enumerate(lines) if line.startswith("network"))
+    shown = [line.split()[:2] for line in lines[head + 1 : lines.index("", head)]]
+    assert shown[:4] == [["a", "0"], ["ConvMixer", "0"], ["c", "0"], ["a", "1"]]
+    assert len(shown) == 10
     for picture in ("maps", "depth", "samples"):
         found.plot(tmp_path / f"{picture}.pdf", picture, title="A finding")
     found.save_matrix(tmp_path / "all.npz")
@@ -378,7 +380,7 @@ def test_the_command_on_one_file(file, tmp_path, capsys):
     figure, table, matrix = tmp_path / "a.png", tmp_path / "a.json", tmp_path / "a.npz"
     code, out, _ = run("covariance", file, "-o", figure, "--json", table, "--matrix", matrix, capsys=capsys)
     assert code == 0
-    assert "mixer.safetensors: variance is nearer the centre than even" in out
+    assert "mixer: variance is nearer the centre than even" in out
     assert "neighbours" in out
     assert figure.read_bytes()[:4] == b"\x89PNG"
     rows = json.loads(table.read_text())["rows"]
@@ -393,7 +395,7 @@ def test_the_command_compares(file, tmp_path, capsys):
     options = ("--init", "default", "--init", tmp_path / "closed.toml", "-o", tmp_path / "a.png")
     code, out, _ = run("covariance", file, file, *options, capsys=capsys)
     assert code == 0
-    for line in ("[1] mixer.safetensors", "[2] mixer.safetensors (2)", "[3] default", "[4] closed", "spread [4]"):
+    for line in ("\nmixer (2) ", "\nmixer ", "\ndefault ", "\nclosed "):
         assert line in out
     for picture in ("maps", "samples"):
         assert run("covariance", file, "--picture", picture, "-o", tmp_path / "b.png", capsys=capsys)[0] == 0

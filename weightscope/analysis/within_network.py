@@ -13,7 +13,7 @@ from torch import nn
 from weightscope import anatomy
 from weightscope._util import outputs
 from weightscope._util.checks import choice, count
-from weightscope._util.names import joined, labels_of, unverified
+from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
@@ -202,28 +202,17 @@ class NetworkCovariances(Result):
         """Tables against depth, the meaning of the columns, and exclusions; several networks side by side."""
         known = {key for row in self.layers for key in row.statistics}
         columns = [column for column in _COLUMNS if column[1].partition(":")[0] in known]
-        if len(self.labels) > 1:
+        if several := len(self.labels) > 1:
             kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
             columns = [column for column in columns if column[0] in kept]
-        table = self._table({head: cell for head, cell, _ in columns})
+        heads = {"network": "{source}"} if several else {}
+        heads |= {"layer": "{layer}", "name": "{name}", "shape": "{shape}", "n": "{n}", "dead": "{dead}"}
+        heads |= {head: f"{{{cell}}}" for head, cell, _ in columns}
+        order = [self.groups.index(row.group) for row in self.layers]
+        rows = [row for _, row in sorted(zip(order, self.layers, strict=True), key=lambda x: (x[1].layer, x[0]))]
+        table = row_table(heads, [row.row() | _place(row) for row in rows], left=(0, 2, 3) if several else (1, 2))
         meanings = [legend for _, _, legend in columns if legend]
-        return "\n".join([self.finding(), "", *table, "", *meanings, *self.notes()])
-
-    def _table(self, columns: Mapping[str, str]) -> list[str]:
-        """One line for each layer; several networks, which share index and group, side by side."""
-        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
-        if len(self.labels) == 1:
-            heads |= {"n": "{n}", "dead": "{dead}"} | {head: f"{{{cell}}}" for head, cell in columns.items()}
-            return [row_table(heads, [row.row() | _place(row) for row in self.layers], left=(1, 2))]
-        numbers = {label: i + 1 for i, label in enumerate(self.labels)}
-        lines: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in self.layers:
-            line = lines.setdefault((row.layer, self.groups.index(row.group)), _place(row))
-            line |= {f"{key}_{numbers[row.source]}": value for key, value in row.row().items()}
-        for head, cell in columns.items():
-            heads |= {f"{head} [{i}]": f"{{{cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
-        legend = [f"[{i}] {label}" for label, i in numbers.items()]
-        return [*legend, row_table(heads, [lines[key] for key in sorted(lines)], left=(1, 2))]
+        return "\n".join([self.finding(), "", table, "", *meanings, *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"part": self.part, "labels": list(self.labels), "finding": self.finding()}
@@ -535,7 +524,7 @@ def covariance_within(
     if not sources:
         raise UsageError("expected at least one network, found none")
     count("keep", keep)
-    names = labels_of([_own_label(source) for source in sources], labels)
+    names = labels_of([label_of(source) for source in sources], labels)
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
     unread: dict[str, dict[str, str]] = {}
@@ -592,10 +581,3 @@ def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> KroneckerShare 
     off = np.count_nonzero(covariance - np.diag(np.diagonal(covariance)))
     dependence = explained_variance(covariance, fit.matrix(), diagonal=False) if off else math.nan
     return KroneckerShare(fit.explained, dependence)
-
-
-def _own_label(source: Any) -> str:
-    text = str(source) if isinstance(source, str | Path) else getattr(source, "source", None)
-    if not isinstance(text, str):
-        return "state dict" if isinstance(source, Mapping) else type(source).__name__
-    return text if "://" in text else Path(text).name or text
