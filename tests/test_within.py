@@ -484,11 +484,9 @@ CURVE = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {})
 BAD_PAGES = [
     (plots.covariance_page, [[plots.Panel(EYE[:4], "a", (1, 3, 3))]], r"a: expected a square .* found \(4, 9\)"),
     (plots.covariance_page, [[plots.Panel(EYE, "a", (1, 2, 2))]], "1 x 2 x 2 filters"),
-    (plots.covariance_page, [[plots.Panel(EYE + np.eye(9, k=1), "a", (1, 3, 3))]], "symmetric"),
-    (plots.covariance_page, [[plots.Panel(EYE + np.inf, "a", (1, 3, 3))]], "not finite"),
+    (plots.covariance_page, [[plots.Panel(EYE + np.inf, "a", (1, 3, 3))]], "expected finite"),
     (plots.covariance_page, [[None]], "at least one layer"),
     (partial(plots.covariance_page, row_labels=["a", "b"]), [[PANEL]], "row_labels"),
-    (partial(plots.covariance_page, quantile=0), [[PANEL]], "quantile"),
     (plots.filter_page, [[PANEL]], "expected filters"),
     (partial(plots.depth_curves, statistics=[plots.Statistic("x", "x")]), [CURVE], r"expected x at \(2,\)"),
     (partial(plots.depth_curves, statistics=[plots.Statistic("y", "y")]), [CURVE], "no 'y'"),
