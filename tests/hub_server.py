@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ class Hub:
     files: dict[str, bytes]  # name -> content, at `COMMIT`
     token: str | None = None  # needed for everything
     fail: dict[str, list[int]] = field(default_factory=dict)  # file (or "api") -> statuses of the first answers
+    delay: float = 0  # seconds before every answer
     drop: int = 0  # how many GETs of ranges are cut in the middle
     ignore_ranges: bool = False  # answer every range with 200 and the whole file
     shift: bool = False  # answer every range with other bytes than asked for, and say so
@@ -56,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.hub
+        time.sleep(hub.delay)
         self.authorised = self.headers.get("Authorization") == f"Bearer {hub.token}"
         path = unquote(self.path.partition("?")[0])
         stored = path.startswith("/stored/")

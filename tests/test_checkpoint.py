@@ -261,7 +261,8 @@ def test_invalid_sources(tmp_path):
     (tmp_path / "a.txt").touch()
     for source, kind, message in (
         (3, UsageError, "found int"),
-        ("https://example.com/model.safetensors", UsageError, "another scheme"),
+        ("https://example.com/model.safetensors", UsageError, "found 'https:"),
+        ("", UsageError, "expected a path or hf"),
         (tmp_path / "a.txt", UsageError, r"expected a .safetensors file"),
         (tmp_path / "b.safetensors", DataError, "no such file"),
         (tmp_path, DataError, r"found a.txt"),

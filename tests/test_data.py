@@ -16,7 +16,7 @@ from PIL import Image
 from scipy.io import savemat
 from sklearn.datasets import load_digits
 
-from weightscope._util.restricted_pickle import load_arrays, uint8_array
+from weightscope._util.restricted_pickle import load_arrays
 from weightscope.data import Dataset, dataset, load, readers, registry
 from weightscope.data.image_section import dataset_info, made_by
 from weightscope.data.registry import DATASETS
@@ -373,28 +373,8 @@ def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
     write(tmp_path, "cifar10-python")
     with (tmp_path / "data_batch_1").open("r+b") as stream:
         stream.truncate(2**40)  # a sparse file
-    with pytest.raises(DataError, match=r"data_batch_1: expected at most .* bytes, found 1,099,511,627,776"):
+    with pytest.raises(DataError, match=r"data_batch_1: .* expected at most .* bytes, found 1,099,511,627,776"):
         load("cifar10", tmp_path)
-
-
-def test_random_changes_to_a_pickle_give_data_or_a_data_error() -> None:
-    """A byte is changed, 3,000 times: the array, or one line; both are frequent."""
-    random, arrays = np.random.default_rng(0), 0
-    small = {b"data": np.arange(12, dtype=np.uint8), b"labels": [1, 2, 3]}
-    for protocol in (0, 2, 4):
-        raw = pickle.dumps(small, protocol=protocol)
-        for position, value in zip(random.integers(0, len(raw), 1000), random.integers(0, 256, 1000), strict=True):
-            spoilt = bytearray(raw)
-            spoilt[position] = value
-            try:
-                result = load_arrays(bytes(spoilt), "here")
-                found = uint8_array(result[b"data"] if isinstance(result, dict) and b"data" in result else None, "here")
-            except DataError:
-                continue
-            assert found.dtype == np.uint8
-            assert found.nbytes <= len(raw)
-            arrays += 1
-    assert 100 < arrays < 2900
 
 
 @pytest.mark.parametrize(

@@ -157,32 +157,6 @@ def test_scale_mask_and_positions_are_measured(name):
             wi.impulse_attention_(model, grid=None if anatomy.inventory(model)["position embeddings"] else (1, 5))
 
 
-class Own(Attention):
-    """With a scale, mask and bias of positions that no attribute tells."""
-
-    def __init__(self, scale: float, causal: bool, slope: float) -> None:
-        super().__init__(3, 24, 8)
-        self.hidden = scale, causal, slope
-
-    def forward(self, x):
-        scale, causal, slope = self.hidden
-        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).permute(2, 0, 3, 1, 4)
-        at = torch.arange(x.shape[1])
-        logits = scale * q @ k.mT + slope * (at - at[:, None])
-        logits = logits.masked_fill(at > at[:, None], -torch.inf) if causal else logits
-        return self.proj((logits.softmax(-1) @ v).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_planted_scales_masks_and_biases_are_found(seed):
-    rng = random.Random(seed)
-    scale, causal, slope = 10 ** rng.uniform(-1.5, 0.5), rng.random() < 0.5, rng.choice((0.0, 0.0, 0.1))
-    (part,) = anatomy.attention(Wrapped(Own(scale, causal, slope)))
-    assert part.positional == (slope != 0)
-    if not slope:
-        assert (part.scale, part.causal) == (pytest.approx(scale, rel=1e-3), causal)
-
-
 def test_what_cannot_be_run_is_not_confirmed():
     class Unusual(Attention):
         def forward(self, x, where):  # type: ignore[override]

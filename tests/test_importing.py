@@ -21,6 +21,7 @@ from torch import nn
 
 from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
 from weightscope._util.trust import trusting
+from weightscope.analysis.attention_products import products
 from weightscope.cli import cli
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
@@ -102,11 +103,11 @@ def test_state_dicts_modules_and_generators(tmp_path, count):
     assert all(torch.equal(population[k](x), modules[k].eval()(x)) for k in range(6))
     seven = [*modules, Net()]
     assert len(Population.of(seven, tmp_path / "zoo.pop", network=Net)) == 7
-    with pytest.raises(DataError, match=r"network 5 differ from the networks that were imported"):
+    with pytest.raises(DataError, match=r"network 5 differ from what was imported"):
         Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
     with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6; give all of them"):
         Population.of(modules, tmp_path / "zoo.pop", network=Net)
-    with pytest.raises(DataError, match="the metric loss differs from that of the networks that were imported"):
+    with pytest.raises(DataError, match="the metric loss differ from what was imported"):
         Population.of(seven, tmp_path / "zoo.pop", network=Net, metrics={"loss": range(7)})
     with pytest.raises(UsageError, match="count: expected the number of networks"):
         Population.of(iter(modules), tmp_path / "other.pop")
@@ -151,15 +152,19 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
 
 
-def test_equal_and_nan_networks_are_left_out_of_statistics(tmp_path, caplog):
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_equal_and_nan_networks_are_left_out_of_statistics(tmp_path, caplog, by_reference):
     found = states(8)
     found[3]["first.bias"][2] = torch.nan
     found[6] = found[1]
-    population = Population.of(saved(tmp_path / "zoo", found), tmp_path / "zoo.pop")
+    files = saved(tmp_path / "zoo", found)
+    np.savez(files[6].with_suffix(".npz"), **found[6])  # equal by its weights, in a file of another kind
+    files[6] = files[6].with_suffix(".npz")
+    population = Population.of(files, tmp_path / "zoo.pop", by_reference=by_reference)
     assert np.flatnonzero(population.diverged).tolist() == [3, 6]
     assert "NaN or infinite weights: " in caplog.text
     assert "net-003" in caplog.text
-    assert "net-006.pt (= " in caplog.text
+    assert "net-006.npz (= " in caplog.text
     assert "net-001.pt)" in caplog.text
     estimate = covariance(population, "second.weight")
     kept = population.weights("second.weight")[[0, 1, 2, 4, 5, 7]].astype(float)
@@ -381,6 +386,7 @@ def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp
     isolate(monkeypatch, tmp_path / "cache")
     found = states(1)[0]
     hub = Hub({"model.safetensors": save(found)}, fail={"api": [503], "model.safetensors": [500, 429]}, drop=2)
+    hub.delay = 0.02
     with serving(hub):
         connect(monkeypatch, hub.url)
         population = Population.of(["hf://org/model"], tmp_path / "hub.pop", by_reference=True)
@@ -391,6 +397,15 @@ def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp
         hub.fail["api"] = [404]
         with pytest.raises(DataError, match="no such model"):
             Population.of(["hf://org/model", "hf://org/none"], tmp_path / "b.pop", skip_unfit=True)
+        hub.fail = {"model.safetensors": [503] * 9}
+        with pytest.raises(DataError, match=r"^[^\n]*the hub answered 503[^\n]*$"):
+            population.weights("first.weight")
+        hub.fail = {}
+        copied = Population.of(["hf://org/model"], tmp_path / "copy.pop", select="second.*")
+        hub.fail, hub.drop = {"model.safetensors": [500, 503]}, 1
+        assert np.array_equal(population.weights(), rows_of(population, [found]))
+        assert len(hub.ranges()) == len(set(hub.ranges())) + 3  # those that were dropped
+    assert np.array_equal(copied.weights(), population.weights("second.*"))
     assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
     assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)
 
@@ -442,3 +457,70 @@ def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):
     fake.write_population(tmp_path / "b.pop", fake.recipe())
     with pytest.raises(UsageError, match="was collected"):
         Population.of(states(3), tmp_path / "b.pop")
+
+
+def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
+    found = states(3)
+    files = [tmp_path / f"{k}.pt" for k in range(3)]
+    for file, state in zip(files, found, strict=True):
+        wrapped = {"model": state, "optimizer": {"state": {0: torch.zeros(3)}, "lr": 0.1}, "epoch": 3}
+        torch.save(wrapped, file)
+    plain = Population.of(files, tmp_path / "a.pop")
+    assert np.array_equal(plain.weights(), rows_of(plain, found))
+    for k, state in enumerate(found):
+        torch.save({"model": state, "ema": {name: value + 1 for name, value in state.items()}}, files[k])
+    assert "3 of 3 networks" in run(
+        "import", *files, "-o", tmp_path / "b.pop", "--key", "ema", "--select", "first.*", "--by-reference"
+    )
+    averaged = Population(tmp_path / "b.pop")
+    expected = [{name: value + 1 for name, value in state.items()} for state in found]
+    assert np.array_equal(averaged.weights(), rows_of(averaged, expected))
+    in_memory = Population.of([torch.load(file) for file in files], tmp_path / "c.pop", key="ema", select="first.*")
+    assert np.array_equal(in_memory.weights(), averaged.weights())
+    with pytest.raises(DataError, match=r"3 of 3 networks do not fit a network: .* no dictionary of tensors 'x'"):
+        Population.of(files, tmp_path / "d.pop", key="x")
+
+
+def test_integers_called_weight_and_an_empty_source_are_refused(tmp_path):
+    np.savez(tmp_path / "a.npz", **{"fc.weight": np.arange(6).reshape(2, 3), "fc.bias": np.ones(2, np.float32)})
+    with pytest.raises(DataError, match=r"`fc.weight` is integers"):
+        Population.of([tmp_path / "a.npz"], tmp_path / "a.pop")
+    run("import", "", "-o", tmp_path / "b.pop", code=2)
+    assert not (tmp_path / "b.pop").exists()
+
+
+def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
+    pandas, onnx = pytest.importorskip("pandas"), pytest.importorskip("onnx")
+    pytest.importorskip("pyarrow")
+    found = states(3)
+    for k, state in enumerate(found):
+        tensors = [onnx.numpy_helper.from_array(v.numpy(), n) for n, v in state.items() if v.is_floating_point()]
+        graph = onnx.helper.make_graph([], "net", [], [], tensors)
+        onnx.save(onnx.helper.make_model(graph), tmp_path / f"{k}.onnx")
+    table = pandas.DataFrame({"path": [f"{k}.onnx" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3})
+    table.to_parquet(tmp_path / "zoo.parquet")
+    for options in ((), ("--by-reference",)):
+        path = tmp_path / f"{len(options)}.pop"
+        assert "3 of 3 networks" in run("import", tmp_path / "zoo.parquet", "-o", path, *options)
+        population = Population(path)
+        assert np.array_equal(population.weights(), rows_of(population, found))
+        np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
+
+
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path, by_reference):
+    """As a checkpoint is: the heads of its config, and covariances and fits within one network."""
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    folder, path = tmp_path / "bert", tmp_path / "bert.pop"
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"num_attention_heads": 4, "name": "a"}')
+    Population.of([folder], path, by_reference=by_reference)
+    assert products(f"{path}::0").records[0]["beta"] == products(folder).records[0]["beta"]
+    assert len(products(f"{path}::0").sources[0].heads) == len(products(folder).sources[0].heads) == 2
+    one, theirs = (covariance(source, part="mlp-rows").rows() for source in (path, folder))
+    assert one
+    assert [{**row, "source": ""} for row in one] == [{**row, "source": ""} for row in theirs]
+    with pytest.raises(UsageError, match=r"'diagonal' needs a population"):
+        fit_init(path, "diagonal")

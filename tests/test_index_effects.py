@@ -104,6 +104,17 @@ def test_a_planted_effect_is_found_and_named(name: str, axis: int, group: str, w
     )
 
 
+@pytest.mark.parametrize("n", [8, 70])
+def test_what_is_the_same_in_all_networks_is_not_tested(n: int) -> None:
+    """Fixed positions, or a group of constants alone, gave F of about 1e12."""
+    tensors = exchangeable(n, np.random.default_rng(0))
+    for name in ("positions", "q", "k"):
+        tensors[name] = np.broadcast_to(tensors[name][:1], tensors[name].shape)
+    found = effects_of(tensors)
+    assert [e.group for e in found] == ["channels", "hidden"]
+    assert all(e.f < 30 and not any("positions" in name or "of q" in name for name in e.beyond) for e in found)
+
+
 def test_results_say_it() -> None:
     rng = np.random.default_rng(1)
     tensors = exchangeable(40, rng)

@@ -50,11 +50,6 @@ def test_parameters_lists_names_and_defaults():
     assert "generator" not in wi.parameters("xavier")
 
 
-def test_compose_needs_initialisers():
-    with pytest.raises(UsageError, match="at least one"):
-        wi.compose()
-
-
 # --- initialisers of one's own ----------------------------------------------------------------------------------------
 
 
@@ -151,11 +146,6 @@ def test_refusals(init, numbers, message):
 def test_functions_must_return_the_module(init, found):
     with pytest.raises(UsageError, match=f"{init.__name__}: expected .* return it, found {found}"):
         wi.get(init)(vit(), generator=seeded())
-
-
-def test_unknown_attributes_of_the_package():
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        wi.nothing  # noqa: B018
 
 
 # --- univariate baselines ---------------------------------------------------------------------------------------------

@@ -70,6 +70,16 @@ def test_what_is_published_loads_as_the_file_does(folder: Path, hub: Hub, capsys
     assert str(folder) not in card
 
 
+def test_a_benchmark_takes_the_address_as_it_takes_the_file(folder: Path, hub: Hub) -> None:
+    publish(folder / "mlp.safetensors", ADDRESS)
+    recipe = Population(folder / "a.pop").recipe
+    arms = [folder / "mlp.safetensors", ADDRESS, f"{ADDRESS}@v1+mimetic_mlp"]
+    found = bench(recipe, arms, folder / "three", seeds=2, workers=1)
+    assert [row["init"] for row in found.rows()] == ["mlp", "model", "model+mimetic_mlp"]
+    losses = [row["loss"] for row in found.rows()]
+    assert losses[0] == losses[1] != losses[2]
+
+
 def recipe_network(recipe: Recipe) -> torch.nn.Module:
     torch.manual_seed(0)
     return build_for(recipe)

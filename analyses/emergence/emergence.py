@@ -17,7 +17,7 @@ from weightscope._util.environment import environment
 from weightscope.analysis.emergence import Emergence, emergence
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
-from weightscope.benchmarking.statistics import paired
+from weightscope.benchmarking.statistics import by_arm, paired
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.statistics.mlps import stripes
@@ -100,21 +100,16 @@ def benchmark(
     population: Population, work: Path, early: int, epochs: int, seeds: int, gain_seeds: int, **options: Any
 ) -> dict[str, Any]:
     """Networks initialised by the laws of an early epoch and of the end, their scale controls, and the default."""
-    names, gains = {}, {}
+    arms, gains = {"default": "default"}, {}
     for arm, moment in (("early", early), ("end", population.snapshots[-1])):
         training = {"seeds": gain_seeds, "epochs": epochs, **options}
         choice = choose_gain(population.at(moment), "blocks.*", work / f"gain-{arm}", gains=GAINS, **training)
         choice.fit.save(work / f"{arm}.safetensors")
         gains[arm] = {"epoch": moment, "gain": choice.gain, "curve": choice.rows()}
-        names[str(work / f"{arm}.safetensors")] = arm
+        arms[arm] = str(work / f"{arm}.safetensors")
     recipe = population.recipe.replace({"training.epochs": epochs})
-    found = bench(recipe, ["default", *names], work / "bench", seeds=seeds, seed=BENCH_SEED, control="scale", **options)
-    labels = {label: label for label in dict.fromkeys(run["init"] for run in found.runs)}
-    for arm in gains:
-        labels |= {label: label.replace(f"{arm}.safetensors", arm) for label in labels if f"{arm}." in label}
-    accuracy: dict[str, list[float]] = {}
-    for run in sorted(found.runs, key=lambda run: run["seed"]):
-        accuracy.setdefault(labels[run["init"]], []).append(run["accuracy"])
+    found = bench(recipe, arms, work / "bench", seeds=seeds, seed=BENCH_SEED, control="scale", **options)
+    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
     values = {arm: np.array(each) for arm, each in accuracy.items()}
     contrast = paired(values["early"], values["end"])
     deviation = float((values["early"] - values["end"]).std(ddof=1))

@@ -24,7 +24,7 @@ from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
 from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
@@ -253,10 +253,7 @@ def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[
 
 def accuracies(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
     """The accuracy of each seed in order, by arm."""
-    out: dict[str, list[float]] = {}
-    for run in sorted(runs, key=lambda run: run["seed"]):
-        out.setdefault(run["init"], []).append(run["accuracy"])
-    return out
+    return {arm: [run["accuracy"] for run in mine] for (_, _, arm), mine in by_arm(runs).items()}
 
 
 def main() -> None:

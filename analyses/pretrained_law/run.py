@@ -16,8 +16,7 @@ from initialisers import law_parts_
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
 from weightscope.benchmarking import bench
-from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
@@ -44,7 +43,7 @@ SECOND = (
     ("law, first block", "law"),
     ("population", "population, uncorrelated"),
 )
-SMALL: dict[str, Any] = {"data.train": 1500, "data.test": 2000}
+SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
     "digits": ({}, 7_300_000, 32, FIRST),
@@ -91,11 +90,8 @@ def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int,
     """The accuracy of each seed (0 to 1) by arm, the contrasts, and the differences to the default."""
     changes, seed, _, contrasts = SETTINGS[name]
     recipe = Recipe.load(RECIPE).replace(changes | {"training.epochs": 4})
-    found = bench(recipe, ["default", *configs.values()], folder, epochs=[4], seeds=seeds, seed=seed, **options)
-    names = {labelled(config)[0]: arm for arm, config in configs.items()}
-    accuracy: dict[str, list[float]] = {}
-    for run in sorted(found.runs, key=lambda run: run["seed"]):
-        accuracy.setdefault(names.get(run["init"], run["init"]), []).append(run["accuracy"])
+    found = bench(recipe, {"default": "default"} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
+    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
     rows = [
         {"arm": one, "against": other} | paired(np.array(accuracy[one]), np.array(accuracy[other]))
         for one, other in contrasts

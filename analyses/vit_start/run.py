@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
-from weightscope.benchmarking import bench
-from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import holm, paired
+from weightscope.benchmarking.run import plan_bench
+from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.data import load
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -82,15 +81,9 @@ def trained(
     recipe: Recipe, arms: dict[str, InitConfig], folder: Path, seeds: int, **options: Any
 ) -> tuple[dict[str, list[float]], dict[str, Population]]:
     """The accuracy of each seed, in %, and the population, by arm and for the default."""
-    found = bench(
-        recipe, ["default", *arms.values()], folder, epochs=[recipe.training.epochs], seeds=seeds, seed=SEED, **options
-    )
-    names = {labelled(config)[0]: name for name, config in arms.items()}
-    accuracy: dict[str, list[float]] = {}
-    for run in sorted(found.runs, key=lambda run: run["seed"]):
-        accuracy.setdefault(names.get(run["init"], run["init"]), []).append(run["accuracy"])
-    populations = [Population(file) for file in sorted((folder / "runs").iterdir())]
-    return accuracy, {names.get(labelled(p.recipe.init[0])[0], "default"): p for p in populations}
+    plan = plan_bench(recipe, {"default": "default"} | arms, folder, measure=False, seeds=seeds, seed=SEED, **options)
+    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(plan.run().runs).items()}
+    return accuracy, dict(zip(accuracy, (Population(request.path) for request in plan.requests), strict=True))
 
 
 def common(population: Population) -> dict[str, list[float]]:

@@ -5,6 +5,7 @@ python -m pytest tests/torture/studies.py
 
 # ruff: noqa: F811 - a fixture is imported
 
+import copy
 import importlib
 import json
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
+from weightscope import anatomy
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
 from weightscope.networks import build_for
@@ -168,15 +170,30 @@ def test_the_study_of_emergence_and_its_figure(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "emergence.png").stat().st_size > 10_000
 
 
-def test_the_study_of_pretrained_networks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", ["FIRST", "SECOND"])
+def test_the_study_of_pretrained_networks(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "pretrained_law")
     study = script("analyses/pretrained_law/run.py")
+    (tmp_path / "vit.toml").write_text(study.RECIPE.read_text().replace("epochs = 16", "epochs = 1"))
+    monkeypatch.setattr(study, "RECIPE", tmp_path / "vit.toml")
+    recipe, contrasts = Recipe.load(study.RECIPE), getattr(study, stage)
+    monkeypatch.setitem(study.SETTINGS, "digits", ({"data.train": 64}, 1, 2, contrasts))
     source = tmp_path / "vit.pt"
-    torch.save(build_for(Recipe.load(study.RECIPE)).state_dict(), source)
-    arguments = ["--source", str(source), "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--seeds", "2"]
+    torch.save(build_for(recipe).state_dict(), source)
+    arguments = ["--source", str(source), "--work", str(tmp_path), "--out", str(tmp_path), "--networks", "8"]
     monkeypatch.setattr(sys, "argv", ["run.py", *arguments, "--only", "digits"])
     study.main()
     found = json.loads((tmp_path / "results.json").read_text())["digits"]
     assert {len(values) for values in found["accuracies"].values()} == {2}
-    assert len(found["contrasts"]) == 3
+    assert len(found["contrasts"]) == len(contrasts)
     script("figures/pretrained_law.py").main(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+    network = build_for(recipe)
+    turned, part = copy.deepcopy(network), copy.deepcopy(network)
+    for module, options in ((network, {}), (turned, {"turn": "v"}), (part, {"parts": "qk"})):
+        generator = torch.Generator().manual_seed(0)
+        study.law_parts_(module, law=str(tmp_path / "law-4.safetensors"), generator=generator, **options)
+    for one, other, third in zip(*map(anatomy.self_attention, (network, turned, part)), strict=True):
+        assert all(torch.equal(one.read(key), (1 - 2 * (key == "v")) * other.read(key)) for key in "qkvo")
+        assert [torch.equal(one.read(key), third.read(key)) for key in "qkvo"] == [True, True, False, False]

@@ -211,7 +211,12 @@ def reference_to(item: Any) -> str:
 
 
 def name_of(item: Any) -> str:
-    """A short name of any callable: that of the function, `lambda`, `Class.method`, or the class of an instance."""
+    """A short name of any callable: that of the function, `lambda`, `Class.method`, or the class of an instance.
+
+    Registered names and references are their own.
+    """
+    if isinstance(item, str):
+        return item
     if isinstance(item, functools.partial):
         return name_of(item.func)
     if inspect.ismethod(item) and not inspect.isclass(item.__self__):
@@ -296,11 +301,6 @@ class Signature:
         missing = [key for key, default in self.defaults.items() if default is REQUIRED and key not in given]
         if missing:
             raise UsageError(f"{self.name}: missing {', '.join(missing)}")
-
-
-def label_of(item: Any) -> str:
-    """The name of a function, a callable object, or a registered name or reference, for error messages."""
-    return item if isinstance(item, str) else getattr(item, "__name__", type(item).__name__)
 
 
 def distribute(signatures: Sequence[Signature], given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -23,8 +23,7 @@ _PYTHONS = getattr(random.getrandbits, "__self__", None)
 class seeded(TorchDispatchMode):
     """Within the block, random operations of this thread that name no generator draw from one of our own.
 
-    They give the numbers that `torch.manual_seed(seed)` would give, on every device; no other thread is affected, and
-    none affects them.
+    They give the numbers that `torch.manual_seed(seed)` would give, on every device.
     """
 
     def __init__(self, seed: int) -> None:

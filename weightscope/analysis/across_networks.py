@@ -477,6 +477,8 @@ def covariance(
         raise UsageError(f"covariance: unknown option {', '.join(unknown)}; expected some of {known}")
     within = [name for name in WITHIN if name in options] + ["network"] * (network is not None)
     population = _population(source)
+    if getattr(population, "moment", 0) is None and len(population) == 1:
+        source, population = f"{population.path}::0", None
     if exchangeable:
         if options or network is not None:
             given = ", ".join([*options, *(["network"] if network is not None else [])])

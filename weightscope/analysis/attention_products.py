@@ -31,6 +31,7 @@ from weightscope.anatomy import (
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.effective import refuse_adapters
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
@@ -639,9 +640,7 @@ def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tens
                 continue
             if kind in _POST_NORM or f"{part.name}.logit_scale" in source or _after(source, part, parent):
                 break
-            gain = source.get(f"{name}.weight").double()
-            if kind is not None and kind.startswith("gemma"):
-                gain = gain + 1  # Gemma stores gain - 1
+            gain = source.get(f"{name}.weight").double() + unit_offset(source, f"{name}.weight")
             shift = source.get(f"{name}.bias").double() if f"{name}.bias" in source else None
             return gain, shift
     raise AnatomyError(

@@ -86,11 +86,7 @@ def inventory(model: Model, config: Mapping[str, Any] | None = None) -> dict[str
 
 
 def _unread(kind: str, tensors: NamedTensors, parts: Parts[Any]) -> tuple[Unread, ...]:
-    """What cannot be read: parts found by their place, and what resembles one by names and shapes alone.
-
-    An initialiser that sets the parts that it recognises and leaves the others would make a network that is initialised
-    in part, without a word. So what resembles a part is found independently of the adapters.
-    """
+    """What cannot be read: parts found by their place, and what resembles one by names and shapes alone."""
     names = _ALIKE[kind](tensors, parts) if kind in _ALIKE else ()
     found = {name: Unread(name, str(tensors.shape(name))) for name in names}
     out: list[Unread] = []

@@ -282,10 +282,7 @@ def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _interleaved(tensors: NamedTensors, rows: int, prefix: str) -> tuple[Tensor, ...]:
-    """The rows of q, k and v where each key head follows the queries that use it: q .. q, k, v of key head 0, then 1.
-
-    With as many key heads as heads this is GPT-NeoX's and BLOOM's packing, with fewer Falcon's.
-    """
+    """The rows of q, k and v where each key head follows the queries that use it (GPT-NeoX, BLOOM, Falcon)."""
     path = prefix[:-1]
     heads = tensors.hint(path, HEADS)
     kv_heads = heads if heads is None else _kv_heads(tensors, path, heads)
@@ -462,11 +459,7 @@ _NAMES = (
 
 
 def layer_scale(tensors: NamedTensors, part: AttentionPart) -> str | None:
-    """The name of the tensor that scales the output of an attention module (LayerScale); None if the model has none.
-
-    It has one number for each of the d channels. Half of them are often negative, so that the sign of the diagonal of
-    W_V W_O alone is not that of the module.
-    """
+    """The name of the tensor (d,) that scales the output of an attention module, LayerScale; None if there is none."""
     block = part.name.rpartition(".")[0]
     for parent in (block, block.rpartition(".")[0]):
         for candidate in _NAMES:
@@ -486,11 +479,7 @@ _PROJECTIONS = {"qk", "kv"} | {name.split(".")[0] for s in SCHEMES for name in (
 
 
 def unparsed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> tuple[str, ...]:
-    """What looks like attention and was not read.
-
-    Two or more matrices in a module `..attn`, `..attention`, or one that has packed or separate projections of queries
-    and keys.
-    """
+    """Two or more unread matrices in a module `..attn`, `..attention`, or one with projections of queries and keys."""
     return unread_matrices(tensors, parts, _owner)
 
 

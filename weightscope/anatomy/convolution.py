@@ -184,11 +184,7 @@ _NAMED = re.compile(r"(^|[._])(dw_?conv|conv_?dw|depth_?wise(_conv)?)[._\d]")
 
 
 def unparsed(tensors: NamedTensors, parts: Sequence[DepthwisePart]) -> tuple[str, ...]:
-    """What looks like depthwise filters and was not read.
-
-    Filters of the shapes (C, 1, k, k, k) and (C, 1, 0, 0), those of weight normalisation, and tensors named `dwconv`,
-    `conv_dw` or `depthwise` with a kernel.
-    """
+    """Unread filters (C, 1, k, k, k) or (C, 1, 0, 0), of weight normalisation, or named `dwconv` or `depthwise`."""
     return tuple(name for name in unread(tensors, parts) if _alike(tensors, name))
 
 

@@ -449,9 +449,8 @@ def _pad(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
         before, after = pads[2 * i : 2 * i + 2]
         d = len(out) - 1 - i
         if min(before, after) < 0:
-            p.axes.fix(out[d])
-            out[d] = fixed(p.shapes[step.out[0].number][d])
-        elif before or after:
+            return p.without_rule(step, [a["self"]])
+        if before or after:
             out[d] = concatenated([axis for axis in (fixed(before), out[d], fixed(after)) if length(axis)])
     if any(pads) and a.get("value"):
         p.unsigned(out)
@@ -463,13 +462,6 @@ def _rolled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     for d in _dims(list(a["dims"]), len(a["self"])):
         p.axes.fix(a["self"][d])
     return [a["self"]]
-
-
-@_rule("tril", "triu")
-def _triangle(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    for d in (-1, -2):
-        p.axes.fix(a["self"][d])
-    return [[*a["self"][:-2], *([fixed(length(axis)) for axis in a["self"][-2:]])]]
 
 
 @_rule("cumsum")
@@ -511,15 +503,10 @@ def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return p.without_rule(step, [a["self"]])
 
 
-@_rule("index_select", "gather")
-def _indexed(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    d = a["dim"] % len(a["self"])
-    p.axes.fix(a["self"][d])
-    p.fix(a["index"])
-    if "sparse_grad" in a:  # gather: each entry has an index
-        p.fix(a["self"])
-        return [[fixed(n) for n in p.shapes[step.out[0].number]]]
-    return [[*a["self"][:d], fixed(p.shapes[step.out[0].number][d]), *a["self"][d + 1 :]]]
+@_rule("gather")
+def _gathered(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    p.fix([*a["self"], *a["index"]])
+    return [[fixed(n) for n in p.shapes[step.out[0].number]]]
 
 
 @_rule("embedding")
@@ -557,19 +544,13 @@ def _spread(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[p.axes.even(axis) for axis in out], out][: len(step.out)]
 
 
-@_rule("amax", "amin", "max", "min", "logsumexp", "any", "all")
+@_rule("amax", "amin", "logsumexp", "any", "all")
 def _extreme(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    if "other" in a:
-        return [p.pointwise(step.name, a, step)]
-    dims = _dims(a.get("dim"), len(a["self"]))
     p.unsigned(a["self"])
-    if len(step.out) > 1:  # the place of the maximum
-        for d in dims:
-            p.axes.fix(a["self"][d])
-    return [_reduced(a["self"], dims, a.get("keepdim", False))] * len(step.out)
+    return [_reduced(a["self"], _dims(a.get("dim"), len(a["self"])), a.get("keepdim", False))]
 
 
-@_rule("_softmax", "_log_softmax", "_safe_softmax", "softmax", "log_softmax")
+@_rule("_softmax", "_log_softmax", "_safe_softmax")
 def _softmax(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     p.unsigned(a["self"])
     return [a["self"]]
@@ -644,14 +625,6 @@ def _pooled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 def _largest(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     p.unsigned(a["self"])
     return _pooled(p, a, step) * len(step.out)
-
-
-@_rule("im2col")
-def _patches(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    value, shape = a["self"], p.shapes[step.out[0].number]
-    for axis in value[-2:]:
-        p.axes.fix(axis)
-    return [[*value[:-3], (*value[-3], *fixed(shape[-2] // length(value[-3]))), fixed(shape[-1])]]
 
 
 @_rule("native_batch_norm", "_native_batch_norm_legit_no_training", "batch_norm", "cudnn_batch_norm")

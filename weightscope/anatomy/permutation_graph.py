@@ -103,10 +103,7 @@ def _segments(units: Axes, axis: Axis) -> list[_Segment]:
 
 
 def _flipped(equations: Sequence[int], masks: Mapping[Unit, int]) -> dict[Unit, int]:
-    """Unit -> a solution of the equations, other than zero, among the bits of its axes, if there is one.
-
-    Each equation is about the axes of one unit.
-    """
+    """Unit -> a solution of the equations, each about one unit, among the bits of its axes, if there is one but 0."""
     pivots: dict[int, int] = {}  # lowest bit -> an equation, reduced
     for equation in equations:
         while equation:

@@ -78,10 +78,7 @@ _HEADS = ("num_heads", "heads", "num_attention_heads")
 
 
 def _heads(module: nn.Module, permutations: PermutationSpec) -> dict[str, tuple[str | None, int]]:
-    """Group -> (name of its heads, H) of units whose heads the nearest module around one of their tensors tells.
-
-    The inner channels of Mamba-2's heads and the states of its groups have no name: their heads and groups stay.
-    """
+    """Group -> (name of its heads, H) of units whose heads the nearest module around one of their tensors tells."""
     modules, out = dict(module.named_modules()), dict[str, tuple[str | None, int]]()
     for view in permutations.views:
         for group in {bare(label) for label in view.labels} & permutations.heads.keys() - out.keys():

@@ -222,12 +222,8 @@ class Axes:
                     self.unsigned((other,))
                 return (one,) if isinstance(other, Fixed) and other.free else (other,)
         for one, other in ((x, y), (y, x)):
-            if isinstance(one, Choice) and not (isinstance(other, Choice) and one.key == other.key):
+            if isinstance(one, Choice):
                 return self.merge(self.collapsed((one,)), (other,), product=product)
-        if isinstance(x, Choice) and isinstance(y, Choice):
-            return (
-                Choice(x.key, tuple(self.merge(p, q, product=product) for p, q in zip(x.axes, y.axes, strict=True))),
-            )
         if isinstance(x, Leaf) and isinstance(y, Leaf):
             if not product:
                 self._equal(x.sign, y.sign)
@@ -251,16 +247,9 @@ class Axes:
         return (Concatenation(merged, x.key if x.key == y.key else None),)
 
     def _shape_of(self, axis: Axis) -> Axis:
-        """New units in the same arrangement."""
-        out: list[Factor] = []
-        for factor in self.resolved(axis):
-            if isinstance(factor, Concatenation):
-                out.append(Concatenation(tuple(map(self._shape_of, factor.parts))))
-            elif isinstance(factor, Choice):
-                out += self._shape_of(factor.axes[0])
-            else:
-                out.append(Leaf(Unit(factor.size), self.bit()) if isinstance(factor, Leaf) else factor)
-        return tuple(out)
+        """New units in the same arrangement; what is not one factor is found when the two are merged."""
+        factors = self.resolved(axis)
+        return tuple(f if isinstance(f, Fixed) else Leaf(Unit(f.size), self.bit()) for f in factors)
 
     def collapsed(self, axis: Axis) -> Axis:
         """An axis without choices: where there are some, their axes are made one."""
@@ -355,12 +344,12 @@ class Axes:
         out[dim] = found
         outer = axis[0] if axis else None
         if isinstance(outer, Concatenation) and outer.key is not None and len(axis) == 1:
-            kept = _parts_between(outer, start, stop)
-            if kept is None:
+            ends = _ends(outer)
+            if (start, stop) not in zip([0, *ends], ends, strict=False):  # several parts, or not whole ones
                 return [self.collapsed(a) for a in out]
-            out[dim] = found if len(kept) > 1 else self.resolved(outer.parts[kept[0]])
-            out = [tuple(f for g in a for f in _chosen(g, outer.key, kept)) for a in out]
-            return [self.resolved(a) for a in out]
+            i = ends.index(stop)
+            out[dim] = outer.parts[i]
+            return [self.resolved(tuple(f for g in a for f in _chosen(g, outer.key, i))) for a in out]
         return out
 
     def _span(self, axis: Axis, start: int, stop: int) -> Axis | None:
@@ -446,23 +435,6 @@ def _ends(cat: Concatenation) -> list[int]:
     return list(accumulate(map(length, cat.parts)))
 
 
-def _parts_between(cat: Concatenation, start: int, stop: int) -> list[int] | None:
-    """The parts that lie wholly within a span; None if one lies there in part."""
-    out, position = [], 0
-    for i, part in enumerate(cat.parts):
-        end = position + length(part)
-        if position < stop and start < end:
-            if position < start or end > stop:
-                return None
-            out.append(i)
-        position = end
-    return out
-
-
-def _chosen(factor: Factor, key: int, kept: Sequence[int]) -> Axis:
-    """A factor of which only some parts are left."""
-    if not isinstance(factor, Choice) or factor.key != key:
-        return (factor,)
-    if len(kept) == 1:
-        return factor.axes[kept[0]]
-    return (Choice(key, tuple(factor.axes[i] for i in kept)),)
+def _chosen(factor: Factor, key: int, kept: int) -> Axis:
+    """A factor of which only one part is left."""
+    return factor.axes[kept] if isinstance(factor, Choice) and factor.key == key else (factor,)

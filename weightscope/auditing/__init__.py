@@ -10,7 +10,7 @@ missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, label_of
+from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, name_of
 from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
 from weightscope.anatomy.effective import refuse_adapters, unsettable
@@ -109,7 +109,7 @@ def _signature(init: Any) -> Signature:
     function = EXPECTATIONS.find(init)
     if not callable(function):
         raise UsageError(f"audit: expected a name, 'package.module:function' or a function, found {init!r}")
-    found = Signature.of(function, label_of(init))
+    found = Signature.of(function, name_of(init))
     if isinstance(init, str) and not is_reference(init):  # the initialiser's parameters; not all need checks
         return Signature(init, init_parameters(init), False, found.text, True)
     if not found.positional:
@@ -131,9 +131,9 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     left = [name for name, why in tensors.every.items() if kinds is None and why and name.endswith("weight")]
     if left and strict:
         why = f"`{left[0]}` cannot be read: {tensors.every[left[0]]}"
-        raise AnatomyError(f"{label_of(init)}: {why}; strict=False audits the others")
+        raise AnatomyError(f"{name_of(init)}: {why}; strict=False audits the others")
     for kind in kinds(given) if callable(kinds) else kinds or ():
-        parts = parts_of(kind, tensors, strict=strict or None, caller=label_of(init))
+        parts = parts_of(kind, tensors, strict=strict or None, caller=name_of(init))
         odd = (part for part in parts if details.get("square") and not strict and not part.square)
         left += [*(unread.name for unread in parts.unread), *(name for part in odd for name in part.parameters)]
     own, values = Signature.of(function, signature.name), {**signature.defaults, **given, "strict": strict}

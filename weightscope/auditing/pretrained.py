@@ -34,7 +34,7 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
         raise UsageError(f"audit: {artifact}: expected an exchangeable fit to checkpoints, found another fit")
 
     def checks(tensors: NamedTensors) -> list[Check]:
-        model = Source({key: tensors.get(key) for key in tensors.names})
+        model = Source({key: tensors.get(key) for key in tensors.names}, tensors)
         (structure,) = (group.structure for group in placed(fit, model).groups)
         assert isinstance(structure, Exchangeable)
         types, rho = structure.permutations.types, structure.correlations

@@ -176,6 +176,12 @@ def labelled(init: Init) -> tuple[str, InitConfig]:
         return label + (CONTROLS[init.control].suffix if init.control else ""), init
     if isinstance(init, str | Path):
         path = Path(init)
+        if match := re.fullmatch(r"hf://([^+]+)(\+.*)?", str(init)):
+            from weightscope.checkpoint.hub import artifact_file  # imports huggingface_hub
+
+            file = artifact_file(f"hf://{match[1]}")
+            label, config = labelled(f"{file}{match[2] or ''}")
+            return match[1].partition("@")[0].rpartition("/")[2] + label.removeprefix(file.stem), config
         if match := re.fullmatch(r"(.+\.safetensors)(?:\+([^/]+))?", str(init)):
             on_top = parse_init(match[2]) if match[2] else InitConfig()
             return labelled(on_top.model_copy(update={"artifact": match[1]}))

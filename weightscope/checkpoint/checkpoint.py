@@ -1,6 +1,7 @@
 """`Checkpoint`: the tensors of one trained network, read lazily by name."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 from weightscope._util.names import listing
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
-from weightscope.checkpoint.files import open_path
+from weightscope.checkpoint.files import Folder, open_path
 from weightscope.checkpoint.tensors import (
     FileCheck,
     FileTensor,
+    LocalFile,
     Store,
     StoredTensor,
     not_weights,
@@ -57,7 +59,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         metadata: free text of a safetensors file; of an ONNX model `onnx NAME` -> the name in the file, if another.
         attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `dilation`; empty elsewhere.
         commit: the commit at the hub that everything is read from; None elsewhere.
-        skipped: name -> why it is not among the weights.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 
     Raises:
@@ -74,15 +75,23 @@ class Checkpoint(Mapping[str, Tensor], Result):
 
     def __init__(self, source: "str | Path | nn.Module | Mapping[str, Any]", *, key: str | None = None) -> None:
         self._store = _open(source, key)
+        self._files = self._store.files or Folder(Path())
         self.source = self._store.label
         self.config: dict[str, Any] = self._store.config
         self.metadata: dict[str, str] = self._store.metadata
         self.attributes: dict[str, dict[str, Any]] = self._store.attributes
-        self.commit = self._store.commit
-        self.skipped: dict[str, str] = not_weights(self._store.tensors) | self._store.unreadable
+        self.commit = self._files.commit
         self.nonfinite: dict[str, int] = {}
-        self._weights = {name: e for name, e in self._store.tensors.items() if name not in self.skipped}
         self._kept: tuple[str, Tensor | None] | None = None
+
+    @cached_property
+    def skipped(self) -> dict[str, str]:
+        """Name -> why a tensor is not among the weights."""
+        return not_weights(self._store.tensors) | self._store.unreadable
+
+    @cached_property
+    def _weights(self) -> dict[str, StoredTensor]:
+        return {name: entry for name, entry in self._store.tensors.items() if name not in self.skipped}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +101,12 @@ class Checkpoint(Mapping[str, Tensor], Result):
     @property
     def bytes_read(self) -> int:
         """Bytes of files read from disk, or received from the hub, so far; memory and caches do not count."""
-        return self._store.received()
+        return self._files.received()
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What changes when one of its files is replaced or rewritten; the commit of a model at the hub."""
+        return self._files.signature()
 
     @cached_property
     def spec(self) -> WeightSpec:
@@ -106,8 +120,10 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return WeightSpec(tensors)
 
     @cached_property
-    def layout(self) -> tuple[Any, ...]:
+    def layout(self) -> Hashable:
         """What `names`, `spec`, `skipped` and the data types follow from, to be compared with another checkpoint's."""
+        if self._store.header is not None:
+            return self._store.header
         first: dict[Any, str] = {}
         found = self._store.tensors.items()
         entries = tuple((name, e.kind, e.shape, first.setdefault(e.identity, name)) for name, e in found)
@@ -131,7 +147,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
     @property
     def unverified(self) -> tuple[str, ...]:
         """Files at the hub of which only byte ranges were read, so that they were not compared with their hash."""
-        return tuple(self._store.unverified())
+        return tuple(self._files.unverified())
 
     def check(self, *, download: bool = False) -> list[FileCheck]:
         """Compare the model's files with every checksum that is known, and say of each what was found.
@@ -140,7 +156,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         cached range; and the CRC-32 of every record of a torch file. A safetensors file on disk has none. Files at the
         hub of which only ranges were read are unverified, unless `download` fetches the rest.
         """
-        return self._store.check(download)
+        return self._files.check(download)
 
     def verify(self) -> int:
         """The number of files at the hub that were compared with their hashes, after downloading what is missing.
@@ -167,13 +183,23 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self._kept = (name, value.clone() if again else None)
         return value
 
-    def read_into(self, name: str, out: np.ndarray) -> None:
-        """Read a weight into a float32 array (size,)."""
-        entry = self._entry(name)
-        if isinstance(entry, FileTensor) and entry.dtype == torch.float32 and entry.stride is None and entry.nbytes:
-            entry.file.part(entry.start, entry.stop).read_into(out.view(np.uint8).data, entry.start)  # no copy
-        else:
-            out[:] = self._read(name, wide=True).numpy().reshape(-1)
+    def read_into(self, names: Iterable[str], out: np.ndarray) -> None:
+        """Read weights, one after the other, into a float32 array (D,); those that are so in their file at once."""
+        at, runs = 0, list[list[Any]]()  # of each run: file, its first byte, first and last entry in `out`
+        for name in names:
+            entry = self._entry(name)
+            end = at + math.prod(entry.shape)
+            if isinstance(entry, FileTensor) and entry.dtype == torch.float32 and entry.stride is None and end > at:
+                follows = runs and runs[-1][0] is entry.file and runs[-1][3] == at and isinstance(entry.file, LocalFile)
+                if follows and entry.start == runs[-1][1] + 4 * (at - runs[-1][2]):
+                    runs[-1][3] = end
+                else:
+                    runs.append([entry.file, entry.start, at, end])
+            else:
+                out[at:end] = self._read(name, wide=True).numpy().reshape(-1)
+            at = end
+        for file, start, first, end in runs:
+            file.part(start, start + 4 * (end - first)).read_into(out[first:end].view(np.uint8).data, start)
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights
@@ -228,9 +254,9 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return value
 
 
-def open_checkpoint(source: str | Path) -> Checkpoint:
+def open_checkpoint(source: str | Path, key: str | None = None) -> Checkpoint:
     """The `Checkpoint` at a path or `hf://org/name`; DataError if it is the artifact of an initialiser."""
-    found = Checkpoint(source)
+    found = Checkpoint(source, key=key)
     if ARTIFACT_KEY in found.metadata:
         raise DataError(
             f"{source}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "
@@ -245,20 +271,20 @@ def _open(source: Any, key: str | None) -> Store:
 
         return open_hub(source, key)
     if isinstance(source, str | Path):
-        if isinstance(source, str) and "://" in source:
-            raise UsageError(f"{source!a}: expected a path or hf://org/name[@revision], found another scheme")
+        if not source or (isinstance(source, str) and "://" in source):
+            raise UsageError(f"expected a path or hf://org/name[@revision], found {source!a}")
         try:
             return open_path(Path(source).expanduser(), key)
         except (OSError, ValueError, RuntimeError) as error:
             if isinstance(error, UsageError):
                 raise
             raise DataError(f"{str(source)!a}: cannot be read: {error}") from error
-    if isinstance(source, nn.Module | Mapping) and key is not None:
-        raise UsageError("key= selects a dictionary in a file; pass the state dict itself")
+    if isinstance(source, nn.Module | Checkpoint) and key is not None:
+        raise UsageError("key= selects a dictionary in a file or a mapping, and this source is one network")
     if isinstance(source, nn.Module):
         return open_module(source)
     if isinstance(source, Checkpoint):
         return source._store
     if isinstance(source, Mapping):
-        return open_mapping(source)
+        return open_mapping(source, key=key)
     raise UsageError(f"expected a path, hf://org/name, a module or a mapping, found {type(source).__name__}")

@@ -8,13 +8,14 @@ and memory-maps: a file truncated while it is open would kill the process.
 import hashlib
 import json
 import math
+import os
 import re
 import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -48,6 +49,9 @@ SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX, _ONNX_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
+_MOST_KEPT = 1 << 16
+# Header and size of the last file -> its tensors and metadata: networks that differ in their numbers have the same.
+_LAST: dict[tuple[bytes, int], tuple[list[FileTensor], dict[str, str]]] = {}
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 # Bits of an entry of each data type of safetensors.
 _BITS = {name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_TYPES.items()}
@@ -75,6 +79,11 @@ class Folder:
     def received(self) -> int:
         """Number of bytes read from disk, or received, so far."""
         return sum(file.bytes_read for file in self._files)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What changes when one of the opened files is replaced or rewritten."""
+        found = [os.fstat(file.stream.fileno()) for file in self._files]
+        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found)
 
     def unverified(self) -> list[str]:
         """Names of the opened files of which only parts were fetched, so that no hash of them was compared."""
@@ -153,8 +162,7 @@ def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bo
     # The configuration is checked first: it is small, and without it the tensors may be misread.
     config = _json(folder, CONFIG) if has_config else {}
     store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder, name, key)
-    store.label, store.config, store.commit = label, config, folder.commit
-    store.received, store.check, store.unverified = folder.received, folder.check, folder.unverified
+    store.label, store.config, store.files = label, config, folder
     return store
 
 
@@ -256,7 +264,12 @@ def _open_safetensors(file: ByteReader) -> Store:
             f"{where}: its header claims {length} bytes, in a file of {file.size}; "
             "it is truncated or not a safetensors file"
         )
-    values = _json_object(read_bytes(file, 8, 8 + length), f"{where}: its header")
+    header = read_bytes(file, 8, 8 + length)
+    if (last := _LAST.get((header, file.size))) is not None:
+        found, metadata = last
+        tensors = {tensor.name: tensor._replace(file=file) for tensor in found}
+        return Store(where, dict[str, StoredTensor](tensors), metadata=dict(metadata), header=header)
+    values = _json_object(header, f"{where}: its header")
     metadata = values.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise DataError(f"{where}: expected `__metadata__` to map names to text")
@@ -272,7 +285,11 @@ def _open_safetensors(file: ByteReader) -> Store:
         raise DataError(
             f"{where}: expected {end} bytes from its header, found {file.size}; {abs(file.size - end)} {what}"
         )
-    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata)
+    _LAST.clear()
+    if length <= _MOST_KEPT:
+        bare = [tensor._replace(file=cast(ByteReader, None)) for tensor in tensors.values()]
+        _LAST[header, file.size] = bare, dict(metadata)
+    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata, header=header)
 
 
 def _described(name: str, value: Any, file: ByteReader, offset: int) -> FileTensor:

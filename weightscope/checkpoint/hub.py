@@ -188,6 +188,9 @@ class HubFolder(Folder):
     def received(self) -> int:
         return self.fetched
 
+    def signature(self) -> tuple[Any, ...]:
+        return (self.commit,)
+
     def unverified(self) -> list[str]:
         return list(self._ranged)
 

@@ -6,13 +6,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from weightscope._util.sources import open_regular, reason
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 
 # Data types of safetensors that torch has.
 SAFETENSORS_TYPES = {f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)}
@@ -121,8 +121,7 @@ def natural(value: Any) -> bool:
     return type(value) is int and 0 <= value <= _MAX_ENTRIES
 
 
-@dataclass(frozen=True)
-class FileTensor:
+class FileTensor(NamedTuple):
     """A tensor in a file."""
 
     name: str  # for errors
@@ -205,14 +204,11 @@ class Store:
     unreadable: dict[str, str] = field(default_factory=dict)  # name -> why it is not among the tensors
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # free text of the files
-    commit: str | None = None  # at the hub
     # Path of a layer -> what the file says about it, under the names of torch's module (`groups`).
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     statistics: frozenset[str] | None = None  # names known to be buffers; None if unknown
-    # See `weightscope.checkpoint.files.Folder`.
-    received: Callable[[], int] = lambda: 0
-    check: Callable[[bool], list[FileCheck]] = lambda download: []
-    unverified: Callable[[], list[str]] = list
+    header: bytes | None = None  # of a safetensors file: all that is known of its tensors
+    files: Any = None  # the `Folder` that they are in; None in memory
 
 
 def open_module(module: nn.Module) -> Store:
@@ -226,8 +222,10 @@ def open_module(module: nn.Module) -> Store:
     return store
 
 
-def open_mapping(tensors: Mapping[str, Any], label: str = "state dict") -> Store:
-    """The tensors of a mapping."""
+def open_mapping(tensors: Mapping[str, Any], label: str = "state dict", key: str | None = None) -> Store:
+    """The tensors of a mapping, or of the mapping under a key in it."""
+    config = dict(getattr(tensors, "config", None) or {})
+    tensors, beside = weights_in(tensors, key, label, lambda value: isinstance(value, Tensor))
     if not all(isinstance(name, str) for name in tensors):
         raise DataError(f"{label}: expected names of tensors as keys, found other keys")
     others = {name: why for name, value in tensors.items() if (why := odd(value))}
@@ -235,7 +233,34 @@ def open_mapping(tensors: Mapping[str, Any], label: str = "state dict") -> Store
         there = ", ".join(list(tensors)[:6])
         raise DataError(f"{label}: expected a mapping of names to tensors, found none under {there}")
     found: dict[str, StoredTensor] = {n: MemoryTensor(n, t) for n, t in tensors.items() if n not in others}
-    return Store(label, found, others, dict(getattr(tensors, "config", None) or {}))
+    return Store(label, found, others | beside, config)
+
+
+def weights_in(
+    value: Any, key: str | None, where: str, is_tensor: Callable[[Any], bool]
+) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """The dictionary of weights, and why the items next to it are left out."""
+    if not isinstance(value, Mapping):
+        what = "one tensor" if is_tensor(value) else type(value).__name__.lower()
+        raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
+    counts = {n: sum(map(is_tensor, item.values())) for n, item in value.items() if isinstance(item, Mapping)}
+    inner = {n: value[n] for n, count in counts.items() if count}
+    if key is not None:
+        if key not in inner:
+            there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
+            raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
+    elif sum(map(is_tensor, value.values())) >= max(
+        (sum(map(is_tensor, d.values())) for d in inner.values()), default=0
+    ):
+        return value, {}  # a loss beside the dictionary of weights is fewer tensors than it has
+    else:
+        found = [name for name in inner if name in _ROOTS]
+        if len(found) != 1 and len(inner) != 1:
+            there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
+            raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
+        key = found[0] if len(found) == 1 else next(iter(inner))
+    beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
+    return inner[key], beside
 
 
 def odd(value: Any) -> str:
@@ -247,6 +272,8 @@ def odd(value: Any) -> str:
     return ""
 
 
+# Keys under which training scripts keep the weights, next to the state of an optimiser.
+_ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 # Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
 _QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
 

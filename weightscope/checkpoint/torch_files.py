@@ -15,16 +15,23 @@ from typing import Any, BinaryIO
 import torch
 
 from weightscope._util.restricted_pickle import Call, DataUnpickler
-from weightscope.checkpoint.tensors import ByteReader, FileTensor, LocalFile, Store, StoredTensor, printable, read_bytes
-from weightscope.errors import DataError, UsageError
+from weightscope.checkpoint.tensors import (
+    ByteReader,
+    FileTensor,
+    LocalFile,
+    Store,
+    StoredTensor,
+    printable,
+    read_bytes,
+    weights_in,
+)
+from weightscope.errors import DataError
 
 _MAX_PICKLE = 64 << 20
 _PIECE = 1 << 20
 _MOST_KEPT = 1 << 16
 _LAST: dict[bytes, Any] = {}  # pickle -> its value, of one file: networks that differ in their numbers have the same
 _LEGACY_START = b"\x80\x02\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little") + b"."
-# Keys under which training scripts keep the weights, next to the state of an optimiser.
-_ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 
 # torch's own names for its data types: torch.half is the one of HalfStorage.
 _NUMBERS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Bool")
@@ -134,7 +141,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; "
             "of a model converted for CTranslate2 or another program, open the original"
         )
-    weights, skipped = _weights(value, key, file.where)
+    weights, skipped = weights_in(value, key, file.where, _is_tensor)
     tensors: dict[str, StoredTensor] = {}
     for name, item in weights.items():
         found = _tensor(printable(name, file.where), item, places, file.where)
@@ -255,28 +262,3 @@ def _from_stream(file: LocalFile) -> tuple[Any, _Places]:
     if position != file.size:
         raise DataError(f"{file.where}: {file.size - position} bytes are left over at its end")
     return value, places
-
-
-def _weights(value: Any, key: str | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The dictionary of weights, and why the items next to it are left out."""
-    if not isinstance(value, dict):
-        what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
-        raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
-    counts = {n: sum(map(_is_tensor, item.values())) for n, item in value.items() if isinstance(item, dict)}
-    inner = {n: value[n] for n, count in counts.items() if count}
-    if key is not None:
-        if key not in inner:
-            there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
-    elif sum(map(_is_tensor, value.values())) >= max(
-        (sum(map(_is_tensor, d.values())) for d in inner.values()), default=0
-    ):
-        return value, {}  # a loss beside the dictionary of weights is fewer tensors than it has
-    else:
-        found = [name for name in inner if name in _ROOTS]
-        if len(found) != 1 and len(inner) != 1:
-            there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
-            raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
-        key = found[0] if len(found) == 1 else next(iter(inner))
-    beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
-    return inner[key], beside

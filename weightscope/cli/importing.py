@@ -15,6 +15,7 @@ from weightscope.errors import UsageError
 @out_option("The population's folder.")
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas; others are left out.")
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace the beginning of tensor names; repeatable.")
+@click.option("--key", help="The dictionary of weights in files that hold several, such as ema.")
 @click.option("--network", metavar="MODULE:FUNCTION|RECIPE", type=Named("recipes"), help="What builds the network.")
 @click.option("--snapshots", default="all", help="Moments of training to keep beside the last: all, none or 0,10,20.")
 @click.option("--by-reference", is_flag=True, help="Keep paths and digests only, and read weights from the sources.")

@@ -263,7 +263,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     "inits",
     multiple=True,
     type=Named("initialisers"),
-    help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
+    help="NAME, 'NAME(NUMBER=VALUE)', NAME+NAME, MODULE:FUNCTION, an artifact (or hf://) or a .toml file; repeatable.",
 )
 @click.option("--epochs", type=int, multiple=True, help="Training length, each with a full schedule; repeatable.")
 @click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")

@@ -1,16 +1,12 @@
 """Augmentation of many images at once, each by its own random numbers.
 
-The caller provides the randomness as uniform numbers, P for each image, so an augmented image depends on the image
-and its own numbers only: it has the same bits alone and in any batch. All steps are exact in integers (lookup tables
-and index tables on uint8), as in Pillow, and no step loops over images.
-
-The order is crop, flip, operations, cutout, and after normalisation random erasing. Pixels from outside the image and
-those that cutout erases are black; random erasing fills with the mean colour.
+An augmented image depends on the image and its own P uniform numbers only: it has the same bits alone and in any batch.
+All steps are exact in integers, as in Pillow, and none loops over images. The order is crop, flip, operations, cutout,
+and after normalisation random erasing, which fills with the mean colour; other pixels that are missing are black.
 
 A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256 values, so one
 gather of each kind applies a different operation to every image. Strengths are the paper's largest ones times
-`magnitude`; signs are random. With sharpness, the operations are the paper's 14, which are also torchvision's. Timm has
-15 of other strengths, without identity, and applies each with probability 1/2.
+`magnitude`; signs are random. With sharpness, the operations are the paper's 14, which are also torchvision's.
 """
 
 import math
@@ -53,11 +49,10 @@ def draws_needed(config: AugmentConfig) -> int:
 def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Augment images, uint8 (n, c, S, S), each by its own draws, float32 (n, P) in [0, 1): float32 in [0, 1].
 
-    n may be the images of many networks in a row, P is `draws_needed(config)`, of which `erase` takes the last 5. A
-    random crop shifts the image by up to `crop` pixels along each axis; `resized_crop` cuts out a rectangle of at least
-    that share of the area and of aspect ratio 3/4 to 4/3, and resizes it bilinearly (torchvision's RandomResizedCrop;
-    Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel, clipped at the border (DeVries
-    and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
+    P is `draws_needed(config)`, of which `erase` takes the last 5. A crop shifts the image by up to `crop` pixels along
+    each axis; `resized_crop` cuts out a rectangle of at least that share of the area and of aspect ratio 3/4 to
+    4/3, and resizes it bilinearly (Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel
+    (DeVries and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
     """
     numbers = iter(draws.unbind(1))
     if config.resized_crop > 0:
@@ -117,11 +112,7 @@ def _resized_crop(images: Tensor, numbers: Iterator[Tensor], smallest: float) ->
 
 
 def _stretched(images: Tensor, start: Tensor, length: Tensor) -> Tensor:
-    """The columns `start` to `start + length` of each image, stretched to all columns, uint8.
-
-    The centre of column x is at `(x + 1/2) length / S - 1/2` of the part, a fraction with denominator 2 S, so integers
-    suffice. As Pillow's, the result is rounded after each axis.
-    """
+    """The columns `start` to `start + length` of each image, stretched to all columns, rounded as by Pillow, uint8."""
     size = images.shape[-1]
     place = (2 * torch.arange(size, device=images.device) + 1) * length[:, None] - size  # (n, S), times 2 S
     place = torch.minimum(place.clamp(min=0), 2 * size * (length[:, None] - 1))
@@ -314,10 +305,7 @@ def _values(name: str, strength: float) -> Tensor:
 
 
 def _smoothed(images: Tensor) -> Tensor:
-    """The mean over 3 x 3 pixels of which the centre counts 5-fold, rounded; border pixels are unchanged, as in Pillow.
-
-    uint8 (n, c, S, S) to the same.
-    """
+    """The mean over 3 x 3 pixels of which the centre counts 5-fold, rounded; border pixels stay, as in Pillow."""
     if min(images.shape[2:]) < 3:
         return images
     wide = images.int()
@@ -359,10 +347,7 @@ def _contrast(grey: Tensor, factor: Tensor) -> Tensor:
 
 
 def _equalize(pixels: Tensor, index: Tensor) -> Tensor:
-    """The table that equalises each channel's histogram as Pillow does, uint8 (n, c, 256); `index` is int64 pixels.
-
-    Images of fewer than 256 pixels are unchanged, as in Pillow.
-    """
+    """The table that equalises each channel's histogram as Pillow does, uint8 (n, c, 256)."""
     counts = torch.zeros(*pixels.shape[:2], 256, dtype=torch.int32, device=pixels.device)
     counts.scatter_add_(2, index, torch.ones((), dtype=torch.int32, device=pixels.device).expand(pixels.shape))
     brightest = counts.gather(2, pixels.amax(2, keepdim=True).long())

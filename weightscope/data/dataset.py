@@ -132,9 +132,8 @@ def load(
 
     `source` is a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
     arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such four arrays,
-    see `Dataset.from_arrays`; a `Dataset`; or a `SourceConfig`, such as a recipe's [data] section, for a folder of
-    images or another size. Of a section of another task, such as a `SequenceConfig`, the result is its source, a
-    `SequenceSource`.
+    see `Dataset.from_arrays`; a `Dataset`; or a recipe's [data] section: a `SourceConfig` for a folder of images or
+    another size, a `SequenceConfig` for a `SequenceSource`.
 
     `train` and `test` take only the first so many images, of mixed classes. The last `validation` of these training
     images take the place of the test images. UsageError if there are not as many or no such data set; DataError if

@@ -162,10 +162,9 @@ def read(
     """The info of a folder or .npz file, and its first training and test images, resized.
 
     The folder has a folder for each class, or two folders `train` (`training`) and `test` (`testing`, `val`, `valid`,
-    `validation`), in upper or lower case, that have them. An .npz file has `train_images`, `train_labels`,
-    `test_images` and `test_labels`, or `images` and `labels`. Images are integers from 0 to 255 of shape (n, S, S),
-    (n, c, S, S) or (n, S, S, c), labels integers (n,). Without test images a share of each class, drawn by
-    `split_seed`, is for testing. Hidden files and folders are skipped.
+    `validation`), in upper or lower case, that have them. An .npz file has the arrays `PARTS`, or `images` and
+    `labels`: integers from 0 to 255 of shape (n, S, S), (n, c, S, S) or (n, S, S, c), and (n,). Without test images a
+    share of each class, drawn by `split_seed`, is for testing. Hidden files and folders are skipped.
     """
     found = _opened(config, root)
     info = _info(config, found)
@@ -234,11 +233,7 @@ def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> li
 
 
 def _interleaved(labels: np.ndarray) -> np.ndarray:
-    """An order of the items, (n,), in which each class is spread evenly and keeps its own order.
-
-    Item r = 0, 1, ... of a class of m items is at the fraction (r + 1/2) / m of the whole, so that the first and the
-    last items are of all classes. The order of labels that are interleaved already does not change.
-    """
+    """An order of the items, (n,): item r of a class of m items is at the fraction (r + 1/2) / m of the whole."""
     by_class = np.argsort(labels, kind="stable")
     counts = np.bincount(labels)
     starts = np.cumsum(counts) - counts
@@ -326,6 +321,9 @@ def _npz(path: Path, config: SourceConfig) -> OwnImages:
             raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(entries)) or 'none'}")
         stored = [npz.stored(archive, entries[name], f"{path}: {name}") for name in wanted]
         images = stored[::2]
+        for x in images:
+            if x.order == "F":
+                raise DataError(f"{x.where}: expected an array in C order; write numpy.ascontiguousarray of it")
         shapes = [
             _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if _channels_last(x) else x.shape, x.where)
             for x in images
@@ -370,27 +368,19 @@ def _channels_last(array: npz.Stored) -> bool:
 
 
 def _rows(archive: zipfile.ZipFile, array: npz.Stored, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array, (m, ...), read block by block.
-
-    A line is what is contiguous in the file: one row, or in column order one entry of all n rows.
-    """
+    """Rows of an array in C order, (m, ...), read block by block."""
     n, *rest = array.shape
-    in_columns = array.order == "F"
-    lines, length = (prod(rest), n) if in_columns else (n, prod(rest))
-    width = length * array.dtype.itemsize
-    wanted = 2 * (len(rows) * prod(rest) * array.dtype.itemsize + max(width, _BLOCK))
+    width = prod(rest) * array.dtype.itemsize
+    wanted = 2 * (len(rows) * width + max(width, _BLOCK))
     check_memory(wanted, array.where, f"{len(rows)} items of {tuple(rest)}")
-    out = np.empty((lines, len(rows)) if in_columns else (len(rows), length), array.dtype)
-    step, end = max(1, _BLOCK // width), lines if in_columns else int(rows.max()) + 1
-    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " lines") as bar:
+    out = np.empty((len(rows), *rest), array.dtype)
+    step, end = max(1, _BLOCK // width), int(rows.max()) + 1
+    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " items") as bar:
         stream.read(array.start)
         for start in range(0, end, step):
-            count = min(step, lines - start)
-            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, length)
-            if in_columns:
-                out[start : start + count] = block[:, rows]
-            else:
-                mine = (rows >= start) & (rows < start + count)
-                out[mine] = block[rows[mine] - start]
+            count = min(step, n - start)
+            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, *rest)
+            mine = (rows >= start) & (rows < start + count)
+            out[mine] = block[rows[mine] - start]
             bar.update(count)
-    return out.reshape(*rest[::-1], len(rows)).transpose() if in_columns else out.reshape(len(rows), *rest)
+    return out

@@ -53,8 +53,7 @@ def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataErro
 
 def located(info: DatasetInfo, root: Path | None, *layouts: Layout) -> Path:
     """The first folder with a data set that is not downloaded; DataError if there is none."""
-    found = find(root, *layouts)
-    if found is None:
+    if (found := find(root, *layouts)) is None:
         raise missing(info, root)
     return found[0]
 
@@ -132,10 +131,8 @@ def _cifar_binary(path: Path, labels: Any, info: DatasetInfo, count: int, most: 
 def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int) -> Part:
     """The first images of a pickled dictionary with `data` (n, c * S * S) and a list of labels."""
     pixels = info.channels * info.size**2
-    try:
+    with reading(path, "a CIFAR file"):
         raw = read_regular(path, most * (pixels + 256) + 65_536)  # names of files and labels beside the pixels
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; is this a CIFAR file?") from error
     batch = load_arrays(raw, str(path))
     items = batch.items() if isinstance(batch, dict) else ()
     entries = {name.decode("latin-1") if isinstance(name, bytes) else str(name): value for name, value in items}
@@ -213,11 +210,7 @@ def fashion_mnist_at_hand(root: Path | None = None) -> bool:
 
 
 def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.ndarray:
-    """The first items of an IDX file, uint8 (count, *shape).
-
-    It has the bytes 0, 0, type and number of axes, the length of each axis as a big-endian uint32, and the items. The
-    header is compared with what is expected before anything is read, so at most `most` items are allocated.
-    """
+    """The first items of an IDX file, uint8 (count, *shape); its header is compared before anything else is read."""
     magic, header = bytes([0, 0, _UBYTE, 1 + len(shape)]), 8 + 4 * len(shape)
     with reading(path, "an IDX file"), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
         head = stream.read(header)
@@ -359,10 +352,8 @@ def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -
 
 
 def _lines(path: Path, info: DatasetInfo) -> list[str]:
-    try:
+    with reading(path, "text"):
         text = read_regular(existing(path, info), _LARGEST).decode(errors="replace")
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     return [line for line in text.splitlines() if line.strip()]
 
 

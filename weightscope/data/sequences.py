@@ -115,8 +115,7 @@ TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = R
 def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string: `a b c | a b c`, tokens uniform.
 
-    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v, of
-    which v - 1 is the separator. A number that is out of range is a UsageError.
+    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v.
 
     Example:
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
@@ -186,10 +185,7 @@ def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -
 
 
 def _permutations(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
-    """The first entries of uniform permutations of 0 .. size - 1, (B, kept).
-
-    They are drawn a few rows at a time; how many depends on `size` only, so the numbers do not depend on the machine.
-    """
+    """The first entries of uniform permutations of 0 .. size - 1, (B, kept), drawn a few rows at a time."""
     rows, device = max(1, _AT_ONCE // size), generator.device
     shapes = [(min(rows, batch - start), size) for start in range(0, batch, rows)]
     drawn = (torch.rand(*shape, generator=generator, device=device, dtype=torch.float64) for shape in shapes)
@@ -218,10 +214,9 @@ class Text(Corpus):
     def read(cls, folder: str | Path, unit: Unit) -> "Text":
         """Read the three files of a folder: Penn Treebank, WikiText-103, or train.txt, valid.txt and test.txt.
 
-        Words are separated by white space, and each line ends with `<eos>`. So do the characters of Penn Treebank's
-        files for characters, `ptb.char.train.txt` and so on, which are read for characters where they are. A word that
-        the training text lacks becomes `<unk>` if the training text has `<unk>`, as both corpora do. DataError if a
-        file is missing, empty or not UTF-8, or has a character or word that the training text lacks.
+        Words, and the characters of `ptb.char.train.txt` and so on, are separated by white space, and each line ends
+        with `<eos>`. A word that the training text lacks becomes `<unk>` if the training text has `<unk>`. DataError if
+        a file is missing, empty or not UTF-8, or has a character or word that the training text lacks.
 
         Example:
             >>> text = Text.read("penn-treebank", "word")

@@ -428,12 +428,15 @@ def fit_init(
         if isinstance(source, list | tuple) and len(source) == 1:
             (source,) = source
         if isinstance(source, Population) or is_population(source):
+            population = open_source(source)
+            source = f"{population.path}::0" if len(population) == 1 else population
+        if isinstance(source, Population):
             if "scale" in settings:
                 raise UsageError(f"scale: for checkpoints, and {source} is a population, whose scale is always kept")
             if name in NETWORK_FITS:
                 known = ", ".join(("auto", *STRUCTURES))
                 raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
-            return fit(open_source(source), structure=structure, options=options, **settings)
+            return fit(source, structure=structure, options=options, **settings)
         if name == "exchangeable":
             from weightscope.fits.pretrained import fit_pretrained
 

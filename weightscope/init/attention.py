@@ -41,9 +41,9 @@ def factors(
 ) -> tuple[Tensor, Tensor]:
     """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
 
-    L (m, r) is M R, so that `L R^T = M V V^T` to rounding, however small a singular value is. Above the n columns of
-    M (m, n), m >= n, the factors of rank n are spread over r columns by a random semi-orthogonal matrix. A `spectrum`
-    of a matrix like M affects only the speed, up to a relative error of 1e-3 in L R^T; None decomposes in full.
+    L (m, r) is M R, so that `L R^T = M V V^T` to rounding. Above the n columns of M (m, n), m >= n, the factors of rank
+    n are spread over r columns by a random semi-orthogonal matrix. A `spectrum` of a matrix like M affects only the
+    speed, up to a relative error of 1e-3 in L R^T.
     """
     n = matrix.shape[1]
     if rank > n:
@@ -112,8 +112,8 @@ def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: 
 
     Every head has its own Z. The factors Q (group, d, k) and K (d, k), float32, are the best approximation of rank k of
     the stacked products (group d, d), for one head the reduced SVD of thesis Eq. 3.16-3.18, balanced so that
-    `mean_h Q_h^T Q_h = K^T K` is diagonal. Without noise (alpha = 0) every subspace approximates `beta I` equally well,
-    and a random one is drawn, because an SVD would give every head the first k coordinates.
+    `mean_h Q_h^T Q_h = K^T K` is diagonal. Without noise an SVD would give every head the first k coordinates; a random
+    subspace is drawn.
     """
     if alpha == 0 and k <= d:
         basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
@@ -169,21 +169,18 @@ def mimetic_attention_(
     their rank (k for queries and keys), with the square roots of the singular values on both sides.
 
     Args:
-        module: changed in place: query, key, value and output weights of self-attention. Biases, positions and
-            cross-attention stay as they are.
+        module: changed in place: query, key, value and output weights of self-attention.
         alpha_qk: scale of the noise of the query-key product, >= 0.
         beta_qk: its diagonal.
         alpha_vo: scale of the noise of the value-output product, >= 0.
         beta_vo: minus its diagonal; a negative number gives the thesis's ablation with a positive diagonal.
         preset: published numbers instead: "vision" (.7, .7, .4, .4) or "language" (0, .5, .2, .2).
-        construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, a scaled Gaussian matrix, whose
-            noise follows from the widths, so that the alphas must keep their defaults.
+        construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, Gaussian, without alphas of its own.
         parts: "both", "qk" or "vo".
-        heads: which heads of each layer; None for all. The chosen heads alone have the value-output product, whose
-            rank is theirs; of heads that share a key all or none are chosen.
+        heads: which heads of each layer, which alone have the value-output product; None for all; of heads that share
+            a key all or none.
 
-    Source: thesis Eq. 3.12-3.18; attention paper, section 4. Eq. 3.15 prints no root for W_V and its indices are
-    exchanged; the signs and the roots on both sides are those of the text.
+    Source: thesis Eq. 3.12-3.18, Eq. 3.15 with the signs and roots of the text; attention paper, section 4.
 
     Example:
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice
 from weightscope._util.names import matching, parts_of
-from weightscope._util.plugins import Registry, Signature, distribute, label_of
+from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.errors import UsageError, WeightscopeError
@@ -215,7 +215,7 @@ def _signature(init: Any) -> Signature:
         raise UsageError(
             f"expected the name of an initialiser, 'package.module:function' or a function, found {init!r}"
         )
-    found = Signature.of(function, label_of(init))
+    found = Signature.of(function, name_of(init))
     if not found.positional or not (found.open or "generator" in found.defaults):
         raise UsageError(
             f"{found.name}: expected an initialiser `f(module, *, generator)`, found `f({found.text})`; "

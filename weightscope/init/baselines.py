@@ -35,7 +35,6 @@ def kaiming_uniform_(
     papers call Kaiming-uniform; `slope=0` is for ReLU.
 
     Args:
-        module: changed in place: weights and biases of linear and convolutional layers.
         slope: of the leaky ReLU, >= 0.
 
     Source: He et al. 2015, section 2.2; MLP paper, section 3.
@@ -66,7 +65,6 @@ def xavier_(
     A fused projection of queries, keys and values is treated as three matrices.
 
     Args:
-        module: changed in place: weights and biases of linear and convolutional layers.
         gain: factor on the standard deviation, > 0.
         distribution: "uniform" or "normal".
 
@@ -100,11 +98,9 @@ def trunc_normal_(
     """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
     As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. Timm's vision transformers
-    leave the convolution of the patch embedding at torch's default (0.167 for 2 x 2 patches of 3 channels):
-    `select="blocks.*,head.*"`.
+    leave the patch embedding at torch's default: `select="blocks.*,head.*"`.
 
     Args:
-        module: changed in place: weights and biases of linear and convolutional layers.
         std: standard deviation before truncation, > 0.
         cut: largest absolute value, at least std.
 
@@ -156,7 +152,6 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
     their biases zero. So every branch is zero at first, and attention is uniform (W_Q W_K^T = 0).
 
     Args:
-        module: changed in place: weights and biases of the parts.
         parts: "attention" (as compared with in the attention paper), "mlp" or "both".
 
     Source: Zhao et al. 2022, Algorithm 1; attention paper, section 2 (queries and keys) and Table 5.
@@ -188,11 +183,10 @@ def t_fixup_(
         decoder   V, O, W1, W2 times (9 N)^(-1/4)
         embeddings   N(0, 1/d), times (9 N)^(-1/4)
 
-    Queries and keys are not scaled. The paper also removes the normalisation layers, which this function does not.
-    For an encoder-decoder, call it on each of the two.
+    Queries and keys are not scaled. Normalisation layers, which the paper removes, stay. For an encoder-decoder, call
+    it on each of the two.
 
     Args:
-        module: changed in place: the weights of attention and MLPs (and of `nn.Embedding`).
         kind: "encoder" or "decoder".
         embeddings: also initialise token embeddings.
 
@@ -252,10 +246,10 @@ def delta_orthogonal_(module: M, *, gain: float = 1.0, select: str = "*", genera
     """Set every convolution to a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
 
     With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped convolution
-    has its own matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2.
+    has its own matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2. Biases
+    become zero.
 
     Args:
-        module: changed in place: the weights of convolutions; biases become zero.
         gain: factor on the orthogonal matrices, > 0.
 
     Source: Xiao et al. 2018, Algorithm 1 and section 3.
@@ -305,8 +299,6 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto",
     multiplied by `value`, which gives the same function.
 
     Args:
-        module: changed in place: LayerScale's factors, or weights and biases of attention's output projections and
-            MLPs' second layers.
         value: > 0; published are 0.1 for up to 18 layers, 1e-5 for up to 24, 1e-6 beyond.
         where: "factors", "matrices", or "auto": factors if the module has any, else matrices.
 

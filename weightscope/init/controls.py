@@ -34,14 +34,10 @@ class ScaleControl:
 
         w_j ~ N(m_t, s_t^2) independently, for every entry j of a tensor t that the initialiser changes
 
-    It has the scale of that initialiser without its structure, so the difference between the two is what the
-    structure adds. Where the initialiser adds to the default weights w0 what does not depend on them, the control
-    keeps w0 and adds w_j - w0_j ~ N(m_t, s_t^2), the moments of what is added. Tensors that the initialiser leaves
-    alone, and running statistics, stay as they are. Matrices that one tensor packs (queries, keys and values; the
-    projections of Mamba) count separately.
-
-    The network takes the exponential of a state-space layer's A_log, so a Gaussian with its mean and variance has
-    rates far beyond the initialiser's. Its entries are drawn, with replacement, from those that the initialiser gives.
+    The difference from that initialiser is what its structure adds. Where it adds to the default weights w0 what does
+    not depend on them, the control keeps w0 and adds w_j - w0_j ~ N(m_t, s_t^2), the moments of what is added. Matrices
+    that one tensor packs (queries, keys and values; the projections of Mamba) count separately. Entries of an A_log,
+    whose exponential the network takes, are drawn, with replacement, from those that the initialiser gives.
 
     Example:
         >>> control = ScaleControl.of(mimetic_mlp_, draw=lambda k: (make_network(k), torch.Generator().manual_seed(k)))
@@ -91,14 +87,11 @@ class ScaleControl:
 class UncorrelatedControl:
     """An initialiser's distribution without its correlations: the same means and variances of every part.
 
-    Parts are the invariant ones of `weightscope.statistics.exchangeable`: for each set of axes whose units can be
-    renumbered, the means over the other axes. A depthwise filter has its mean and variance at each pixel, a matrix
-    those of its column means, row means, grand mean and the rest; no two parts, tensors or layers are correlated. It is
-    what the structure "exchangeable" draws from with gain 0. The difference between an initialiser and this control is
-    what correlations add; that between it and `ScaleControl`, what moments finer than a tensor's add.
-
-    Where the initialiser adds to the default weights what does not depend on them, the control keeps these, as
-    `ScaleControl` does. A pattern that is equal in all networks and not invariant counts as variance.
+    Parts are the invariant ones of `weightscope.statistics.exchangeable`: a depthwise filter has its mean and variance
+    at each pixel, a matrix those of its column means, row means, grand mean and the rest. It is what the structure
+    "exchangeable" draws from with gain 0. The difference between an initialiser and this control is what correlations
+    add; that between it and `ScaleControl`, what moments finer than a tensor's add. Default weights are kept as by
+    `ScaleControl`. A pattern that is equal in all networks and not invariant counts as variance.
     """
 
     spec: WeightSpec  # of the tensors that the initialiser changes

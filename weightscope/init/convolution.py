@@ -131,9 +131,8 @@ def random_filters_(
 ) -> M:
     """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
-    f^2 independent filters span all f x f filters. By Proposition 1 the channel mixing then reaches whatever trained
-    filters could if D >= k f^2, k the rank of the input; in Table 5 frozen ones stay 0.7 to 4.2 points below. This
-    leaves out activations: all-positive filters before a GELU lose about half of the features, see "absolute".
+    f^2 independent filters span all f x f filters: by Proposition 1 the channel mixing then reaches, but for
+    activations, whatever trained filters could if D >= k f^2, k the rank of the input.
 
     Args:
         distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
@@ -170,9 +169,8 @@ def impulse_filters_(
 ) -> M:
     """Set one pixel of every depthwise filter to 1, or to 1 or -1, and the others to 0.
 
-    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels. An
-    impulse of 1 hands its channel on unchanged, so that a GELU behind it drops the negative half of every channel; with
-    random signs it drops the positive half of one channel in two.
+    The pixels are distributed evenly: each is used by floor or ceil(C / f^2) of a layer's C channels. A GELU behind an
+    impulse of 1 drops the negative half of its channel, behind -1 the positive half.
 
     Args:
         filter_size: f; the impulses are in the central f x f pixels. None for the whole filter.
@@ -314,13 +312,10 @@ def covariance_transfer_(
 
         Sigma_i = Cov[vec(F_i1), ..., vec(F_iC)],   F'_ij ~ N(mu_i, Sigma_i)
 
-    Width: any number of filters is drawn. Depth: `Sigma` is interpolated linearly over the relative depth i / (D - 1)
-    and constant before the source's first layer and after its last. Kernel size: each block is padded with its mean or
-    clipped, then the blocks are interpolated (`resized_covariance`); a source with several kernel sizes has every layer
-    resized to the target's kernel before the interpolation over depth. Patch size and family are irrelevant.
-
-    Covariances are not shrunk: C <= k^2 filters give a covariance of rank C - 1. Resized covariances are not positive
-    semi-definite, see `psd`.
+    Depth: `Sigma` is interpolated linearly over the relative depth i / (D - 1) and constant outside of the source's
+    layers. Kernel size: each block is padded with its mean or clipped, then the blocks are interpolated
+    (`resized_covariance`), for every layer of the source before the interpolation over depth. Covariances are not
+    shrunk: C <= k^2 filters give rank C - 1. Resized ones are not positive semi-definite, see `psd`.
 
     Args:
         kronecker: replace each covariance by the nearest `A (x) A`, after resizing and interpolation.

@@ -51,10 +51,9 @@ class FittedInit:
 
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
-        """Set the fitted weights in a module, in place; frozen ones, too. Parameters are those of all initialisers.
+        """Set the fitted weights in a module, in place; frozen ones, too.
 
-        With `strict=False`, tensors that are missing or misshapen are listed in the report; otherwise they are an
-        error, as are drawn numbers that are not finite in a tensor's own dtype. Nothing is changed then.
+        With `strict=False`, tensors that are missing or misshapen are listed in the report, otherwise an error.
         """
         check_generator(generator)
         with running("load_init"), writable(module, "load_init") as inner:
@@ -68,12 +67,9 @@ class FittedInit:
 class PopulationInit(FittedInit):
     """Draws the tensors of a fit to a population into modules: `init(module, generator=g) -> module`.
 
-    Standard normal numbers come from the torch generator, in float64 on the CPU, group by group in the order of
-    `noise_shapes`; the fit's linear maps are applied in NumPy float64, and the result is rounded to each tensor's own
-    dtype. The generator's state therefore determines every number, on any device.
-
-    The structure `exchangeable` applies to networks of other widths and depths, too, by
-    `weightscope.fits.resized_fit`. A fit by `fit_pretrained` sets the tensors at the same places, whatever their names.
+    Standard normal numbers come from the generator group by group, in float64, and the result is rounded to each
+    tensor's own dtype. The structure `exchangeable` applies to networks of other widths and depths, too. A fit by
+    `fit_pretrained` sets the tensors at the same places, whatever their names.
     """
 
     def __init__(self, result: PopulationFit) -> None:
@@ -83,7 +79,7 @@ class PopulationInit(FittedInit):
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
         there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
-        source = None if self.result.scale is None else Source(there)
+        source = None if self.result.scale is None else Source(there, module)
         if source is None:
             found, whole = self._resized(module), there
         else:
@@ -109,8 +105,9 @@ class PopulationInit(FittedInit):
         if source is not None:
             values = {own: part for name, value in values.items() for own, part in source.split(name, value).items()}
             if self.result.scale == "source":  # the maps hold these gains
-                gains = [own for gain, maps in source.gains().items() if maps for own in source.names[gain].values()]
-                values |= {own: np.ones(tuple(there[own].shape)) for own in gains}
+                for gain in (gain for gain, maps in source.gains().items() if maps):
+                    neutral = 1.0 - source.offset(gain)
+                    values |= {own: np.full(tuple(there[own].shape), neutral) for own in source.names[gain].values()}
         drawn = {name: torch.from_numpy(np.array(value)).to(there[name].dtype) for name, value in values.items()}
         if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
             raise DataError(

@@ -43,8 +43,8 @@ def net2net_(
     their skip connections one, with "stack" (Gong et al. 2019) they are not.
 
     With `noise = 0` and "identity" the network computes the same function, if it normalises each channel by itself
-    (BatchNorm) or its width is a multiple of the smaller one's (LayerNorm). Equal copies would get equal gradients and
-    stay equal, so each copied output of a matrix differs by noise relative to the matrix's standard deviation.
+    (BatchNorm) or its width is a multiple of the smaller one's (LayerNorm). Equal copies would stay equal, so each
+    copied output of a matrix differs by noise relative to the matrix's standard deviation.
 
     Args:
         module: changed in place: parameters and floating-point buffers of the components.

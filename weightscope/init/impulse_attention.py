@@ -1,10 +1,9 @@
 """Impulse initialisation of self-attention: heads that start as convolutions with a one-pixel filter.
 
-The map of a head depends on its offset only, so each offset is solved once. Three facts make that fast. Position
-codes are smooth: all but a few of their singular values vanish, so the problem has about 20 dimensions instead of d.
-Sinusoidal codes turn a shift into a rotation: with R the linear map that shifts codes, `(R Q_0, K_0)` attends to the
-offset where `(Q_0, K_0)` attends to the token itself. And (Q R', K R') has the same logits for every orthogonal R',
-so heads with one offset share a solution without sharing weights.
+Each offset is solved once, which three facts make fast. Position codes are smooth: all but about 20 of their singular
+values vanish. Sinusoidal codes turn a shift into a rotation: with R the linear map that shifts codes, `(R Q_0, K_0)`
+attends to the offset where `(Q_0, K_0)` attends to the token itself. And (Q R', K R') has the same logits for every
+orthogonal R', so heads with one offset share a solution without sharing weights.
 """
 
 import itertools
@@ -74,12 +73,10 @@ def solve(
     """Q and K for each offset, minimising `||softmax(scale X Q K^T X^T) - H||^2 / N^2 + 1e-7 (||Q||^2 + ||K||^2)`.
 
     The offset (0, 0) is solved from a multiple of the identity in the space of the codes, every other one from its
-    solution, shifted; both by L-BFGS-B in one thread. The penalty keeps the norms below those that Adam ends with.
-    Rows whose target is outside the image have no impulse: their best map is a flat one.
+    solution, shifted; both by L-BFGS-B in one thread. Rows whose target is outside the image have no impulse.
 
     For codes X (N, d), heads of width k and logits scaled by `1 / sqrt(k)` by default; with `shared_key` every offset
-    gets the K of (0, 0). Q and K are float64 (d, k); columns beyond the rank of the codes are zero: rotate them
-    (`Q @ R`, `K @ R`) before use.
+    gets the K of (0, 0). Q and K are float64 (d, k), zero in the columns beyond the rank of the codes.
 
     Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
     """
@@ -134,9 +131,8 @@ def by_adam(
     """Algorithm 1 as published: Adam at rate 1e-4 on `||softmax(scale X Q K^T X^T) - H||^2 / N^2`, without a penalty.
 
     X (N, d), targets H (H, N, N); Q (H, d, k) and K (G, d, k) from the start given, float32. With norm "start" their
-    columns get their first norms again after every 100 steps and the last, as in the published code. Heads are
-    independent, except where they share a key, which descends the sum of their errors. In one thread, so that the
-    result does not depend on the machine's load.
+    columns get their first norms again after every 100 steps and the last. A key that heads share descends the sum of
+    their errors. In one thread, so that the result does not depend on the machine's load.
     """
     x, wanted, group = codes.float(), targets.float(), len(query) // len(key)
     q, k = (value.detach().float().clone().requires_grad_() for value in (query, key))
@@ -184,11 +180,7 @@ class _Problem:
         return trials[min(range(len(trials)), key=losses.__getitem__)]
 
     def shift(self, offset: Offset) -> Tensor:
-        """The linear map (r, r) that takes codes nearest to those at the offset: ridge least squares.
-
-        Tokens whose target is outside are mapped to zero, so that they attend to all tokens alike. Left out, they
-        would end up at the code of some token near the edge, where the softmax is too steep to leave it.
-        """
+        """The linear map (r, r) that takes codes nearest to those at the offset, or to zero if that is outside."""
         index = self.tokens.targets(offset)
         there = self.y[index.clamp_min(0)] * (index >= 0)[:, None]
         ridge = _RIDGE * torch.eye(self.y.shape[1], dtype=self.y.dtype)
@@ -264,14 +256,12 @@ def impulse_attention_(
 
         softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
 
-    Each offset is solved once and every head gets its own random rotation R of the solution, which has the same map, in
-    the span of the codes. Outside, queries and keys keep the values that they have, as under the steps of Algorithm 1,
-    whose gradients lie in that span:
+    In the span of the codes every head gets its own random rotation R of the solution for its offset. Outside, queries
+    and keys keep their values, as under Algorithm 1, whose gradients lie in that span:
 
         Q <- Q_solved R + (I - V^T V) Q,   K <- K_solved R + (I - V^T V) K,   V: right singular vectors of X
 
-    The default pseudo input is the module's own position embedding, so the maps hold for the codes that the module
-    adds to its tokens: apply `sinusoidal_positions_` before, not after.
+    The default pseudo input is the module's own position embedding: apply `sinusoidal_positions_` before, not after.
 
     Args:
         module: changed in place: query and key weights of self-attention, and their biases, which become zero.
@@ -284,16 +274,12 @@ def impulse_attention_(
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
-        causal: of a sequence, whether later tokens are masked where this cannot be measured, because the module's
-            caller decides it; None refuses such a module.
+        causal: of a sequence, whether later tokens are masked where the module's caller decides it; None refuses such.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
-            the module has (10,000 in the paper: minutes); None solves each offset once: seconds for 256 tokens, a
-            minute for 1,370.
-
+            the module has (10,000 in the paper: minutes); None solves each offset once, in seconds.
         norm: "free", or "start": the queries and keys of each head keep the norm that they have in the module, so that
-            maps have their peaks at the same tokens and are less sharp. With `adam_steps`, each of their columns keeps
-            its norm, as in the published code, which resets them every 100 steps.
+            maps are less sharp. With `adam_steps`, each of their columns keeps its norm, as in the published code.
 
     Raises:
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.

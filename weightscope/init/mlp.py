@@ -34,13 +34,10 @@ def mimetic_mlp_(
 
         s = 1 / sqrt(3 n)
 
-    W1 (p, n) is the weight of the first layer (fc1), with n inputs and p hidden units; W2 that of the second. s is the
-    standard deviation of torch's default entries: a number has the same size relative to an entry at any width, but
-    the singular value that it adds, b sqrt(p/3), grows faster than those of W1. The paper's b is `b * s`, its sigma, a
-    variance, `(sigma * s) ** 2`; it prints neither value, and 0.3 is this project's (an absolute b of 0.01 at n = 300).
-
-    In the mode "rows" each layer draws one vector. After a LayerNorm with unit gain and zero bias the inputs of W1 sum
-    to zero, and "scalar" changes only the gradients of the LayerNorm at the start.
+    W1 (p, n) is the weight of the first layer (fc1), W2 that of the second, s the standard deviation of torch's default
+    entries. The paper's b is `b * s`, its sigma, a variance, `(sigma * s) ** 2`; it prints neither value, and 0.3 is
+    this project's. After a LayerNorm with unit gain and zero bias the inputs of W1 sum to zero, and "scalar" changes
+    only the gradients of the LayerNorm at the start.
 
     Args:
         mode: "scalar", "rows" or "anticorrelated".
@@ -85,8 +82,7 @@ def constant_mlp_bias_(
 
         b1 <- value 1_p
 
-    The baseline that tells whether `mimetic_mlp` only makes up for a missing bias; the paper prints no number. The
-    other baseline, a learned b sum(x), is part of the network (`learned_sum` of `ConvNeXt` and `ViT`).
+    The baseline that tells whether `mimetic_mlp` only makes up for a missing bias; the paper prints no number.
 
     Source: MLP paper, section 3 and Fig. 4.
 
@@ -124,10 +120,9 @@ def mimetic_conv_mlp_(
 
         f_c <- m_f + s_f (rho (d_c - m_d) / s_d + sqrt(1 - rho^2) (f_c - m_f) / s_f),   d_c = (W2 W1)_cc
 
-    f_c is the central pixel of the filter of channel c, W1 (p, n) and W2 (n, p) are the weights of the MLP, and m and s
-    are means and standard deviations over the n channels of a block. Central pixels keep their mean and variance; the
-    correlation of f and d is rho up to a sampling error of about (1 - rho^2) / sqrt(n). In trained ConvNeXts a filter
-    that increases its channel goes with an MLP that decreases it; the thesis prints no size.
+    f_c is the central pixel of the filter of channel c, W1 (p, n) and W2 (n, p) are the weights of the MLP, m and s
+    means and standard deviations over the n channels of a block. Central pixels keep their mean and variance; the
+    correlation of f and d is rho up to a sampling error of about (1 - rho^2) / sqrt(n). The thesis prints no size.
 
     Args:
         correlation: rho, from -1 to 1.
@@ -182,9 +177,9 @@ def mimetic_first_last_mlp_(
         entries   W2' <- m' + s' (rho (W2 - m) / s + sqrt(1 - rho^2) (W2' - m') / s')
         rows      the same of the row means r' (n, 1), added back:  W2' <- W2' + (new r' - r') 1_p^T
 
-    W2 (n, p) is the second weight (fc2) of the first MLP and W2' that of the last; m and s are means and standard
-    deviations over all entries, or over the n row means. W2' keeps its mean and variance. Hidden units may be
-    renumbered, so that across layers only row means can be correlated in a population: "rows" is this part alone.
+    W2 (n, p) is the second weight (fc2) of the first MLP and W2' that of the last, which keeps its mean and variance;
+    m and s are means and standard deviations over all entries, or over the n row means, the only part that can be
+    correlated in a population, since hidden units may be renumbered.
 
     Args:
         correlation: rho, from -1 to 1.

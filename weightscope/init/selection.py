@@ -63,14 +63,12 @@ def select_weights_(
     values in one tensor (and gates with the layers that they gate) are selected separately. Position embeddings of
     images are selected by rows and columns of the grid, those of sequences from the start, unless interpolated.
 
-    Tensors are matched by name. Vision transformers and ConvNeXts with the names of Hugging Face's transformers match
-    those with timm's (and ours), 1 x 1 convolutions match linear layers.
+    Tensors are matched by name, those of Hugging Face's transformers with timm's (and ours), 1 x 1 convolutions with
+    linear layers.
 
     Args:
         module: the student, changed in place: parameters and floating-point buffers of the components.
         teacher: see `source` of `weightscope.init`.
-        layers: "first", "spaced" or "linspace".
-        elements: one of the seven above.
         components: by default all but the head, since the classes rarely agree.
         exclude: shell patterns of student tensors to leave unchanged, comma-separated.
         positions: "select", or "interpolate" to another grid (bicubic, as in timm) before channels are selected.

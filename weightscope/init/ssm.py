@@ -37,12 +37,9 @@ def mimetic_ssm_(
         cb           W_C <- (W_C + W_B) / 2         W_C^T W_B near a multiple of I: tokens attend to similar ones
         convolution  last tap 1, other taps and bias 0        the short convolution is the identity
 
-    The four switches give the 16 combinations of thesis Fig. 3.26.
-
-    Linear attention is approached, not reached: A_log of Mamba's state 1 (of Mamba-2's head 1) is log 1 = 0, so A = -1
-    for any c. With N = 8 and c = 8, the maps of random correlated B and C on 16 tokens differ from linear attention
-    by 23 % in Frobenius norm. The components transform the present weights, assumed to be those of Mamba's own
-    initialisation; they are not idempotent.
+    The four switches give the 16 combinations of thesis Fig. 3.26. Linear attention is approached, not reached: A_log
+    of Mamba's state 1 (of Mamba-2's head 1) is log 1 = 0, so A = -1 for any c. The components transform the present
+    weights, assumed to be those of Mamba's own initialisation; they are not idempotent.
 
     Args:
         c: factor on A_log, of the published {2, 4, 8}, > 0.
@@ -114,13 +111,11 @@ def ssm_from_attention_(
         W_C^T W_B = scale W_Q W_K^T / sqrt(k)
 
     as maps of the d channels of the residual stream, or the best approximation of rank N if the head is wider than the
-    state (k > N); both factors take the roots of the singular values. States beyond k get no output, W_C = 0, and
-    keep their W_B. In Mamba, W_C and W_B read the p inner channels `W_1 x`, and are multiplied by the pseudo-inverse
-    of W_1. The short convolution and SiLU in between are not taken into account. With slow decay and unit steps
-    (`mimetic_ssm_` with `cb=False`), the layer's map is then close to the attention's logits.
+    state (k > N); both factors take the roots of the singular values. States beyond k get W_C = 0 and keep their W_B.
+    In Mamba, W_C and W_B read the inner channels `W_1 x`, and are multiplied by the pseudo-inverse of W_1; the short
+    convolution and SiLU in between are not taken into account.
 
     Args:
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`, of the same d.
         head: of the source's layer; in Mamba-2, group g takes head `head + g`.
         source_layer: attention layer for all layers; None takes layer i of the source for state-space layer i.
         scale: factor on the product.
@@ -187,9 +182,7 @@ def repeat_layer_(
 
     Args:
         module: changed in place: the tensors of the blocks of its state-space layers.
-        source: a module, a mapping of tensors, a `Checkpoint`, a path, or `hf://org/name`, of the same width.
         layer: i, which state-space layer of the teacher, counted from 0.
-        layers: which state-space layers of the module, counted from 0; None for all.
 
     Raises:
         SpecError: if the tensors of a block differ from the teacher's in name or shape.

@@ -77,7 +77,6 @@ def transfer_(
     1 x 1 convolutions to linear layers.
 
     Args:
-        module: changed in place: the selected parameters and floating-point buffers.
         filters: of another size than the module's: "exact" refuses them, "pad" surrounds them by zeros or takes their
             centres, "resample" interpolates; see `resized_filters`.
 
@@ -117,7 +116,6 @@ def transfer_singular_(
     fused projections three matrices. Vectors (biases, norms) are not changed.
 
     Args:
-        module: changed in place: the selected weights of linear and convolutional layers.
         rank: r, at most the matrix's smaller side.
         fraction: instead of rank: r = round(fraction * smaller side), at least 1.
         remainder: of the other directions: "zero", or "keep" the module's own weights.
@@ -182,11 +180,9 @@ def permute_(
         columns   the columns (inputs)             keeps every column, hence W W^T and the singular values
 
     Every matrix has its own permutation. Convolutions are matrices (out, in * taps), so that "columns" permutes the
-    taps of depthwise filters, in the same way in every filter; fused projections are three matrices. Biases are not
-    changed.
+    taps of depthwise filters alike; fused projections are three matrices. Biases are not changed.
 
     Args:
-        module: changed in place: the selected weights of linear and convolutional layers.
         mode: "entries", "rows" or "columns".
 
     Source: thesis 4.1 (random permutations that keep statistics).

@@ -12,12 +12,11 @@ import io
 import json
 import logging
 import math
-import os
 import re
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
-from weightscope._util.sources import as_path, open_regular, read_regular
+from weightscope._util.sources import as_path, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
@@ -41,79 +40,34 @@ from weightscope.spec import WeightSpec
 
 _log = logging.getLogger(__name__)
 _HUB = "hf://"
-_TILE, _TILE_BYTES = 256, 32 * 2**20  # networks and bytes of a shard, at most
+_TILE, _TILE_BYTES = 250, 32 * 2**20  # networks and bytes of a shard, at most; 250 are one chunk of HDF5
+_LAYOUTS = 64  # known ones that are kept
 _BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and indices, which no network learns
 _NAMED = 4  # networks and tensors of a message
 
 
-def import_networks(
-    networks: Iterable[Any],
-    path: str | Path,
-    *,
-    metrics: Mapping[str, Sequence[float]] | None = None,
-    count: int | None = None,
-    select: str | Sequence[str] = "*",
-    rename: Sequence[str] = (),
-    network: Any = None,
-    snapshots: Sequence[int] | None = None,
-    by_reference: bool = False,
-    skip_unfit: bool = False,
-    progress: bool = True,
-) -> None:
-    """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
-    path = as_path(path)
-    if count is None:
-        if not isinstance(networks, Sized):
-            raise UsageError("count: expected the number of networks, since this iterable has no length")
-        count = len(networks)
-    if count < 1:
-        raise UsageError("expected at least one network, found none")
-    columns = {_metric(name): np.asarray(values, dtype=np.float64) for name, values in (metrics or {}).items()}
-    if len(columns) < len(metrics or {}):
-        raise UsageError(f"metrics: two have one name, {', '.join(sorted(columns))}, with '.' for '/'; rename one")
-    for name, values in columns.items():
-        if values.shape != (count,):
-            raise UsageError(f"metrics: expected {count} numbers of {name}, one for each network, found {values.shape}")
-    for text in rename:
-        if not text.partition("=")[0] or "=" not in text:
-            raise UsageError(f"rename: expected OLD=NEW, beginnings of names such as 'module.=', found {text!r}")
-    made = Import(0, by_reference=by_reference, rename=tuple(rename))
-    if isinstance(network, Recipe):
-        made = replace(made, recipe=network.replace({"population.networks": count}))
-    elif network is not None:
-        made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
-    patterns = [p.strip() for p in select.split(",")] if isinstance(select, str) else list(select)
-    run = _Run(path, made, count, columns, patterns, skip_unfit, snapshots)
-    run.expect_network()
-    with contextlib.closing(tqdm(networks, total=count, desc="import", disable=None if progress else True)) as bar:
-        run.all(bar)
-
-
+@dataclass
 class _Run:
-    """One call of `import_networks`: the tile that is being filled, and what was found so far."""
+    """One call of `Population.of`: the tile that is being filled, and what was found so far."""
 
-    def __init__(
-        self,
-        path: Path,
-        made: Import,
-        count: int,
-        metrics: dict[str, np.ndarray],
-        patterns: list[str],
-        skip_unfit: bool,
-        snapshots: Sequence[int] | None,
-    ) -> None:
-        self.path, self.made, self.count, self.metrics = path, made, count, metrics
-        self.patterns, self.skip_unfit, self.snapshots = patterns, skip_unfit, snapshots
-        self.manifest: Manifest | None = None  # known with the first network
-        self.reference = ""  # what the others are compared with
-        self.inputs: dict[str, str] = {}
-        self.expected: WeightSpec | None = None
-        self.fitting: dict[Any, dict[str, str]] = {}  # layout that is as expected -> names, here -> as stored
-        self.kept: list[int] = []  # place in the iterable of each network
-        self.sources: list[tuple[str, ...]] = []
-        self.first: dict[bytes, str] = {}  # digest -> the first network that has it
-        self.unfit: dict[str, list[str]] = {}  # reason -> networks
-        self.left_out: dict[str, list[str]] = {}  # why statistics leave them out -> networks
+    path: Path
+    made: Import
+    count: int
+    metrics: dict[str, np.ndarray]
+    patterns: list[str]
+    skip_unfit: bool
+    snapshots: Sequence[int] | None
+    manifest: Manifest | None = None  # known with the first network
+    reference: str = ""  # what the others are compared with
+    inputs: dict[str, str] = field(default_factory=dict)
+    expected: WeightSpec | None = None
+    fitting: dict[Any, dict[str, str]] = field(default_factory=dict)  # layout as expected -> names, here -> as stored
+    kept: list[int] = field(default_factory=list)  # place in the iterable of each network
+    sources: list[tuple[str, ...]] = field(default_factory=list)
+    first: dict[bytes, str] = field(default_factory=dict)  # digest -> the first network that has it
+    unfit: dict[str, list[str]] = field(default_factory=dict)  # reason -> networks
+    left_out: dict[str, list[str]] = field(default_factory=dict)  # why statistics leave them out -> networks
+    config: dict[str, Any] | None = None  # what those of all networks have in common
 
     def expect_network(self) -> None:
         """Take the tensors of the network that a function builds, or a recipe, as those that are expected."""
@@ -141,9 +95,8 @@ class _Run:
             if number + 1 != self.count:
                 more = "more" if number >= self.count else number + 1
                 raise UsageError(f"count: expected {self.count} networks, found {more}")
-            unfit = sum(map(len, self.unfit.values()))
             if self.unfit and (not self.skip_unfit or not self.kept):
-                raise self.misfit(unfit)
+                raise self.misfit()
             self.finish()
         except KeyboardInterrupt:
             done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
@@ -157,43 +110,48 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for why, names in self.left_out.items():
-            _log.warning(
-                "%s: statistics leave out %d networks, %s: %s", self.path, len(names), why, joined(names, _NAMED)
-            )
-        for why, names in self.unfit.items():
-            _log.warning("%s: %d networks do not fit, %s: %s", self.path, len(names), why, joined(names, _NAMED))
+        found = {f"statistics leave out %d networks, {why}: %s": names for why, names in self.left_out.items()}
+        found |= {f"%d networks do not fit, {why}: %s": names for why, names in self.unfit.items()}
+        for text, names in found.items():
+            _log.warning(f"%s: {text}", self.path, len(names), joined(names, _NAMED))
 
-    def misfit(self, unfit: int) -> DataError:
+    def misfit(self) -> DataError:
         found = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
         with_what = f"the tensors of {self.reference}" if self.reference else "a network"
         return DataError(
-            f"{unfit} of {self.count} networks do not fit {with_what}: {found}; --rename and --select adapt tensors, "
-            "--skip-unfit leaves networks out (rename=, select=, skip_unfit=)"
+            f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit {with_what}: {found}; --rename, "
+            "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, skip_unfit=)"
         )
 
     def take(self, number: int, item: Any) -> None:
         """Read one network into the tile, and write the tile if it is full."""
         label, sources = self.described(number, item)
         try:
-            checkpoints = [_opened(source) for source in sources]
-            names = [self.fitting.get(each.layout) or _names(each, self.made.rename) for each in checkpoints]
-            expected = self.expected or self.wanted(checkpoints[0], names[0])
-            pairs = [pair for pair in zip(checkpoints, names, strict=True) if pair[0].layout not in self.fitting]
-            reasons = [why for pair in pairs for why in self.misfits(expected, *pair)]
-        except DataError as error:
+            opened = []
+            reasons: list[str] = []
+            for checkpoint in (_opened(source, self.made.key) for source in sources):
+                names = self.fitting.get(checkpoint.layout)
+                if names is None:
+                    names = names_in(checkpoint, self.made.rename)
+                    expected = self.expected or _wanted(checkpoint, names, self.patterns)
+                    if found := self.misfits(expected, checkpoint, names):
+                        reasons += found
+                    else:
+                        self.expected, self.reference = expected, self.reference or label
+                        self.fitting[checkpoint.layout] = names
+                opened.append((checkpoint, names))
+        except (DataError, UsageError) as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
             reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
         if reasons:
             self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
-            return
-        self.expected, self.reference = expected, self.reference or label
-        self.fitting |= {checkpoint.layout: found for checkpoint, found in pairs}
-        if not self.unfit or self.skip_unfit:
+        elif not self.unfit or self.skip_unfit:
             if self.manifest is None:
-                self.begin(expected, len(sources) - 1)
-            self.fill(number, label, sources, list(zip(checkpoints, names, strict=True)))
+                self.begin(len(sources) - 1)
+            self.fill(number, label, sources, opened)
+        if len(self.fitting) > _LAYOUTS:
+            self.fitting.clear()
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
         """A label, and the source of a network and of its snapshots."""
@@ -214,31 +172,25 @@ class _Run:
             raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
-    def begin(self, spec: WeightSpec, moments: int) -> None:
+    def begin(self, moments: int) -> None:
         """Make the population with the tensors that are expected."""
-        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
+        assert self.expected is not None
+        fitting = _TILE_BYTES // (4 * max(1, self.expected.size) * (1 + moments))
         tile = _TILE if self.made.by_reference else max(1, min(_TILE, fitting))
         self.made = replace(self.made, tile=tile, snapshots=tuple(self.snapshots or ()))
         texts = plugins.texts_of(name.partition(" ")[2] for name in self.inputs)
-        self.manifest = Manifest(self.made, spec, environment("cpu"), (self.count,), self.inputs, texts)
+        self.manifest = Manifest(self.made, self.expected, environment("cpu"), (self.count,), self.inputs, texts)
         manifests.create_or_match(self.path, self.manifest, resize=False)
         for folder in (self.path, self.path / manifests.SHARDS):
             atomic.sweep(folder)
-        self.new_tile()
+        self.new_tile(self.manifest)
 
-    def new_tile(self) -> None:
-        assert self.manifest is not None
-        shape, moments = (self.manifest.tile, self.manifest.spec.size), len(self.made.snapshots)
-        if self.made.by_reference:
-            shape = (shape[0], 0)
-        self.weights = np.zeros((shape[0], 1 + moments, shape[1]), np.float32)
-        self.digests = np.zeros((shape[0], 1 + moments, 32), np.uint8)
-        self.diverged, self.duplicate = np.zeros(shape[0], bool), np.zeros(shape[0], bool)
-
-    def wanted(self, checkpoint: Checkpoint, names: dict[str, str]) -> WeightSpec:
-        """The tensors of the first network, which are then expected."""
-        tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
-        return WeightSpec(tensors).select(self.patterns)
+    def new_tile(self, manifest: Manifest) -> None:
+        rows, moments = manifest.tile, len(manifest.snapshots)
+        size = 0 if self.made.by_reference else manifest.spec.size
+        self.weights = np.zeros((rows, 1 + moments, size), np.float32)
+        self.digests = np.zeros((rows, 1 + moments, 32), np.uint8)
+        self.marks = {"diverged": np.zeros(rows, bool), "duplicate": np.zeros(rows, bool)}
 
     def misfits(self, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
         """What of a network is not as expected."""
@@ -266,22 +218,27 @@ class _Run:
     ) -> None:
         assert self.manifest is not None
         spec, row = self.manifest.spec, len(self.kept) % self.manifest.tile
-        weights = self.weights[row]
         for i, (checkpoint, names) in enumerate(opened):
-            if self.made.by_reference:
-                digest = digest_of(sources[i]) if checkpoint.commit is None else _commit_digest(checkpoint.commit)
+            weights, finite = self.weights[row, i], True
+            if not self.made.by_reference:
+                checkpoint.read_into((names[name] for name in spec.names), weights)
+                digest, finite = hashlib.sha256(weights).digest(), bool(np.isfinite(weights).all())
+            elif checkpoint.commit is None:
+                digest, finite = digest_of(checkpoint, names, spec)
             else:
-                _read(checkpoint, names, spec, weights[i])
-                digest = hashlib.sha256(weights[i]).digest()
+                digest = commit_digest(checkpoint.commit)
             self.digests[row, i] = np.frombuffer(digest, np.uint8)
-        if not np.isfinite(weights[0]).all():
-            self.left_out.setdefault("with NaN or infinite weights", []).append(label)
-            self.diverged[row] = True
+            if i == 0 and not finite:
+                self.left_out.setdefault("with NaN or infinite weights", []).append(label)
+                self.marks["diverged"][row] = True
         key = self.digests[row].tobytes()
         if key in self.first:
             self.left_out.setdefault("equal to an earlier one", []).append(f"{label} (= {self.first[key]})")
-            self.diverged[row] = self.duplicate[row] = True
+            self.marks["diverged"][row] = self.marks["duplicate"][row] = True
         self.first.setdefault(key, label)
+        config = opened[0][0].config
+        common = config if self.config is None else self.config
+        self.config = {k: v for k, v in common.items() if k in config and config[k] == v}
         self.kept.append(number)
         self.sources.append(tuple(map(self.address, sources, opened)))
         if row == self.manifest.tile - 1:
@@ -299,7 +256,7 @@ class _Run:
         """Write the tile, or compare the digests of the one that is there."""
         tile = (len(self.kept) - 1) // manifest.tile
         rows, first = manifest.rows(tile), tile * manifest.tile
-        metrics: dict[str, np.ndarray] = {"diverged": self.diverged, "duplicate": self.duplicate}
+        metrics = dict(self.marks)
         for name, values in self.metrics.items():
             metrics[name] = np.full(manifest.tile, np.nan)
             metrics[name][:rows] = values[self.kept[first : first + rows]]
@@ -309,27 +266,25 @@ class _Run:
                 stored = h5["digest"][:rows]
                 before = {name: values[:rows] for name, values in h5["metrics"].items()}
             same = (stored == self.digests[: len(stored)]).all(axis=(1, 2))
-            if not same.all():
-                changed = [self.sources[first + int(k)][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
-                raise DataError(
-                    f"{self.path}: {joined(changed, _NAMED)} differ from the networks that were imported; give another "
-                    "folder, or the networks that they were"
-                )
+            changed = [self.sources[first + k][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
             none = np.empty(0)
-            for name in sorted(metrics.keys() | before.keys()):
-                given = metrics.get(name, none)[: len(stored)]
-                if not np.array_equal(before.get(name, none), given, equal_nan=True):
-                    raise DataError(
-                        f"{self.path}: the metric {shortened(name)} differs from that of the networks that were "
-                        "imported; give another folder, or the metrics that they had"
-                    )
+            changed += [
+                f"the metric {shortened(name)}"
+                for name in sorted(metrics.keys() | before.keys())
+                if not np.array_equal(before.get(name, none), metrics.get(name, none)[: len(stored)], equal_nan=True)
+            ]
+            if changed:
+                raise DataError(
+                    f"{self.path}: {joined(changed, _NAMED)} differ from what was imported; give another folder, or "
+                    "the networks and metrics that they were"
+                )
         if there != "done":
             weights = None if self.made.by_reference else self.weights[:, 0]
             moments = self.weights[:, 1:] if weights is not None and self.made.snapshots else None
             seeds = shards.seeds_of(manifest, first, manifest.tile)
             done = shards.TrainedTile(tile, weights, seeds, metrics, moments, self.digests)
             shards.save(self.path, manifest, done, "import")
-        self.new_tile()
+        self.new_tile(manifest)
 
     def finish(self) -> None:
         """Write the last tile, and the manifest with the networks that fitted."""
@@ -337,7 +292,7 @@ class _Run:
         n = len(self.kept)
         recipe = self.made.recipe and self.made.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
-        made = replace(self.made, recipe=recipe, sources=sources)
+        made = replace(self.made, recipe=recipe, sources=sources, config=self.config or {})
         final, there = replace(self.manifest, made=made, sizes=(n,)), manifests.read(self.path)
         if n % final.tile:
             self.write(final)
@@ -355,6 +310,50 @@ class _Run:
             return last * there.tile + len(h5["seed"])
 
 
+def import_networks(
+    networks: Iterable[Any],
+    path: str | Path,
+    *,
+    metrics: Mapping[str, Sequence[float]] | None = None,
+    count: int | None = None,
+    select: str | Sequence[str] = "*",
+    rename: Sequence[str] = (),
+    key: str | None = None,
+    network: Any = None,
+    snapshots: Sequence[int] | None = None,
+    by_reference: bool = False,
+    skip_unfit: bool = False,
+    progress: bool = True,
+) -> None:
+    """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
+    path = as_path(path)
+    if count is None:
+        if not isinstance(networks, Sized):
+            raise UsageError("count: expected the number of networks, since this iterable has no length")
+        count = len(networks)
+    if count < 1:
+        raise UsageError("expected at least one network, found none")
+    columns = {_metric(name): np.asarray(values, dtype=np.float64) for name, values in (metrics or {}).items()}
+    if len(columns) < len(metrics or {}):
+        raise UsageError(f"metrics: two have one name, {', '.join(sorted(columns))}, with '.' for '/'; rename one")
+    for name, values in columns.items():
+        if values.shape != (count,):
+            raise UsageError(f"metrics: expected {count} numbers of {name}, one for each network, found {values.shape}")
+    for text in rename:
+        if not text.partition("=")[0] or "=" not in text:
+            raise UsageError(f"rename: expected OLD=NEW, beginnings of names such as 'module.=', found {text!r}")
+    made = Import(0, by_reference=by_reference, rename=tuple(rename), key=key)
+    if isinstance(network, Recipe):
+        made = replace(made, recipe=network.replace({"population.networks": count}))
+    elif network is not None:
+        made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
+    patterns = [p.strip() for p in select.split(",")] if isinstance(select, str) else list(select)
+    run = _Run(path, made, count, columns, patterns, skip_unfit, snapshots)
+    run.expect_network()
+    with contextlib.closing(tqdm(networks, total=count, desc="import", disable=None if progress else True)) as bar:
+        run.all(bar)
+
+
 # --- one source -------------------------------------------------------------------------------------------------------
 
 
@@ -366,49 +365,7 @@ def renamed(name: str, rename: Sequence[str]) -> str:
     return name
 
 
-def read_source(source: str, rename: Sequence[str], spec: WeightSpec, out: np.ndarray) -> None:
-    """Read the tensors of a spec from a source into a vector (D,)."""
-    checkpoint = _opened(source)
-    _read(checkpoint, _names(checkpoint, rename), spec, out)
-
-
-def digest_of(source: str | Path) -> bytes:
-    """SHA-256 of a file, or of the model files in a folder; of a model at the hub its commit, which the address has."""
-    if str(source).startswith(_HUB):
-        return _commit_digest(str(source).partition("@")[2])
-    try:
-        digests = []
-        for file in files_of(source):
-            with open_regular(file) as stream:
-                digests.append(hashlib.file_digest(stream, "sha256").digest())
-    except OSError as error:
-        raise DataError(f"{source}: cannot be read: {error.strerror or error}") from error
-    return digests[0] if len(digests) == 1 else hashlib.sha256(b"".join(digests)).digest()
-
-
-def files_of(source: str | Path) -> list[Path]:
-    """The file of a source, or the model files in its folder, with those that they name; none at the hub."""
-    path = Path(source).expanduser()
-    if str(source).startswith(_HUB):
-        return []
-    found = {path}
-    if path.is_dir():
-        found = {file for file in path.iterdir() if file.suffix in (*SUFFIXES, ".json", ".data") and file.is_file()}
-    for file in [file for file in found if file.suffix in (".onnx", ".json")]:  # external data, or shards of an index
-        text = read_regular(file, _MOST_NAMING)
-        found |= {beside for beside in file.parent.iterdir() if beside.is_file() and os.fsencode(beside.name) in text}
-    return sorted(found)
-
-
-def _commit_digest(commit: str) -> bytes:
-    return bytes.fromhex(commit).ljust(32, b"\0")
-
-
-def _opened(source: Any) -> Checkpoint:
-    return open_checkpoint(source) if isinstance(source, str | Path) else Checkpoint(source)
-
-
-def _names(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
+def names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     """The tensors' names -> the names they are stored under."""
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
@@ -418,19 +375,44 @@ def _names(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     return names
 
 
+def digest_of(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec) -> tuple[bytes, bool]:
+    """SHA-256 of a network's weights as float32 in the order of a spec, and whether all are finite.
+
+    One tensor is in memory at a time.
+    """
+    digest, finite = hashlib.sha256(), True
+    for tensor in spec:
+        if tensor.name not in names or checkpoint.shape(names[tensor.name]) != tensor.shape:
+            raise DataError(f"{checkpoint.source}: expected `{tensor.name}` of shape {tensor.shape}, found none")
+        values = np.empty(math.prod(tensor.shape), np.float32)
+        checkpoint.read_into([names[tensor.name]], values)
+        digest.update(values.data)
+        finite &= bool(np.isfinite(values).all())
+    return digest.digest(), finite
+
+
+def commit_digest(commit: str) -> bytes:
+    """What stands for the digest of a model at the hub that is read by reference, of which nothing is fetched."""
+    return bytes.fromhex(commit).ljust(32, b"\0")
+
+
+def _opened(source: Any, key: str | None) -> Checkpoint:
+    return open_checkpoint(source, key) if isinstance(source, str | Path) else Checkpoint(source, key=key)
+
+
+def _wanted(checkpoint: Checkpoint, names: Mapping[str, str], patterns: Sequence[str]) -> WeightSpec:
+    """The tensors of the first network, which are then expected."""
+    return WeightSpec(replace(checkpoint.spec[stored], name=name) for name, stored in names.items()).select(patterns)
+
+
 def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
     """Whether a tensor that a checkpoint skips could be a weight; counters, indices and what is no tensor are none."""
     if why.startswith("outside") or why.endswith("no tensor"):
         return False
     try:
-        return checkpoint.dtype(name) not in _BUFFERS
+        return checkpoint.dtype(name) not in _BUFFERS or name.endswith(("weight", "bias"))
     except DataError:
         return True
-
-
-def _read(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec, out: np.ndarray) -> None:
-    for tensor in spec:
-        checkpoint.read_into(names[tensor.name], out[spec.slices[tensor.name]])
 
 
 def _metric(name: str) -> str:
@@ -455,7 +437,6 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
-_MOST_NAMING = 2**31  # bytes of a file that names others, protobuf's limit
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
@@ -477,6 +458,8 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
     found: list[tuple[Any, dict[str, float]]] = []
     hub: dict[str, list[str]] = {}
     for text in texts:
+        if not text:
+            raise UsageError("SOURCE: expected a path, a pattern or hf://org/name, found an empty text")
         if text.startswith(_HUB):
             for address in _braces(text):
                 hub.setdefault(address.partition("@")[0], []).append(address)

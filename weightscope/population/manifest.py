@@ -46,6 +46,8 @@ class Import:
     rename: tuple[str, ...] = ()  # "OLD=NEW" beginnings of tensor names
     network: str = ""  # "package.module:function" that builds the network
     recipe: Recipe | None = None  # in place of `network`
+    key: str | None = None  # of the dictionary of weights in files that have several
+    config: dict[str, Any] = field(default_factory=dict)  # what all networks' config.json have in common
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON types."""
@@ -112,7 +114,7 @@ class Manifest:
     def fingerprint(self) -> str:
         """16 hex digits of what a network's bits depend on: recipe without N, or how it was imported; spec, inputs."""
         if isinstance(self.made, Import):
-            values = replace(self.made, sources=()).to_dict()
+            values = replace(self.made, sources=(), config={}).to_dict()
         else:
             values = self.made.to_dict()
             del values["population"]["networks"]
@@ -218,7 +220,9 @@ def _made(values: Any) -> Recipe | Import:
     for source in (source for each in sources for source in each if by_reference):
         if not _REFERENCE.fullmatch(source):
             raise ValueError(f"import.sources: expected an absolute path or hf://NAME@COMMIT, found {source!r}")
-    return Import(tile, sources, snapshots, by_reference, rename, str(found["network"]), recipe)
+    key = found["key"] and str(found["key"])
+    network, config = str(found["network"]), dict(found["config"])
+    return Import(tile, sources, snapshots, by_reference, rename, network, recipe, key, config)
 
 
 def _stated(manifest: Manifest) -> int:

@@ -14,15 +14,18 @@ from weightscope._util import plugins
 from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.trust import CannotRun, trusting
-from weightscope.errors import DataError, SpecError, UsageError
+from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
+from weightscope.population.manifest import Import
 from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
 if TYPE_CHECKING:
     import torch
+
+    from weightscope.checkpoint import Checkpoint
 
 _PER_EPOCH = "_per_epoch"
 _BLOCK_BYTES = 32 * 2**20
@@ -92,10 +95,10 @@ class Population(Result):
             trust: run the code that `network` names by a text (docs/what-runs-when.md).
             options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
-                names, each `"OLD=NEW"`, such as `"module.="`; `snapshots`, the moments to keep of mappings, by default
-                those of the first; `by_reference`, keep paths and digests only, and read weights from there, which are
-                then not searched for NaN; `skip_unfit`, leave out networks that do not fit, with a warning; `progress`,
-                show a bar if stderr is a terminal.
+                names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
+                that hold several; `snapshots`, the moments to keep of mappings, by default those of the first;
+                `by_reference`, keep paths and digests only, and read weights from there; `skip_unfit`, leave out
+                networks that do not fit, with a warning; `progress`, show a bar if stderr is a terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.
@@ -371,7 +374,10 @@ class Population(Result):
     def _tensors(self, k: int) -> "dict[str, torch.Tensor]":
         import torch
 
-        return {name: torch.from_numpy(value) for name, value in self.spec.unpack(self.vector(k)).items()}
+        found = self.spec.unpack(self.vector(k)).items()
+        out = _StateDict((name, torch.from_numpy(value)) for name, value in found)
+        out.config = self.manifest.imported.config if self.manifest.imported else {}
+        return out
 
     def provenance(self) -> dict[str, int]:
         """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
@@ -464,32 +470,37 @@ class Population(Result):
 
     def _read_sources(self, tile: int, rows: slice, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
         """The tensors of `sub` of the networks in some rows of a tile, from where they are."""
-        from weightscope.population.importing import read_source
-
         imported, which = self.manifest.imported, 0 if self._moment is None else 1 + self._moment
         if imported is None or not imported.sources:
             raise DataError(f"{self.path}: its import is not finished; {self.manifest.again}")
         slots = range(*rows.indices(self._rows[tile]))
         for slot, digest, row in zip(slots, digests[:, which], out, strict=True):
             source = imported.sources[tile * self.manifest.tile + slot][which]
-            self._check_source(source, digest.tobytes())
-            read_source(source, imported.rename, sub, row)
+            checkpoint, names = self._checked(imported, source, digest.tobytes())
+            checkpoint.read_into((names[name] for name in sub.names), row)
 
-    def _check_source(self, source: str, expected: bytes) -> None:
-        """Compare a source that is read by reference with its digest, once while its files stay the same."""
-        from weightscope.population.importing import digest_of, files_of
+    def _checked(self, imported: Import, source: str, expected: bytes) -> "tuple[Checkpoint, dict[str, str]]":
+        """A source that is read by reference, compared with its digest once while its files stay the same."""
+        from weightscope.checkpoint import open_checkpoint
+        from weightscope.population.importing import commit_digest, digest_of, names_in
 
         try:
-            found = [file.stat() for file in files_of(source)]
-        except OSError as error:
-            raise DataError(f"{self.path}: {source} cannot be read: {error.strerror or error}; restore it") from error
-        signature = [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
-        if self._unchanged.get(source) != signature and digest_of(source) != expected:
+            checkpoint = open_checkpoint(source, imported.key)
+            names, commit, why = names_in(checkpoint, imported.rename), checkpoint.commit, ""
+            if self._unchanged.get(source) != checkpoint.signature:
+                found = commit_digest(commit) if commit else digest_of(checkpoint, names, self.spec)[0]
+                why = "" if found == expected else "its weights differ"
+        except WeightscopeError as error:
+            if source.startswith("hf://"):
+                raise
+            why = str(error)
+        if why:
             raise DataError(
-                f"{self.path}: {source} is not what it was when it was imported; restore it, or import it into another "
-                "folder"
+                f"{self.path}: {source} is not what it was when it was imported ({why}); restore it, or import it into "
+                "another folder"
             )
-        self._unchanged[source] = signature
+        self._unchanged[source] = checkpoint.signature
+        return checkpoint, names
 
     def check_sources(self) -> list[tuple[str, str]]:
         """Each source that is read by reference, and what is wrong with its digest; empty if nothing is."""
@@ -505,11 +516,17 @@ class Population(Result):
                 (s, d) for each in zip(named, digests, strict=True) for s, d in zip(*each, strict=True)
             ):
                 try:
-                    self._check_source(source, digest.tobytes())
+                    self._checked(imported, source, digest.tobytes())
                     out.append((source, ""))
                 except DataError as error:
                     out.append((source, str(error)))
         return out
+
+
+class _StateDict(dict[str, Any]):
+    """Tensors by name, with the `config` of their network."""
+
+    config: dict[str, Any]
 
 
 def population_in(folder: str | Path | Population, *, partial: bool = False) -> Population:

@@ -28,6 +28,8 @@ from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.multiplicity import holm
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
+_CENTRE = 64  # networks whose median is taken
+
 
 class _Averages:
     """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
@@ -119,16 +121,17 @@ class TypeCovariance:
     samples: int  # N d_S; N - 1 for the empty type, whose mean is estimated
     covariance: np.ndarray  # (C, C), divisor `samples`
     mean: np.ndarray  # (C,), of the empty type; zero for the others, where invariance makes it zero
-    # (C, C) standard errors of the correlations of views with one copy, from how much networks differ; NaN for views
-    # of several copies, and with fewer than 3 networks
+    # (C, C) standard errors of `correlation()` for views with one copy: those of `own`, times the square root of what
+    # networks of different scale add; NaN as there
     errors: np.ndarray
     networks: int  # N
-    # (2, C, C): of the correlations of views with one copy in each network alone, about what `covariance` is about, the
-    # mean over networks and its standard error, NaN as above; None where networks are not compared. Networks that
-    # differ in scale count alike
+    # (2, C, C): of the correlations of views with one copy in each network alone, about the means over networks, the
+    # mean and its standard error over networks; NaN for views of several copies, and with fewer than 3 networks; None
+    # where networks are not compared. Networks that differ in scale count alike
     own: np.ndarray | None = None
-    # (V, V) for each pair of views: N sum of T_a T_b / (sum of T_a sum of T_b) over networks, T the trace of a view's
-    # Gram matrix. That many times the variance of a correlation is that of networks of equal scale, where 1
+    # (V, V) for each pair of views: n sum of T_a T_b / (sum of T_a sum of T_b) over the n units of all networks, T the
+    # sum of a unit's squares over copies. That many times the variance of a correlation is that of units of equal
+    # scale, where it is 1 (White 1980)
     inflation: np.ndarray | None = None
 
     def correlation(self) -> np.ndarray:
@@ -141,8 +144,9 @@ class TypeCovariance:
 class ExchangeableMoments:
     """Streaming second moments of all types: update with blocks of networks, read the covariances.
 
-    The cost is O(N D) plus N d_S C^2 for each type; no D x D matrix is ever formed. A constant for each copy (its mean
-    in the first block) is subtracted before squaring, so that float64 sums lose nothing.
+    The cost is O(N D) plus N d_S C^2 for each type; no D x D matrix is ever formed. The median of each entry in the
+    first networks is subtracted before squaring, so that float64 sums lose nothing, and what all networks share enters
+    neither correlations nor their errors.
 
     Args:
         spec: of the D columns of the blocks.
@@ -176,18 +180,14 @@ class ExchangeableMoments:
             key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
             for key, kind in self._types.items()
         }
-        # With G a network's Gram matrix of single copies, sums over networks of G_ab^2, G_ab G_aa, G_aa G_bb.
-        self._squares = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
-        # of the correlations in single networks, their sums and those of their squares
-        self._own = {key: np.zeros((2, *squares.shape[1:])) for key, squares in self._squares.items()}
+        # of the correlations of single copies in single networks, their sums and those of their squares
+        self._own = {key: np.zeros((2, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
         self._units: dict[tuple[str, ...], np.ndarray] = {}  # as `_sums`, of single copies, each scaled to length one
-        # of the views' traces, sums over networks of T_a T_b (V, V), and of T_a in the last row
-        self._traces = {key: np.zeros((len(kind.views) + 1, len(kind.views))) for key, kind in self._types.items()}
+        # sums of T_a T_b (V, V), and of T_a in the last row, over networks and over their units; see `inflation`
+        shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
+        self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
-        self._shift: dict[str, np.ndarray] = {}  # view -> (copies,)
-        # view -> its entries in the first network, and whether each copy differs from them in another network
-        self._first: dict[str, np.ndarray] = {}
-        self._varies = {view.name: np.zeros(view.copies, dtype=bool) for view in permutations.views}
+        self._centre = np.empty(0)  # (D,), the median of the first networks, which is subtracted
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
         """Take up networks (n, D)."""
@@ -196,11 +196,13 @@ class ExchangeableMoments:
             return self
         if not finite_rows(block).all():
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
-        tensors = self.spec.unpack(block)
+        tensors = self.spec.unpack(block)  # views of the block
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
-        self._compare(views)
-        self._subtract_shift(views)
         self.index.update(views)
+        if not self.n:
+            self._centre = np.median(block[:_CENTRE], axis=0)  # unlike the mean not that of a few large networks
+        block -= self._centre
+        views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
         averages = _Averages(views)
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
@@ -222,39 +224,19 @@ class ExchangeableMoments:
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
                     inverse = _inverse_lengths(grams)
                     units = np.einsum("npc,nc->pc", single, inverse).reshape(*joined.shape[1:-1], single.shape[-1])
-                    squares = np.einsum("npc,npc->nc", parts, parts)
-                    traces = np.add.reduceat(squares, [kind.slices[v.name].start for v in kind.views], axis=1)  # (n, V)
+                    starts = [kind.slices[v.name].start for v in kind.views]
+                    each = np.add.reduceat(np.square(parts), starts, axis=2)  # (n, places, V)
+                    traces = each.sum(axis=1)
+                    self._traces[key][1] += _moments_of(each.reshape(-1, len(starts)))
             self._products[key] += products
             self._sums[key] = self._sums.get(key, 0.0) + sums
             if key:
-                own = grams.diagonal(axis1=1, axis2=2)  # (n, C1)
-                mixed = np.einsum("nab,na->ab", grams, own)
-                self._squares[key] += np.einsum("nab,nab->ab", grams, grams), mixed, own.T @ own
-                alone = grams * inverse[:, :, None] * inverse[:, None, :]
-                self._own[key] += alone.sum(axis=0), np.square(alone).sum(axis=0)
+                own = grams * inverse[:, :, None] * inverse[:, None, :]
+                self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0)
                 self._units[key] = self._units.get(key, 0.0) + units
-                self._traces[key] += np.concatenate([traces.T @ traces, traces.sum(axis=0, keepdims=True)])
+                self._traces[key][0] += _moments_of(traces)
         self.n += len(block)
         return self
-
-    def _compare(self, views: Mapping[str, np.ndarray]) -> None:
-        """Find copies that are not the same in all networks."""
-        for view in self.permutations.views:
-            array = views[view.name]
-            first = self._first.setdefault(view.name, array[0].copy())
-            if not self._varies[view.name].all():
-                away = tuple(i for i, axis in enumerate(view.axes, 1) if axis is not None)
-                self._varies[view.name] |= (array != first).any(axis=(0, *away)).reshape(-1)
-
-    def _subtract_shift(self, views: dict[str, np.ndarray]) -> None:
-        """Subtract in place a constant for each copy: its mean in the first block, unless it is small."""
-        for view in self.permutations.views:
-            array = views[view.name]
-            if view.name not in self._shift:
-                self._shift[view.name] = _shift(array, view)
-            if self._shift[view.name].any():
-                fixed = [1 if axis is not None else n for axis, n in zip(view.axes, view.shape, strict=True)]
-                array -= self._shift[view.name].reshape(fixed)
 
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
         """One for each type, from the means of everything upwards.
@@ -268,26 +250,29 @@ class ExchangeableMoments:
         if self.n < least:
             raise DataError(f"expected at least {least} networks for covariances about {about}, found {self.n}")
         out = []
-        for key, kind in self._types.items():
-            mean, samples = np.zeros(kind.copies), self.n * kind.dimension
-            matrix = products = self._products[key]
-            if about == "networks" or not key:
-                unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-                flat = centred(self._sums[key], unsigned).reshape(-1, kind.copies)
-                matrix, samples = products - flat.T @ flat / self.n, (self.n - 1) * kind.dimension
-                if self.n > 1:
-                    varies = np.concatenate([self._varies[view.name] for view in kind.views])
-                    matrix = np.where(np.outer(varies, varies), matrix, 0.0)
-            if not key:
-                origin = [self._shift[view.name] * sqrt(_away(view, ())) for view in kind.views]
-                mean = self._sums[key] / self.n + np.concatenate(origin)
+        centres = invariant_parts(self._centre[None], self.spec, self.permutations)
+        for (key, kind), centre in zip(self._types.items(), centres, strict=True):
+            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
+            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], unsigned), centre))
+            samples = (self.n - (about == "networks")) * kind.dimension
+            matrix = self._products[key] - sums.T @ sums / self.n
+            mean = sums / self.n + centre
+            if about == "zero" and key:
+                matrix += self.n * mean.T @ mean
+            elif not key:
+                samples = self.n - 1
             matrix = (matrix + matrix.T) / 2 / max(samples, 1)
-            errors = self._errors(key, products, matrix * samples)
-            own = self._alone(key, about == "networks")
-            out.append(TypeCovariance(kind, samples, matrix, mean, errors, self.n, own, self._inflation(key)))
+            own = self._alone(key)
+            traces = self._traces[key]
+            networks = _inflation(traces[0], self.n)
+            units = _inflation(traces[1], self.n * kind.places) if traces[1].any() else networks
+            sizes = [view.copies for view in kind.views]
+            errors = own[1] * np.sqrt(networks).repeat(sizes, axis=0).repeat(sizes, axis=1)
+            means = np.zeros(kind.copies) if key else mean[0]
+            out.append(TypeCovariance(kind, samples, matrix, means, errors, self.n, own, units))
         return tuple(out)
 
-    def _alone(self, key: tuple[str, ...], about_means: bool) -> np.ndarray:
+    def _alone(self, key: tuple[str, ...]) -> np.ndarray:
         """Mean and standard error over networks of the correlations in each of them, copies scaled to length one.
 
         Of independent copies with different means over networks, the error is at least the true one.
@@ -297,47 +282,25 @@ class ExchangeableMoments:
         if self.n >= 3 and key:
             mean, squares = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
-            if about_means:
-                unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-                flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
-                means = flat.T @ flat
-                left = np.maximum(1 - means.diagonal(), 1e-12)
-                scale = np.sqrt(np.outer(left, left))
-                mean, spread = (mean - means) / scale, spread / np.sqrt(scale)
-            out[np.ix_(np.arange(2), np.flatnonzero(single), np.flatnonzero(single))] = mean, spread
+            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
+            flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
+            means = flat.T @ flat
+            left = np.maximum(1 - means.diagonal(), 1e-12)
+            scale = np.sqrt(np.outer(left, left))
+            values = np.stack([(mean - means) / scale, spread / np.sqrt(scale)])
+            out[:, np.outer(single, single)] = values.reshape(2, -1)
         return out
 
-    def _inflation(self, key: tuple[str, ...]) -> np.ndarray:
-        """What networks of different scale add to the variance of correlations."""
-        products, totals = self._traces[key][:-1], self._traces[key][-1]
-        scale = np.outer(totals, totals)
-        return np.divide(self.n * products, scale, out=np.ones_like(scale), where=scale > 0)
 
-    def _errors(self, key: tuple[str, ...], total: np.ndarray, centred_total: np.ndarray) -> np.ndarray:
-        """Delta method for r = sum G_ab / sqrt(sum G_aa sum G_bb), with networks as the independent units.
+def _moments_of(traces: np.ndarray) -> np.ndarray:
+    """Sums of T_a T_b, and of T_a in the last row, (V + 1, V), of traces (n, V)."""
+    return np.concatenate([traces.T @ traces, traces.sum(axis=0, keepdims=True)])
 
-        What the covariance subtracts for the mean over networks is subtracted from G, in equal parts of all networks.
-        """
-        single = self._single[key]
-        out = np.full(total.shape, np.nan)
-        if self.n < 3 or not key:
-            return out
-        uncentred, sums = (x[np.ix_(single, single)] for x in (total, centred_total))
-        part = (uncentred - sums) / self.n
-        own, before = sums.diagonal(), uncentred.diagonal()
-        scale = np.sqrt(np.outer(own, own))
-        squares, mixed, pairs = self._squares[key]
-        away = part.diagonal()
-        squares = squares - 2 * part * uncentred + self.n * part**2
-        mixed = mixed - part * before[:, None] - uncentred * away[:, None] + self.n * part * away[:, None]
-        pairs = pairs - np.outer(away, before) - np.outer(before, away) + self.n * np.outer(away, away)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            r, share = sums / scale, mixed / own[:, None]
-            spread = pairs.diagonal() / own**2
-            variance = squares / scale**2 - r * (share + share.T) / scale
-            variance += r**2 / 4 * (spread[:, None] + spread + 2 * pairs / scale**2)
-        out[np.ix_(single, single)] = np.sqrt(np.maximum(variance, 0) * self.n / (self.n - 1))
-        return out
+
+def _inflation(moments: np.ndarray, n: int) -> np.ndarray:
+    """N sum of T_a T_b / (sum of T_a sum of T_b), (V, V), and 1 where a sum is zero."""
+    scale = np.outer(moments[-1], moments[-1])
+    return np.divide(n * moments[:-1], scale, out=np.ones_like(scale), where=moments[:-1] > 0)
 
 
 def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:
@@ -378,14 +341,6 @@ def _away(view: View, keep: tuple[str, ...]) -> int:
     return prod(n for n, axis in zip(view.shape, view.axes, strict=True) if axis is not None and axis not in keep)
 
 
-def _shift(array: np.ndarray, view: View) -> np.ndarray:
-    """(copies,): the mean of each copy over networks and permuted axes; zeros if none exceeds its deviation."""
-    axes = (0, *(i + 1 for i, axis in enumerate(view.axes) if axis is not None))
-    mean = array.mean(axis=axes).reshape(-1)
-    squares = np.square(array).mean(axis=axes).reshape(-1)
-    return mean if (2 * mean**2 > squares).any() and not any(map(is_signed, view.labels)) else np.zeros_like(mean)
-
-
 @dataclass(frozen=True)
 class Pair:
     """Two views that share a type, and how they go together."""
@@ -409,18 +364,17 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     means over networks, so that networks of different scale count alike, with its standard error compared with
     Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
     sqrt(samples). Several copies: the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda;
-    samples are divided by the type's design effect, the median squared ratio of the two standard errors of its single
-    copies, or by what the networks' different scales do to the variance of the two views' correlations, where either
-    exceeds one. Its interval inverts the noncentral chi-squared distribution of the same statistic.
+    samples are divided by what units of different scale do to the variance of the two views' correlations
+    (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared distribution
+    of the same statistic.
     """
     out = []
     for found in covariances:
         if not found.kind.groups:
             continue
-        effect = max(1.0, design_effect(found))
         blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
         # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
-        testable = [name for name, part in blocks.items() if part.stop - part.start < found.samples / effect - 3]
+        testable = [name for name, part in blocks.items() if part.stop - part.start < found.samples - 3]
         places = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
         for a, b in combinations(testable, 2):
@@ -428,9 +382,8 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
             if block.size == 1:
                 pair = _single(found, blocks[a].start, blocks[b].start)
             else:
-                scales = 1.0 if found.inflation is None else float(found.inflation[places[a], places[b]])
-                samples = found.samples / max(effect, scales)
-                pair = _canonical(block, white[a], white[b], samples)
+                effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[places[a], places[b]]))
+                pair = _canonical(block, white[a], white[b], found.samples / effect)
             if pair is not None:
                 correlation, interval, z, p = pair
                 out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
@@ -439,13 +392,9 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
 
 
 def design_effect(found: TypeCovariance) -> float:
-    """The median squared ratio of standard errors over networks to those of independent samples; 1 where unknown."""
-    squares = found.correlation() ** 2
-    known = np.triu(np.isfinite(found.errors) & (squares < 1 - 1e-12), 1)  # copies that are equal have errors 0 and 0
-    if not known.any():
-        return 1.0
-    independent = (1 - squares[known]) / sqrt(max(found.samples, 1))
-    return float(np.median((found.errors[known] / independent) ** 2))
+    """The median over pairs of views of what units of different scale do to the variance of their correlation; >= 1."""
+    pairs = np.empty(0) if found.inflation is None else found.inflation[np.triu_indices(len(found.inflation), 1)]
+    return max(1.0, float(np.median(pairs))) if len(pairs) else 1.0
 
 
 _Tested = tuple[float, tuple[float, float], float, float]

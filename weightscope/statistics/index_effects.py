@@ -62,7 +62,8 @@ class IndexEffects:
     64th are renumbered as one, which is as exact, so memory does not depend on N. P-values are sequential (Besag and
     Clifford 1991, "Sequential Monte Carlo p-values").
 
-    Units that must stay where they are, or whose heads are not known, are only tried for signs.
+    Units that must stay where they are, or whose heads are not known, are only tried for signs. What is the same in all
+    networks (fixed positions) is no sample and is not tested.
 
     Source: Fisher's randomisation test; Holm 1979 over groups.
     """
@@ -70,6 +71,8 @@ class IndexEffects:
     def __init__(self, permutations: PermutationSpec) -> None:
         self.permutations, self.n = permutations, 0
         self._sums: dict[str, dict[tuple[str, str, bool], np.ndarray]] = {group: {} for group in permutations.sizes}
+        self._first: dict[tuple[str, ...], np.ndarray] = {}  # values of the first network
+        self._varying: set[tuple[str, ...]] = set()
 
     def update(self, views: Mapping[str, np.ndarray]) -> None:
         """Take up networks: view name -> (n, *shape)."""
@@ -95,6 +98,9 @@ class IndexEffects:
                 for key, values in (("mean", is_signed(label)), mean), (("variance", False), spread):
                     sums = kept.setdefault((view.name, *key), np.zeros((_BUNDLES, *values.shape[1:])))
                     np.add.at(sums, bundle, values)
+                    first = self._first.setdefault((label, view.name, key[0]), values[0])
+                    if not np.allclose(values, first, rtol=1e-9, atol=0):
+                        self._varying.add((bare(label), view.name, key[0]))
 
     def effects(self, seed: int = 0) -> tuple[IndexEffect, ...]:
         """One for each group that could be tested, in the specification's order; none with a single network."""
@@ -108,7 +114,8 @@ class IndexEffects:
 
     def _tested(self, group: str, bundles: int, rounds: int, rng: np.random.Generator) -> IndexEffect | None:
         stays = self.permutations.stays(group)
-        sums = {key: x[:bundles] for key, x in self._sums[group].items() if x.any() and (key[2] or not stays)}
+        tested = [k for k in self._sums[group] if (group, *k[:2]) in self._varying and (k[2] or not stays)]
+        sums = {key: x[:bundles] for key in tested if (x := self._sums[group][key]).any()}
         if not sums:
             return None
         keys = sorted(sums, key=lambda key: key[2])  # those that change sign last
