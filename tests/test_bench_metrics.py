@@ -500,7 +500,7 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
     with pytest.raises(UsageError, match="expected rows at two lengths or more, found 1"):
         plots.accuracy_by_length({1: result.arms})
     with pytest.raises(UsageError, match="`default` occurs twice at 2x"):
-        plots.accuracy_by_length({1: result.arms, 2: result.arms * 2})
+        plots.accuracy_by_length({1: result.arms, 2: [*result.arms, dict(result.arms[0])]})
 
 
 # A benchmark of a task with other metrics

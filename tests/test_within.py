@@ -502,7 +502,7 @@ def test_pages_refuse_what_they_cannot_draw(page, panels, match):
 
 def test_filters_are_drawn_at_their_places():
     filters = np.arange(3 * 4, dtype=float).reshape(3, 1, 2, 2) - 5
-    image = plots.filter_page([[plots.Panel(filters, "a")]], columns=2).axes[0].images[0].get_array()
+    image = plots.filter_page([[plots.Panel(filters, "a")]]).axes[0].images[0].get_array()
     assert image.shape == (2 * 9 + 1, 2 * 9 + 1)
     for index, (y, x) in enumerate(((0, 0), (0, 1), (1, 0))):
         tile = image[9 * y + 1 : 9 * y + 9, 9 * x + 1 : 9 * x + 9]

@@ -148,15 +148,13 @@ def filter_page(
     rows: Sequence[Sequence[Panel | None]],
     *,
     row_labels: Sequence[str] = (),
-    columns: int | None = None,
     note: str = "",
     title: str | None = None,
 ) -> Figure:
     """Filters, layer by layer (thesis, Fig. 2.4-2.6), on colour scales centred at zero.
 
     The filters of a panel share one scale, which holds 98 % of their weights and is printed below it. Three channels
-    are drawn as colours, each filter on its own scale; other numbers of channels are summed. None leaves a gap;
-    `columns` is the number of filters per row of a panel, roughly a square if None.
+    are drawn as colours, each filter on its own scale; other numbers of channels are summed. None leaves a gap.
 
     Example:
         >>> save(filter_page([[Panel(filters[:, None], "layer 0")]]), "filters.png")
@@ -167,7 +165,7 @@ def filter_page(
         if array.ndim != 4 or 0 in array.shape:
             raise DataError(f"filter page: expected filters (m, c, kh, kw), found {array.shape}")
         array = np.where(np.isfinite(array).all(axis=(1, 2, 3), keepdims=True), array, 0.0)
-        colour, across = array.shape[1] == 3, min(columns or math.ceil(math.sqrt(len(array))), len(array))
+        colour, across = array.shape[1] == 3, math.ceil(math.sqrt(len(array)))
         array = np.moveaxis(_normalised(array), 1, -1) if colour else array.sum(axis=1)
         around = [(1, 1), (1, 1)] + [(0, 0)] * colour
         picture = np.pad(mosaic(array, across, fine=_FINE), around, constant_values=np.nan)
