@@ -468,8 +468,7 @@ def test_a_real_checkpoint_read_lazily():
 
 
 def test_tied_layers_are_one_part():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.ModuleList([layer, layer])
+    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)] * 2)
     assert len(anatomy.attention(model)) == len(anatomy.mlps(model)) == 1
 
 

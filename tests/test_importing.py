@@ -1,11 +1,6 @@
 """Networks that were trained elsewhere, imported into a population."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -250,24 +245,6 @@ def test_a_killed_import_is_resumed(tmp_path, monkeypatch):
         for tile in range(6):
             first, second = (shards.shard_file(p.path, tile).read_bytes() for p in (whole, again))
             assert first == second
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_leaves_what_the_same_command_completes(tmp_path):
-    found = states(1) * 1500
-    for k, state in enumerate(found):
-        torch.save(state | {"second.bias": torch.full((4,), float(k))}, tmp_path / f"{k:04}.pt")
-    command = [sys.executable, "-m", "weightscope", "import", f"{tmp_path}/*.pt", "-o", str(tmp_path / "zoo.pop")]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while time.monotonic() < end and not list(tmp_path.glob("zoo.pop/shards/*.h5")) and process.poll() is None:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    partial = Population(tmp_path / "zoo.pop", partial=True)
-    assert 0 < len(partial) < 1500
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
-    assert Population(tmp_path / "zoo.pop").weights("second.bias")[:, 0].tolist() == [*range(1500)]
 
 
 def test_imported_networks_have_the_covariances_of_the_same_networks_collected(tmp_path):

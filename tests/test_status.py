@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from weightscope import training
 from weightscope.cli import cli
-from weightscope.errors import Resumable, UsageError
+from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import Population
 from weightscope.training.collection import collect
 from weightscope.training.status import RUNNING, status
@@ -127,6 +127,14 @@ def test_the_command(folder, tmp_path):
     assert values["hours_left"] is None
     with pytest.raises(UsageError, match="expected a population's folder"):
         status(tmp_path / "elsewhere")
+    (bench / "broken.pop").mkdir()
+    (bench / "broken.pop" / "population.json").write_text("{")
+    again = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch"])
+    assert again.exit_code == 0, again.output
+    assert "broken.pop/population.json: damaged, expected JSON" in again.output
+    assert "20 of 20 networks" in again.output
+    with pytest.raises(DataError, match="damaged"):
+        status(bench / "broken.pop")
 
 
 def test_interrupted_runs_leave_no_mark(tmp_path, monkeypatch):

@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
                 out[at:end] = self._read(name, wide=True).numpy().reshape(-1)
             at = end
         for file, start, first, end in runs:
-            file.part(start, start + 4 * (end - first)).read_into(out[first:end].view(np.uint8).data, start)
+            file.read_into(out[first:end].view(np.uint8).data, start)
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights

@@ -2,14 +2,7 @@
 
 A file in huggingface_hub's cache is read there. Configurations, indices and pickles are downloaded into it, and
 compared with the hash that the hub states. Of a safetensors file only the byte ranges asked for are fetched, into a
-cache of their own, for which huggingface_hub has none: `$WEIGHTSCOPE_CACHE`, by default `weightscope` in `$HF_HOME`.
-
-    ROOT/ENDPOINT/ORG--NAME/refs/HASH.json          revision -> commit, or commit -> names of its files
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.json        size of a file
-    ROOT/ENDPOINT/ORG--NAME/COMMIT/HASH.START-STOP  bytes of the file, then their SHA-256 (32 bytes)
-
-HASH is the first 24 digits of the SHA-256 of the file's or the revision's name, so that no server chooses a path. A
-range is compared with its SHA-256 whenever it is used, and a whole download with the hub's hash (see `verify`).
+cache of their own, for which huggingface_hub has none, under names that no server chooses (docs/file-formats.md).
 Everything under a commit is immutable: nothing expires.
 """
 
@@ -36,13 +29,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    build_hf_headers,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-)
+from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
 from weightscope._version import __version__
@@ -61,6 +48,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_FILE = 2**50
 _MAX_NOTE = 100 << 20
 _PIECE = 1 << 20
+_RANGE = 16 << 20  # bytes of a request, at most: what is fetched again after a failure
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _ADVICE = {
     401: "it is private, gated, or does not exist: check the name, or set HF_TOKEN to a token that may read it",
@@ -118,27 +106,15 @@ def upload(address: str, files: Mapping[str, bytes], *, private: bool = False, u
     api = HfApi(constants.ENDPOINT, user_agent=USER_AGENT)
     changes = [CommitOperationAdd(name, content) for name, content in files.items()]
     message, there = f"weightscope {__version__}", ""
-    with _without_bars():
-        try:
-            _tried(address, lambda: api.create_repo(repository, private=private, exist_ok=update), _WRITE_ADVICE)
-            there = "" if update else "; the repository is there now, so that the next try needs --update"
-            _tried(address, lambda: api.create_commit(repository, changes, commit_message=message), _WRITE_ADVICE)
-        except (ValueError, TypeError, KeyError) as error:  # hostile or broken
-            raise DataError(f"{address}: cannot read the hub's answer: {ascii(str(error))[:100]}{there}") from error
-        except DataError as error:
-            raise DataError(f"{error}{there}") from error
-    return address
-
-
-@contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    shown = not are_progress_bars_disabled()
-    disable_progress_bars()
     try:
-        yield
-    finally:
-        if shown:
-            enable_progress_bars()
+        _tried(address, lambda: api.create_repo(repository, private=private, exist_ok=update), _WRITE_ADVICE)
+        there = "" if update else "; the repository is there now, so that the next try needs --update"
+        _tried(address, lambda: api.create_commit(repository, changes, commit_message=message), _WRITE_ADVICE)
+    except (ValueError, TypeError, KeyError) as error:  # hostile or broken
+        raise DataError(f"{address}: cannot read the hub's answer: {ascii(str(error))[:100]}{there}") from error
+    except DataError as error:
+        raise DataError(f"{error}{there}") from error
+    return address
 
 
 def _parsed(address: str) -> tuple[str, str]:
@@ -174,8 +150,7 @@ class HubFolder(Folder):
         return self._names
 
     def open(self, name: str, parts: bool = True) -> "LocalFile | HubFile":
-        path = try_to_load_from_cache(self.repository, name, revision=self.commit)
-        if parts and not isinstance(path, str):
+        if parts and not isinstance(try_to_load_from_cache(self.repository, name, revision=self.commit), str):
             return self._ranged.setdefault(name, HubFile(self, name))
         return LocalFile(self.whole(name), f"{self.where}: {name}")
 
@@ -240,11 +215,10 @@ class HubFolder(Folder):
     def _resolve(self, revision: str) -> tuple[str, list[str]]:
         """The commit, and the plain names of its files; others, in subfolders, are other models."""
         commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
+        cached = None
         if isinstance(commit, str) and _COMMIT.fullmatch(commit):
             listed = self.note("refs", f"{commit}:listing")
             cached = (commit, listed) if isinstance(listed, list) and all(map(plain, listed)) else None
-        else:
-            cached = None
         if cached is not None and revision == commit:
             return cached
         cached = cached or self._snapshot(revision)
@@ -290,7 +264,13 @@ class HubFile:
         size = folder.note(folder.commit, name)
         self.size: int = size if isinstance(size, int) and size >= 0 else self._stated_size()
 
-    def part(self, start: int, stop: int) -> LocalFile:
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        for first in range(0, len(buffer), _RANGE):
+            piece = buffer[first : first + _RANGE]
+            self._range(start + first, start + first + len(piece)).read_into(piece, start + first)
+
+    def _range(self, start: int, stop: int) -> LocalFile:
+        """These bytes in the cache, fetched if they are not there."""
         file = self._cached(start, stop)
         if file is None:
             if not 0 <= start < stop <= self.size:

@@ -12,10 +12,7 @@ there is no C compiler.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,7 +26,6 @@ from weightscope.training.kernels.build import library
 Pair = tuple[Tensor, Tensor]  # weight and bias
 Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
 Kernels = Literal["torch", "c", "inductor"]
-Observer = Callable[[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], None]
 
 
 def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
@@ -41,31 +37,6 @@ def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., 
     return compiled
 
 
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Within the block, each call that names C calls `observer(function, arguments, options)`; torch computes it."""
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
-
-
-def _observable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(function)
-    def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
-        if kernels == "c" and (observer := _observer.get()) is not None:
-            observer(function, args, options)
-            kernels = "torch"
-        return function(*args, kernels=kernels, **options)
-
-    return call
-
-
-@_observable
 def depthwise_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -82,7 +53,6 @@ def depthwise_conv2d(
     return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
-@_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
     _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
@@ -92,7 +62,6 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
     return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
 
 
-@_observable
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
     """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
     for filters, norm, fc1, fc2 in blocks:
@@ -110,7 +79,6 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
     return x
 
 
-@_observable
 def convmixer_mixing(
     x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -125,7 +93,6 @@ def convmixer_mixing(
     return gelu_batch_norm(inner, pair, eps, x.reshape(inner.shape), kernels="torch").view_as(x)
 
 
-@_observable
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     _check_norm(x, norm)
@@ -134,7 +101,6 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
     return pytorch.normalise(x, norm, 1, eps)
 
 
-@_observable
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
     """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions."""
     _check_norm(x, norm, more)
@@ -144,7 +110,6 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
     return y if more is None else y + more
 
 
-@_observable
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
     """`softmax(q^T k / sqrt(d)) v` of each head and image."""
     _require(qkv.ndim == 6 and qkv.shape[1] == 3, "queries, keys and values (T, 3, H, d, N, B)", qkv)
