@@ -75,6 +75,7 @@ def depth_curves(
             theme.log_ticks(ax.yaxis, low, high)
         if statistic.linear is not None:
             ax.set_yscale("symlog", linthresh=statistic.linear)
+            ax.margins(y=0.08)
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(axis)
@@ -159,13 +160,12 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
                 curve.errors[key] = np.array([v.std(ddof=1) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values])
             sizes += [float(np.nanmedian(np.abs(curve.values[key])))] if found else []
         apart = len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes)
-        even, linear = (
-            (0.0, 10.0 ** math.floor(math.log10(min(sizes))) if apart else None) if quantity == "beta" else (None, None)
-        )
+        even = linear = None
+        if quantity == "beta":
+            even, linear = 0.0, 10.0 ** math.floor(math.log10(min(sizes))) if apart else None
         statistics.append(Statistic(key, key, even, log=apart and quantity == "alpha", linear=linear))
-    return depth_curves(
-        curves, statistics, axis="layer" if same else "depth (first layer 0, last layer 1)", title=title
-    )
+    axis = "layer" if same else "depth (first layer 0, last layer 1)"
+    return depth_curves(curves, statistics, axis=axis, title=title)
 
 
 @theme.themed()
