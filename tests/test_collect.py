@@ -108,11 +108,13 @@ def test_one_shard_at_a_time_for_job_arrays(tmp_path, trained, reference):
 
 
 def test_growing_trains_the_missing_ones_only(tmp_path, path, trained, reference):
-    before = Population(path).weights()
+    reader = Population(path)
+    before = reader.weights()
     population = run(path, networks=40)
     assert trained == [2, 3, 4]  # tile 2 held 4 of 8
     assert len(population) == 40
     np.testing.assert_array_equal(population.weights()[:20], before)
+    np.testing.assert_array_equal(reader.weights(), before)
     assert {n: reference[n] for n in reference if "00002" not in n}.items() <= shard_files(path).items()
     run(tmp_path / "fresh.pop", fake.recipe(networks=40))
     assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
@@ -372,6 +374,7 @@ def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference
     assert error.value.exit_code == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert Population(path, partial=True).missing == (1, 2)
+    assert not (path / "running").exists(), "marks of tiles in training"
     use(monkeypatch, fake.train_tile)
     run(path)
     assert shard_files(path) == reference

@@ -12,7 +12,7 @@ there is no C compiler.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -185,31 +185,34 @@ def _compiled(forward: Any, backward: Any, x: Tensor, *weights: Tensor | None, *
     return found
 
 
-# What follows calls the C functions; see their sources for the shapes. Each returns new tensors.
+# What follows calls the C functions; see their sources for the shapes.
 
 
-def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int) -> Any:
-    y = torch.empty_like(x)
-    _call("depthwise_forward", (x, weight, bias, y), (*x.shape, weight.shape[-1], dilation))
-    return y, (x, weight)
-
-
-def _depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, *, dilation: int) -> tuple[Tensor, ...]:
-    found = torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x))
-    _call("depthwise_backward", (x, weight, grad, None, *found), (*x.shape, weight.shape[-1], dilation))
+def _filled(name: str, inputs: tuple[Any, ...], like: Sequence[Tensor], numbers: tuple[Any, ...]) -> list[Tensor]:
+    """New tensors of the shapes of `like`, which a function in C fills."""
+    found = [torch.empty_like(tensor) for tensor in like]
+    _call(name, (*inputs, *found), numbers)
     return found
 
 
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int) -> Any:
+    (y,) = _filled("depthwise_forward", (x, weight, bias), [x], (*x.shape, weight.shape[-1], dilation))
+    return y, (x, weight)
+
+
+def _depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, *, dilation: int) -> list[Tensor]:
+    like, sizes = [x, weight, weight[:, 0, 0]], (*x.shape, weight.shape[-1], dilation)
+    return _filled("depthwise_backward", (x, weight, grad, None), like, sizes)
+
+
 def _mlp(x: Tensor, *weights: Tensor, eps: float) -> Any:
-    y = torch.empty_like(x)
-    _call("mlp_forward", (x, *weights, None, y), (*_mlp_sizes(x, weights), eps))
+    (y,) = _filled("mlp_forward", (x, *weights, None), [x], (*_mlp_sizes(x, weights), eps))
     return y, (x, *weights)
 
 
 def _mlp_backward(grad: Tensor, x: Tensor, *weights: Tensor, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(value) for value in (x, *weights)]
-    _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_mlp_sizes(x, weights), eps))
-    return found
+    inputs = x, *weights[:-1], grad
+    return _filled("mlp_backward", inputs, [x, *weights], (*_mlp_sizes(x, weights), eps))
 
 
 def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
@@ -220,8 +223,7 @@ def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
     sizes = _block_sizes(x, weights)
     kept = x.new_empty(2 * sizes[0] * x.numel()) if keep else None
-    y = torch.empty_like(x)
-    _call("blocks_forward", (x, weights, kept, y), (*sizes, eps))
+    (y,) = _filled("blocks_forward", (x, weights, kept), [x], (*sizes, eps))
     return y, (kept, *weights)
 
 
@@ -238,56 +240,45 @@ def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _mixing(x: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, *, dilation: int, eps: float) -> Any:
-    inner, y, mean, factor = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x)), x.new_empty(len(x))
-    tensors = (x, weight, bias, gain, shift, inner, y, mean, factor)
-    _call("mixing_forward", tensors, (*x.shape, weight.shape[-1], dilation, eps))
-    return y, (x, weight, inner, gain, mean, factor)
+    sizes = (*x.shape, weight.shape[-1], dilation, eps)
+    inner, y, *moments = _filled("mixing_forward", (x, weight, bias, gain, shift), [x, x, gain, gain], sizes)
+    return y, (x, weight, inner, gain, *moments)
 
 
 def _mixing_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inner: Tensor, *norm: Tensor, dilation: int, eps: float
 ) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(weight), *(torch.empty_like(norm[0]) for _ in range(3))]
-    _call("mixing_backward", (x, weight, inner, *norm, grad, *found), (*x.shape, weight.shape[-1], dilation))
-    return found
+    like, sizes = [x, weight, *[norm[0]] * 3], (*x.shape, weight.shape[-1], dilation)
+    return _filled("mixing_backward", (x, weight, inner, *norm, grad), like, sizes)
 
 
 def _norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> Any:
-    y = torch.empty_like(x)
-    _call("norm_forward", (x, gain, shift, y), (*x.shape, eps))
-    return y, (x, gain)
+    return *_filled("norm_forward", (x, gain, shift), [x], (*x.shape, eps)), (x, gain)
 
 
 def _norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
-    _call("norm_backward", (x, gain, grad, *found), (*x.shape, eps))
-    return found
+    return _filled("norm_backward", (x, gain, grad), [x, gain, gain], (*x.shape, eps))
 
 
 def _gelu_norm(x: Tensor, gain: Tensor, shift: Tensor, more: Tensor | None, *, eps: float) -> Any:
-    y, mean, factor = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
-    _call("gelu_norm_forward", (x, gain, shift, more, y, mean, factor), (gain.numel(), x.shape[2], eps))
-    return y, (x, gain, mean, factor)
+    sizes = gain.numel(), x.shape[2], eps
+    y, *moments = _filled("gelu_norm_forward", (x, gain, shift, more), [x, gain, gain], sizes)
+    return y, (x, gain, *moments)
 
 
 def _gelu_norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *moments: Tensor, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
-    _call("gelu_norm_backward", (x, gain, *moments, grad, *found), (gain.numel(), x.shape[2]))
-    return [*found, grad]  # the last one is the residual's
+    inputs, sizes = (x, gain, *moments, grad), (gain.numel(), x.shape[2])
+    return [*_filled("gelu_norm_backward", inputs, [x, gain, gain], sizes), grad]  # the last one is the residual's
 
 
 def _attention(qkv: Tensor) -> Any:
-    t, _, h, k, n, b = qkv.shape
-    y = qkv.new_empty(t, h, k, n, b)
-    _call("attention_forward", (qkv, y), (t, h, k, n, b))
-    return y, (qkv,)
+    t, _, *sizes = qkv.shape
+    return *_filled("attention_forward", (qkv,), [qkv[:, 0]], (t, *sizes)), (qkv,)
 
 
 def _attention_backward(grad: Tensor, qkv: Tensor) -> list[Tensor]:
-    found = torch.empty_like(qkv)
-    t, _, h, k, n, b = qkv.shape
-    _call("attention_backward", (qkv, grad, found), (t, h, k, n, b))
-    return [found]
+    t, _, *sizes = qkv.shape
+    return _filled("attention_backward", (qkv, grad), [qkv], (t, *sizes))
 
 
 def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
