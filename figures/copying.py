@@ -15,6 +15,10 @@ from weightscope.plots import theme
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses" / "copying"
+LAYERS = {
+    "['default', 'default']": "Two Mamba layers",
+    "['default', 'attention']": "A Mamba layer, then attention",
+}
 SWITCHES = {"a": "A near 0", "delta": "Delta = 1", "cb": "W_C near W_B", "convolution": "convolution = identity"}
 
 
@@ -30,7 +34,8 @@ def lengths(study: Path, out: Path) -> None:
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
             chance = {"chance": result.arms[0]["chance"]}  # of a token, at every length
             rows = {k: [row | chance for row in summarise(runs, accuracy_at(k))] for k in (1, 2, 4)}
-            title = ", ".join(filter(None, [point_text(cell), f"{schedule * steps} steps"]))
+            place = LAYERS.get(str(cell.get("network.layers"))) or point_text(cell)
+            title = ", ".join(filter(None, [place, f"{schedule * steps} steps"]))
             plots.accuracy_by_length(rows, ax, title=title)
     plots.save(figure, out)
 

@@ -39,6 +39,9 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
             ax.plot(moments, values.T, **style | {"lw": 0.6, "alpha": 0.45, "marker": None})
             label = f"{word}: {what.removeprefix('stripes of ')}"
             ax.plot(moments, values.mean(0), label=label, **style)
+    titles = ("Correlations within and across layers", "Stripes", "What the laws give as a start")
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_title(title)
     for ax, level, text in ((axes[0], 0, "correlation"), (axes[1], 1, "variance of means / of independent entries")):
         ax.axhline(level, color=theme.INK, lw=0.8, zorder=0)
         ax.set_xscale("symlog", base=2, linthresh=1)

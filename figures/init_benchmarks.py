@@ -1,36 +1,41 @@
 """The studies that compare initialisers on paired seeds: reads analyses/*_inits/results.json."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 from weightscope import plots
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
+from weightscope.benchmarking.pictures import finding
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
+NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 
 def main(results: Path, out: Path) -> None:
     """Along what was varied, a panel for each length; of one cell, accuracies and paired differences."""
     result = BenchResult.load(results)
-    rows = [_with_one_field(row) for row in result.arms]
+    runs, rows = ([_in_words(row) for row in found] for found in (result.runs, result.arms))
     numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
-    figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6)
+    title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, result.arms, strict=True)], result.metric)
+    figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6, title=title)
     if axis is None:
         plots.convergence(rows, left)
-        plots.paired_differences(seed_differences(result.runs), right)
+        plots.paired_differences(seed_differences(runs), right)
     else:
         for ax, epochs in zip((left, right), sorted({row["epochs"] for row in rows}), strict=True):
             plots.metric_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=f"{epochs} epochs")
     plots.save(figure, out)
 
 
-def _with_one_field(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with fields that vary together as one, whose values are texts, and CIFAR-10's level of chance."""
-    cell = row.get("cell", {})
-    return {**row, "chance": 0.1, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
+def _in_words(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with fields that vary together as one, initialisers without what they share, and CIFAR-10's chance."""
+    cell, named = row.get("cell", {}), {key: row[key] for key in ("init", "reference", *NAMED) if row.get(key)}
+    named = {key: re.sub(r" \((preset|teacher)=[^()]*\)", "", label) for key, label in named.items()}
+    return {**row, **named, "chance": 0.1, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -172,15 +171,3 @@ def hang(folder):
     from weightscope.training.workers import Workers, spread
 
     list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))
-
-
-class FakePopulation:
-    """What a benchmark needs of a population: metrics of each network."""
-
-    environment: dict[str, Any] = {"device": "none"}  # noqa: RUF012
-
-    def __init__(self, metrics):
-        self.metrics = metrics
-
-    def __len__(self):
-        return len(self.metrics["diverged"])

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import PLAIN
+from pictures import PLAIN, Collector
 from scipy import stats
 
-from weightscope.benchmarking import BenchResult, Contrast, bench, plan_bench, summarise
+from weightscope.benchmarking import BenchResult, Contrast, bench, plan_bench
 from weightscope.benchmarking.contrasts import contrast_tests
 from weightscope.benchmarking.statistics import paired
 from weightscope.data.metrics import ACCURACY, LOSS
@@ -136,31 +136,6 @@ def test_a_network_without_a_finite_value_has_the_worst_rank(metric: Any) -> Non
     assert paired(both, both, metric)["p"] == 1.0
 
 
-def test_an_arm_that_lost_networks_is_tested_with_them() -> None:
-    runs = [
-        {"cell": {}, "epochs": 1, "init": init, "seed": k, "diverged": init == "a" and k < 5, "accuracy": 0.5}
-        | {"loss": None if init == "a" and k < 5 else 1.0 + 0.01 * k - 0.1 * (init == "a") - 0.001 * k * (init == "a")}
-        for init in ("default", "a")
-        for k in range(8)
-    ]
-    row = summarise(runs, LOSS)[1]
-    assert (row["n"], row["pairs"], row["networks"]) == (3, 3, 8)
-    assert row["difference"] < 0
-    assert row["p"] > 0.05
-
-
-class Fake:
-    """Stands in for `collect`."""
-
-    def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
-        path.mkdir(parents=True, exist_ok=True)
-        n = recipe.population.networks
-        accuracy = np.linspace(0.8, 0.9, n) + (recipe.init[0].name != "default") * np.linspace(0.01, 0.02, n)
-        self.metrics = {"test_accuracy": accuracy, "test_loss": np.ones(n), "diverged": np.zeros(n, bool)}
-        self.environment = {"device": "cpu"}
-        return self
-
-
 def test_a_benchmark_states_its_contrast_and_what_was_added_to_results_is_post_hoc(tmp_path: Path) -> None:
     inits, first, second = (
         ["default", "mimetic_mlp"],
@@ -173,16 +148,16 @@ def test_a_benchmark_states_its_contrast_and_what_was_added_to_results_is_post_h
         "tested at 5 %; all other comparisons are exploratory, adjusted for one another (Holm)",
     ]
     assert plan.to_dict()["contrasts"] == [first]
-    result = bench(RECIPE, inits, tmp_path / "a", contrast=first, collector=Fake())
+    result = bench(RECIPE, inits, tmp_path / "a", contrast=first, collector=Collector())
     (row,) = result.contrasts
     assert (row["contrast"], row["declared"], row["pairs"]) == (first, True, 3)
     assert row["p"] == pytest.approx(result.arms[1]["p"])
     assert result.text().startswith("declared contrast")
     assert json.loads((tmp_path / "a" / "results.json").read_text())["contrasts"] == [row]
     assert BenchResult.load(tmp_path / "a").contrasts == [row]
-    again = bench(RECIPE, inits, tmp_path / "a", contrast=[first, second], collector=Fake())
+    again = bench(RECIPE, inits, tmp_path / "a", contrast=[first, second], collector=Collector())
     assert [found["declared"] for found in again.contrasts] == [True, False]
     assert "post hoc" in again.text()
     assert result.contrast(first) == row | {"declared": False}
     table = RECIPE.replace({"bench": {"init": inits, "contrast": first}})
-    assert bench(table, out=tmp_path / "b", collector=Fake()).contrasts == [row]
+    assert bench(table, out=tmp_path / "b", collector=Collector()).contrasts == [row]

@@ -5,11 +5,9 @@ import json
 import os
 import pickle
 import struct
-import tarfile
 import tempfile
 import time
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -35,17 +33,13 @@ def entry(**change):
 SOUND = save({"a": torch.ones(4), "b": torch.ones(3, 3)})
 HEADERS = {
     "empty": (b"", "only 0 bytes"),
-    "seven bytes": (bytes(7), "only 7 bytes"),
     "truncated": (SOUND[:-5], "5 bytes are missing: it is truncated"),
     "truncated header": (SOUND[:40], "it is truncated"),
     "trailing bytes": (SOUND + bytes(3), "3 bytes are left over"),
     "header of 2^62 bytes": (packed({"a": F32}, length=2**62), "claims 4611686018427387904 bytes"),
-    "header of 2^64 - 1 bytes": (packed({"a": F32}, length=2**64 - 1), "claims 18446744073709551615"),
     "no JSON": (packed(b"hello world"), "not valid JSON"),
-    "no UTF-8": (packed(b'{"\xff": 1}'), "not valid JSON"),
     "a list": (packed([1, 2]), "expected a JSON object, found list"),
     "400 levels": (packed(b'{"a": ' + b"[" * 400 + b"]" * 400 + b"}"), "expected dtype, shape"),
-    "400 levels of metadata": (packed(b'{"__metadata__": ' + b"[" * 400 + b"]" * 400 + b"}"), "__metadata__"),
     "100,000 levels": (packed(b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"), "nested too deeply"),
     "duplicate key": (packed(b'{"a": 1, "a": 2}'), "'a' is duplicated"),
     "duplicate field": (
@@ -53,24 +47,20 @@ HEADERS = {
         "'shape' is duplicated",
     ),
     "overlap": (packed({"a": F32, "b": F32 | {"data_offsets": [4, 12]}}, bytes(12)), "overlaps"),
-    "same bytes": (packed({"a": F32, "b": F32}), "overlaps"),
     "hole": (packed({"a": F32, "b": F32 | {"data_offsets": [12, 20]}}, bytes(20)), "leaves a gap"),
     "hole at the start": (packed({"a": F32 | {"data_offsets": [4, 12]}}, bytes(12)), "leaves a gap"),
     "negative shape": (entry(shape=[-2]), "shape of integers >= 0"),
-    "two negative shapes": (entry(shape=[-1, -2]), "shape of integers >= 0"),
     "fractional shape": (entry(shape=[2.0]), "shape of integers >= 0"),
     "true as shape": (entry(shape=[True, 2]), "shape of integers >= 0"),
     "shape of text": (entry(shape="2"), "shape of integers >= 0"),
     "huge shape": (entry(shape=[2**63, 2]), "shape of integers >= 0"),
     "overflowing shape": (entry(shape=[2**40, 2**40]), "overflows"),
     "empty and overflowing": (packed({"a": F32 | {"shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}}), "overflows"),
-    "shape that wraps to the size": (entry(shape=[2**32, 2**32, 2]), "overflows"),
     "65 dimensions": (entry(shape=[1] * 65), "shape of integers"),
     "wrong size": (entry(shape=[3]), "takes 12 bytes"),
     "negative offset": (entry(data_offsets=[-8, 0]), "two offsets >= 0"),
     "reversed offsets": (entry(data_offsets=[8, 0]), "takes 8 bytes"),
     "offset beyond the file": (entry(data_offsets=[2**60, 2**60 + 8]), "leaves a gap"),
-    "one offset": (entry(data_offsets=[8]), "two offsets"),
     "unknown dtype": (entry(dtype="F33"), "unknown dtype 'F33'"),
     "dtype of another type": (entry(dtype=["F32"]), "unknown dtype"),
     "half a byte": (
@@ -79,11 +69,9 @@ HEADERS = {
     ),
     "missing field": (packed({"a": {"dtype": "F32", "shape": [2]}}), "expected dtype, shape"),
     "more fields": (entry(other=1), "expected dtype, shape"),
-    "number for an entry": (packed({"a": 3}), "expected dtype, shape"),
     "metadata of numbers": (packed({"__metadata__": {"a": 3}, "a": F32}), "__metadata__"),
     "number of 10,000 digits": (packed(b'{"a": ' + b"9" * 10_000 + b"}"), "not valid JSON"),
     "name that rewrites the terminal": (packed({"a\x1b[2Jb": F32}), r"not printable: 'a\\x1b"),
-    "name of two lines": (packed({"a\nb": F32}), "not printable"),
     "half a character": (packed(b'{"\\ud800": ' + json.dumps(F32).encode() + b"}"), "not printable"),
     "name of nothing": (packed({"": F32}), "empty or not printable"),
 }
@@ -134,14 +122,11 @@ BESIDE = {
     "not JSON": (INDEX, b"{", "not valid JSON"),
     "no map": (INDEX, b"{}", "expected a `weight_map`"),
     "map of nothing": (INDEX, b'{"weight_map": {}}', "expected a `weight_map`"),
-    "deep": (INDEX, b"[" * 100_000, "nested too deeply"),
     "missing shard": (INDEX, b'{"weight_map": {"a": "x.safetensors"}}', "x.safetensors: cannot be read"),
     "missing tensor": (INDEX, b'{"weight_map": {"z": "m.safetensors"}}', "'z' is mapped to m.safetensors"),
     "twice": (INDEX, b'{"weight_map": {"a": "m.safetensors", "a": "m.safetensors"}}', "is duplicated"),
     "config: not JSON": (CONFIG, b"{", r"config\.json.*not valid JSON"),
     "config: a list": (CONFIG, b"[]", r"config\.json.*found list"),
-    "config: deep": (CONFIG, b"[" * 100_000, r"config\.json.*nested too deeply"),
-    "config: not UTF-8": (CONFIG, b"\xff", r"config\.json.*not valid JSON"),
     "config: twice": (CONFIG, b'{"a": 1, "a": 2}', r"config\.json.*is duplicated"),
 }
 
@@ -172,14 +157,6 @@ class Evil:
 def saved(value, **options):
     buffer = io.BytesIO()
     torch.save(value, buffer, **options)
-    return buffer.getvalue()
-
-
-def tar():
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name in ("sys_info", "pickle", "storages", "tensors"):
-            archive.addfile(tarfile.TarInfo(name), io.BytesIO(b""))
     return buffer.getvalue()
 
 
@@ -223,7 +200,7 @@ PICKLES = {
     "a dotted name": (with_pickle(b"\x80\x04X\x05\0\0\0torchX\x10\0\0\0serialization.os\x93."), "serialization"),
     "whole module": (saved(MODULE), r"needs torch\.nn\.modules\.container\.Sequential.*whole pickled module"),
     "whole module, old layout": (saved(MODULE, _use_new_zipfile_serialization=False), r"Sequential|no storage"),
-    "legacy tar": (tar(), "tar file of an early torch"),
+    "legacy tar": (bytes(257) + b"ustar" + bytes(300), "tar file of an early torch"),
     "bare pickle": (pickle.dumps({"a": 1}), "a bare pickle is not read"),
     "text": (b"hello world", "found neither a zip archive nor its pickles"),
     "empty": (b"", "found neither"),
@@ -284,12 +261,6 @@ def test_a_tensor_larger_than_its_storage_is_skipped(tmp_path):
     assert "expanded" in Checkpoint(tmp_path / "m.pt").skipped["a"]
 
 
-def test_torch_safe_globals_are_ignored(tmp_path):
-    torch.save({"a": OrderedDict(b=Evil())}, tmp_path / "m.pt")
-    with torch.serialization.safe_globals([os.system]), pytest.raises(DataError, match="needs posix"):
-        Checkpoint(tmp_path / "m.pt")
-
-
 def test_millions_of_values_in_a_header_are_refused_unparsed(tmp_path):
     line = b'"layer":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
     (tmp_path / "m.safetensors").write_bytes(packed(b"{" + line * 10**6 + b"}"))
@@ -297,12 +268,3 @@ def test_millions_of_values_in_a_header_are_refused_unparsed(tmp_path):
     with pytest.raises(DataError, match=r"its header has [78],\d{3},\d{3} values, more than 3,000,000"):
         Checkpoint(tmp_path / "m.safetensors")
     assert time.process_time() - began < 5
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_tensors_are_read(tmp_path):
-    """More than any model has in one file."""
-    count = 100_000
-    table = {f"layer.{i}": {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i in range(count)}
-    (tmp_path / "m.safetensors").write_bytes(packed(table, bytes(count)))
-    assert len(Checkpoint(tmp_path / "m.safetensors").skipped) == count

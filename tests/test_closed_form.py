@@ -150,15 +150,6 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
 
 
-def test_scale_is_a_factor_of_every_filter():
-    plain, scaled = (
-        wi.conv_covariance_(mixer(32, 2), preset="imagenet-thawed", scale=scale, generator=seeded())
-        for scale in (1.0, 0.25)
-    )
-    for one, other in zip(depthwise(plain), depthwise(scaled), strict=True):
-        torch.testing.assert_close(other.read(), 0.25 * one.read(), rtol=1e-5, atol=1e-7)
-
-
 # --- identity_product -------------------------------------------------------------------------------------------------
 
 
@@ -181,21 +172,6 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
         assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
         assert layer.qk.residual < 0.05
         assert layer.vo.residual < 0.05
-
-
-def test_beta_has_the_sign_that_products_show():
-    from weightscope.analysis.attention_products import products
-
-    source = wi.mimetic_attention_(vit(96, 2, 3), generator=seeded())
-    shown = {(row["layer"], row["part"]): row["beta"] for row in products(source).rows() if row["part"] == "vo"}
-    assert len(shown) == 2
-    fitted = fit_identity_product(source).numbers.layers
-    for (_, beta), layer in zip(sorted(shown.items()), fitted, strict=True):
-        assert layer.vo.diagonal == pytest.approx(beta, rel=1e-4)
-        assert math.copysign(1, layer.vo.beta) == math.copysign(1, beta) == -1
-    target = vit(96, 2, 3, seed=1)
-    wi.NetworkInit(fit_network(source, "identity_product"))(target, generator=seeded(1))
-    assert all(layer.vo.diagonal < -0.3 for layer in fit_identity_product(target).numbers.layers)
 
 
 def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
@@ -526,23 +502,6 @@ def test_options_reach_the_structures_of_a_population(tmp_path):
     fake.write_population(tmp_path / "a.pop", fake.recipe())
     found = fit_init(tmp_path / "a.pop", "low_rank", options={"rank": 2}, select="mlp.fc1.weight")
     assert found.groups[0].label == "low_rank (rank 2)"
-
-
-def test_bench_takes_the_artifact_of_another_network(tmp_path, capsys):
-    wi.conv_covariance_(source := mixer(32, 3, 5), preset="imagenet-thawed", generator=seeded())
-    for structure in ("filters", "conv_schedule"):
-        fit_network(source, structure).save(tmp_path / f"{structure}.safetensors")
-    (tmp_path / "tiny.toml").write_text(
-        '[network]\ntype = "convnext"\nwidth = 4\ndepth = 1\nkernel_size = 3\npatch_size = 2\nexpansion = 2\n'
-        '[data]\nname = "digits"\ntrain = 64\ntest = 40\n[training]\nepochs = 1\nbatch_size = 16\n'
-        "[population]\nnetworks = 2\ntile = 2\n"
-    )
-    inits = [x for s in ("filters", "conv_schedule") for x in ("--init", tmp_path / f"{s}.safetensors")]
-    arguments = ("--init", "default", *inits, "-o", tmp_path / "bench", "--workers", 1, "--device", "cpu")
-    code, out, err = run("bench", tmp_path / "tiny.toml", *arguments, capsys=capsys)
-    assert code == 0, err
-    assert "filters" in out
-    assert len(json.loads((tmp_path / "bench" / "results.json").read_text())["summary"]) == 3
 
 
 # --- real networks ----------------------------------------------------------------------------------------------------

@@ -108,11 +108,13 @@ def test_one_shard_at_a_time_for_job_arrays(tmp_path, trained, reference):
 
 
 def test_growing_trains_the_missing_ones_only(tmp_path, path, trained, reference):
-    before = Population(path).weights()
+    reader = Population(path)
+    before = reader.weights()
     population = run(path, networks=40)
     assert trained == [2, 3, 4]  # tile 2 held 4 of 8
     assert len(population) == 40
     np.testing.assert_array_equal(population.weights()[:20], before)
+    np.testing.assert_array_equal(reader.weights(), before)
     assert {n: reference[n] for n in reference if "00002" not in n}.items() <= shard_files(path).items()
     run(tmp_path / "fresh.pop", fake.recipe(networks=40))
     assert shard_files(path) == shard_files(tmp_path / "fresh.pop")
@@ -162,12 +164,14 @@ def test_a_job_array_that_grows_a_population_records_its_size_with_the_last_tile
     assert trained == [4, 3, 2]
 
 
-def test_a_population_shrinks_and_keeps_its_shards(path, trained, reference):
+def test_a_population_shrinks_and_keeps_its_shards(path, trained, reference, caplog):
     whole = Population(path).weights()
     np.testing.assert_array_equal(run(path, networks=10).weights(), whole[:10])
     assert shard_files(path) == reference
     np.testing.assert_array_equal(run(path, networks=20).weights(), whole)
     assert trained == []
+    (message,) = caplog.messages
+    assert "this run asks for 10 networks and removes 10 of 20; their shards stay" in message
 
 
 def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
@@ -203,10 +207,12 @@ def test_of_two_sizes_at_once_the_larger_counts_and_it_is_said(tmp_path, monkeyp
         (path / "shards/00000.h5").unlink(missing_ok=True)  # so that there is something to train
         caplog.clear()
         assert len(run(path, networks=asked)) == len(Population(path)) == 14
-        (message,) = (m for m in caplog.messages if "trained again" not in m)
-        assert message.endswith(
-            f"another run asked for {other} networks meanwhile, this one for {asked}; it has 14 now"
-        )
+        removed, said = "this run asks for 6 networks and removes", f"another run asked for {other} networks meanwhile"
+        found = [
+            text in m for m in caplog.messages if "trained again" not in m for text in (removed, said) if text in m
+        ]
+        assert len(found) == 1 + (asked == 14 or begun is not None)
+        assert caplog.messages[-1].endswith(f"{said}, this one for {asked}; it has 14 now")
 
 
 def test_another_recipe(path, trained, reference):
@@ -368,6 +374,7 @@ def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference
     assert error.value.exit_code == 4
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert Population(path, partial=True).missing == (1, 2)
+    assert not (path / "running").exists(), "marks of tiles in training"
     use(monkeypatch, fake.train_tile)
     run(path)
     assert shard_files(path) == reference

@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -290,16 +289,6 @@ def test_it_is_compiled_once_and_made_anew_if_it_is_damaged(fresh, size):
 def test_numbers_are_right_without_vector_instructions():
     """As on the plainest machine; tests/torture/other_machines.py has the others, and more tests."""
     run_tests([__file__], PLAINEST | {"CC": "cc -mno-avx"}, "-k", "(equal and float32) or bits")
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_two_processes_may_compile_at_once(fresh):
-    code = "from pathlib import Path; from weightscope.training.kernels import build; "
-    code += f"build._FOLDER = Path({str(build._FOLDER)!r}); build.library()"
-    both = [subprocess.Popen([sys.executable, "-c", code], env=os.environ.copy()) for _ in range(2)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    assert len(list((fresh / "cache" / "weightscope").iterdir())) == 1
 
 
 def planted(folder, made):

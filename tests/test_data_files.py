@@ -262,24 +262,12 @@ def test_a_folder_is_searched_where_data_are(tmp_path: Path, monkeypatch: pytest
         load(config(path=None))
 
 
-def test_threads_change_nothing_and_progress_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     classes_in(tmp_path / "pets", each=8)
     files = sorted((tmp_path / "pets").rglob("*.png"))
     alone = np.stack([images.decode(file, 8, 3) for file in files])
-    bars: list[tuple[int, str]] = []
-
-    class Bar(images.Bar):  # type: ignore[misc, name-defined]
-        def __init__(self, **options: Any) -> None:
-            super().__init__(**{**options, "file": io.StringIO(), "disable": False, "delay": 0})
-
-        def close(self) -> None:
-            bars.append((self.n, self.desc))
-            super().close()
-
-    monkeypatch.setattr(images, "Bar", Bar)
     monkeypatch.setattr(images, "usable_cores", lambda: 8)
     np.testing.assert_array_equal(images.read_images(files, 8, 3, "pets"), alone)
-    assert (24, "reading pets") in [(n, text.rstrip(": ")) for n, text in bars]
 
 
 @pytest.mark.parametrize(
@@ -440,10 +428,7 @@ def test_npz_headers_are_not_trusted(
         load(config(path="x.npz"))
 
 
-def test_other_files_with_that_suffix_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.npz").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"cannot be read as an \.npz file"):
-        load(config(path="x.npz"))
+def test_other_arrays_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))

@@ -15,7 +15,7 @@ from weightscope.analysis.across_networks import covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.exchangeable import Amplification, Exchangeable
+from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit
 from weightscope.init import mimetic_attention_
 from weightscope.networks import ViT
@@ -53,10 +53,6 @@ AXES = {
     "head": (None, "channels"),
 }
 PERMUTATIONS = PermutationSpec.from_axes(SPEC, AXES)
-
-
-WIDE_AXES = {f"{name}.{i}": ("channels",) for i in range(4) for name in ("bias", "norm")}
-WIDE = WeightSpec([TensorSpec(name, (8,)) for name in WIDE_AXES])
 
 
 def elements():
@@ -175,23 +171,6 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     assert found.text().endswith("no spread over networks"), "not an infinite number of standard errors"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("n", [4, 20])
-def test_few_networks_raise_no_more_false_alarms(n: int) -> None:
-    """Independent weights: in 5 % of populations some pair of tensors has p < 0.05, and hardly any is amplified."""
-    permutations = PermutationSpec.from_axes(WIDE, WIDE_AXES)
-    alarms = amplified_pairs = 0
-    for seed in range(100):
-        x = np.random.default_rng(seed).standard_normal((n, WIDE.size))
-        found = ExchangeableMoments(WIDE, permutations).update(x).covariances()
-        alarms += any(pair.p < 0.05 for pair in correlated_pairs(found))
-        for one in found:
-            if one.kind.groups:
-                amplified_pairs += Amplification(gain=1.0).correlation(one)[1]["kept"]
-    assert alarms <= stats.binom.isf(1e-4, 100, 0.08)
-    assert amplified_pairs <= 2
-
-
 def test_intervals_of_canonical_correlations_cover() -> None:
     """Several copies each: the interval covers no correlation, and a planted one, in at least 95 % of populations."""
     spec = WeightSpec([TensorSpec("a", (8, 6)), TensorSpec("b", (8, 5))])
@@ -256,7 +235,7 @@ def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     assert amplified(correlation, np.full((3, 3), 0.02), 1.0)[1]["realised"] == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("by", "scale", "mean"), [("network", 0.7, 0.0), ("network", 0.7, 3.0), ("unit", 0.7, 1.0)])
+@pytest.mark.parametrize(("by", "scale", "mean"), [("network", 0.0, 0.0), ("network", 0.7, 3.0), ("unit", 0.7, 1.0)])
 def test_scales_and_means_that_tensors_share_make_no_false_alarms(by: str, scale: float, mean: float) -> None:
     """300 populations of 8 networks: 5 % is 15, 31 or more have p = 2e-4. Pairs, and errors of amplified laws.
 

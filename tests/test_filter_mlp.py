@@ -1,14 +1,15 @@
-"""Central pixels against diag(W2 W1) over a population: the statistic, its standard error, and a planted effect."""
+"""`analyses/one_structure/filter_mlp.py`: the correlation, its standard error, and a planted effect."""
 
 import numpy as np
 import pytest
+from programs import script
 from scipy import stats
 
-from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.errors import AnatomyError, DataError
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.samples import WeightArray
 
+filter_mlp_correlation = script("analyses/one_structure/filter_mlp.py").filter_mlp_correlation
 C, P = 6, 8
 SPEC = WeightSpec(
     TensorSpec(f"stages.0.blocks.{i}.{name}", shape)
@@ -68,18 +69,6 @@ def test_the_correlation_equals_that_of_the_coordinates():
     assert (found.total.channels, found.n, found.excluded) == (2 * C, 40, 0)
 
 
-def test_the_standard_error_is_that_of_leaving_networks_out():
-    rows = independent(200, 1)
-    found = filter_mlp_correlation(WeightArray(rows, SPEC)).total
-    left = [
-        filter_mlp_correlation(WeightArray(np.delete(rows, k, axis=0), SPEC)).total.correlation
-        for k in range(0, 200, 4)
-    ]
-    jackknife = np.sqrt(199 * np.var(left))
-    assert found.error == pytest.approx(jackknife, rel=0.35)  # from every fourth network, 10 % noise
-    assert found.error > 1.5 / np.sqrt(200 * 2 * C)  # channels taken for independent samples would give 1
-
-
 def test_a_planted_effect_is_found():
     """At N = 300 the standard error is below 0.02; five of them have a false-alarm rate below 1e-6."""
     for correlation in (-0.4, 0.2):
@@ -94,20 +83,6 @@ def test_independent_weights_are_found_correlated_in_one_of_twenty_populations()
     """Channels of one network depend on each other here; 200 populations of 40 networks."""
     p = np.array([filter_mlp_correlation(WeightArray(independent(40, seed), SPEC)).total.p for seed in range(200)])
     assert stats.binomtest(int((p < 0.05).sum()), 200, 0.05).pvalue > 1e-3
-
-
-def test_renumbered_hidden_units_and_the_order_of_networks_change_nothing():
-    rows = planted(30, 3, -0.5)
-    moved, rng = rows.copy(), np.random.default_rng(4)
-    for block in range(2):
-        _, fc1, fc2 = tensors(moved, block)
-        order = rng.permutation(P)
-        fc1[...], fc2[...] = fc1[:, order], fc2[:, :, order]
-    one, other = (filter_mlp_correlation(WeightArray(x, SPEC)) for x in (rows, rng.permutation(moved)))
-    assert not np.array_equal(rows, moved)
-    for a, b in zip(one.rows(), other.rows(), strict=True):
-        assert a.pop("block") == b.pop("block")
-        assert list(a.values()) == pytest.approx(list(b.values()), rel=1e-10)
 
 
 def test_networks_that_are_not_finite_are_counted():

@@ -89,24 +89,15 @@ def test_random_pseudo_inputs_are_solved_too(kind):
     assert error(x, pair, (0, 1)) < BOUND
 
 
-def test_class_token_and_narrow_heads():
-    tokens = TokenGrid(8, 8, prefix=1)
-    x = normalised(torch.cat([torch.zeros(1, 96), sinusoidal_positions(8, 8, 96)]))
-    pair = solve(x, tokens, [(1, 0)], 8)[1, 0]
-    found = attention_map(x, *pair, 8**-0.5)
-    wanted = impulse_matrix(tokens, (1, 0))
-    inside = wanted.sum(1) > 0
-    assert torch.equal(found[inside].argmax(1), wanted[inside].argmax(1))
-    assert found[inside, 0].max() < 0.05  # the class token is not looked at
-
-
-def test_causal_sequences_look_back():
-    tokens = TokenGrid(1, 32, causal=True)
-    x = normalised(sinusoidal_positions(32, None, 64))
-    pair = solve(x, tokens, [(0, -1)], 16)[0, -1]
-    found = attention_map(x, *pair, 0.25, causal=True)
-    assert not found.triu(1).any()
-    assert found[1:].argmax(1).tolist() == list(range(31))
+def test_class_tokens_are_not_looked_at_and_causal_sequences_look_back():
+    for tokens, offset, special in ((TokenGrid(8, 8, 1), (1, 0), 1), (TokenGrid(1, 32, causal=True), (0, -1), 0)):
+        grid = sinusoidal_positions(tokens.rows if special else 32, 8 if special else None, 96)
+        x = normalised(torch.cat([torch.zeros(special, 96), grid]))
+        found = attention_map(x, *solve(x, tokens, [offset], 8)[offset], 8**-0.5, tokens.causal)
+        wanted = impulse_matrix(tokens, offset)
+        inside = wanted.sum(1) > 0
+        assert torch.equal(found[inside].argmax(1), wanted[inside].argmax(1))
+        assert found[inside, :special].sum() < 0.05 * inside.sum()
 
 
 def test_a_shared_key_serves_every_offset(codes):

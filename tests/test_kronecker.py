@@ -1,12 +1,10 @@
 import numpy as np
 import pytest
 from references_statistics import random_covariance, rearranged
-from scipy.stats import binom
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics import kronecker
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum, tensor_normal
-from weightscope.statistics.separability import _statistic, separability_test
 
 
 def symmetric(rng, size):
@@ -46,15 +44,6 @@ def test_sums_are_the_truncated_svd_of_the_rearrangement(p, n):
     assert relative_error(covariance, fit) < 1e-13  # min(p^2, n^2) terms are exact
 
 
-def test_a_sum_of_r_products_is_found_with_r_terms():
-    rng = np.random.default_rng(3)
-    covariance = sum(np.kron(symmetric(rng, 4), symmetric(rng, 5)) for _ in range(3))
-    fit = kronecker_sum(covariance, 4, 5, terms=8)
-    assert fit.terms == 3
-    assert relative_error(covariance, fit) < 1e-13
-    assert relative_error(covariance, kronecker_sum(covariance, 4, 5, terms=2)) > 0.01
-
-
 def test_terms_are_orthogonal_and_symmetric_or_antisymmetric():
     fit = kronecker_sum(random_covariance(20, np.random.default_rng(4)), 4, 5, terms=16)
     flat = np.stack([np.kron(a, b).ravel() for a, b in zip(fit.rows, fit.columns, strict=True)])
@@ -65,15 +54,6 @@ def test_terms_are_orthogonal_and_symmetric_or_antisymmetric():
         np.testing.assert_allclose(b, sign * b.T, atol=1e-14)
     assert {-1.0, 1.0} == set(signs)
     np.testing.assert_allclose(np.linalg.norm(fit.columns, axis=(1, 2)), np.sqrt(5))
-
-
-def test_a_kronecker_square_is_found_exactly():
-    a = random_covariance(5, np.random.default_rng(5))
-    fit = kronecker_sum(np.kron(a, a), same=True)
-    np.testing.assert_allclose(fit.rows[0], a, atol=1e-13)
-    assert fit.rows is fit.columns
-    assert fit.explained == pytest.approx(1, abs=1e-14)
-    assert kronecker_sum(np.kron(a, a), same=True, terms=4).terms == 1
 
 
 def test_a_kronecker_square_of_an_antisymmetric_matrix_is_found():
@@ -148,67 +128,6 @@ def test_explained_variance_off_the_diagonal():
         explained_variance(sigma, np.eye(3))
 
 
-def test_the_statistics_are_pivotal():
-    """G W H leaves them as they are, so their null distribution does not depend on A and B."""
-    rng = np.random.default_rng(11)
-    w = rng.standard_normal((2, 40, 4, 3)) / rng.chisquare(3, (2, 40, 1, 1))
-    g, h = rng.standard_normal((4, 4)), rng.standard_normal((3, 3))
-    for scale_free in (True, False):
-        before, after = (_statistic(x, scale_free, "w") for x in (w, g @ (w + 2) @ h))
-        np.testing.assert_allclose(after, before, rtol=1e-4)
-    # Scales are free, too: about a centre that is known to be zero in the limit of many samples; exactly in pairs.
-    pairs = np.concatenate([w, -w], axis=1)
-    scales = np.tile(rng.exponential(size=(2, 40, 1, 1)), (1, 2, 1, 1)) + 0.1
-    one, two = (_statistic(x, True, "w") for x in (pairs, pairs * scales))
-    np.testing.assert_allclose(two, one, rtol=1e-4)
-
-
-def heavy(rng, size):
-    return rng.standard_normal((size, 60, 4, 3)) / np.sqrt(rng.chisquare(3, (size, 60, 1, 1)) / 3)
-
-
-@pytest.mark.parametrize("case", ["gauss", "heavy"])
-def test_false_alarms(case):
-    """Level 0.05, exact for Gaussians: of 400 separable samples 20 alarms are expected; limits at 1e-4 each side."""
-    rng = np.random.default_rng(12)
-    mix, other = rng.standard_normal((4, 4)), rng.standard_normal((3, 3))
-    w = mix @ (heavy(rng, 400) if case == "heavy" else rng.standard_normal((400, 60, 4, 3))) @ other
-    null = separability_test(w[0], draws=999).null
-    values = _statistic(w, True, "w")
-    p = (1 + (null >= values[:, None]).sum(1)) / 1000
-    alarms, rate = int((p <= 0.05).sum()), 0.06 if case == "heavy" else 0.05
-    assert binom.ppf(1e-4, 400, 0.05) <= alarms <= binom.ppf(1 - 1e-4, 400, rate)
-
-
-def test_a_gaussian_test_takes_heavy_tails_for_dependence():
-    w = heavy(np.random.default_rng(13), 1)[0]
-    assert separability_test(w, scale_free=False).p_value == 0.005
-    assert separability_test(w).p_value > 0.05
-
-
-def test_power():
-    """A sum of two products that no single one comes near: found with 60 samples."""
-    rng = np.random.default_rng(14)
-    one, two = np.diag([3.0, 3.0, 0.3, 0.3]), np.diag([0.3, 0.3, 3.0, 3.0])
-    a, b = np.diag([2.0, 1.0, 0.2]), np.diag([0.2, 1.0, 2.0])
-    root = np.linalg.cholesky(np.kron(one, a) + np.kron(two, b))
-    w = (rng.standard_normal((60, 12)) @ root.T).reshape(60, 4, 3)
-    found = separability_test(w)
-    assert found.p_value == 0.005
-    assert found.ratio > 1.3
-    again = separability_test(w, draws=199, seed=0)
-    np.testing.assert_array_equal(again.null, found.null)
-
-
-def test_batches_change_nothing(monkeypatch):
-    from weightscope.statistics import separability as module
-
-    w = np.random.default_rng(15).standard_normal((20, 3, 3))
-    whole = separability_test(w, draws=39)
-    monkeypatch.setattr(module, "_BYTES", 1)
-    np.testing.assert_allclose(separability_test(w, draws=39).null, whole.null, rtol=1e-9)
-
-
 LOPSIDED = np.eye(4) + 0.1 * np.eye(4, k=1)
 BAD_COVARIANCES = [
     (DataError, r"expected a covariance \(D, D\), found \(3, 4\)", np.zeros((3, 4)), {}),
@@ -228,25 +147,6 @@ BAD_COVARIANCES = [
 def test_bad_covariances(error, match, covariance, options):
     with pytest.raises(error, match=match):
         kronecker_sum(covariance, **options)
-
-
-def test_bad_samples():
-    w = np.random.default_rng(16).standard_normal((50, 3, 3))
-    dependent = w.copy()
-    dependent[:, 2] = dependent[:, 0]
-    for matrices, match in (
-        (np.zeros((3, 4)), r"expected matrices \(N, p, n\), found \(3, 4\)"),
-        (w[:4], "expected more than 4, found 4"),
-        (np.concatenate([w[:19], np.full((1, 3, 3), np.nan)]), "1 of 20 matrices contain non-finite numbers"),
-        (w[:20, :1], "found 1 x 3: always separable"),
-        (dependent, "linearly dependent"),
-        (np.zeros((20, 3, 3)), "they are all equal"),
-        (w[:5], "5 matrices are too few, or nearly dependent; scale_free=False needs fewer"),
-    ):
-        with pytest.raises(DataError, match=match):
-            separability_test(matrices)
-    with pytest.raises(UsageError, match="at least 19"):
-        separability_test(w, draws=5)
 
 
 def sample(rng, n, rows, columns):

@@ -182,16 +182,12 @@ def test_json_of_others_is_left_alone(
     before = contents(tmp_path)
     for command in ("inspect", "covariance"):
         given, options = COMMANDS[command]
-        code, _, err = run(
-            *(command, *given, "--json", tmp_path / name),
-            *(("-o", tmp_path / "new.png") if "-o" in options else ()),
-            capsys=capsys,
-        )
+        extra = ("-o", tmp_path / "new.png") if "-o" in options else ()
+        call = (command, *given, "--json", tmp_path / name, *extra)
+        code, _, err = run(*call, capsys=capsys)
         assert (code, contents(tmp_path)) == (2, before)
         assert "nothing in it says that this command wrote it" in err
-        extra = ("-o", tmp_path / "new.png") if "-o" in options else ()
-        code, *_ = run(command, *given, "--json", tmp_path / name, *extra, "--overwrite", capsys=capsys)
-        assert code == 0
+        assert run(*call, "--overwrite", capsys=capsys)[0] == 0
         assert json.loads((tmp_path / name).read_text())["written_by"] == f"weightscope {command}"
         (tmp_path / "new.png").unlink(missing_ok=True)
         (tmp_path / name).write_bytes(before[name])

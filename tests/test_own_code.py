@@ -86,7 +86,6 @@ def test_a_forward_that_mixes_networks_is_refused(how):
 
 
 def test_a_forward_that_does_not_mix_is_not_refused():
-    """The same code without the step that mixes."""
     assert np.isfinite(train_tile(recipe({"type": own_code.Mixing, "how": "not"}), 0, device="cpu").weights).all()
 
 

@@ -202,32 +202,6 @@ def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -
             population.vector(k)
 
 
-def test_growing_replaces_the_short_tile_and_keeps_every_bit(folder: Path) -> None:
-    before = Population(folder).weights()
-    kept = (folder / "shards/00001.h5").read_bytes()
-    grown = fake.recipe(networks=40)
-    wanted = manifests.Manifest(grown, fake.SPEC, {}, (40,))
-    manifest, created = manifests.create_or_match(folder, wanted, resize=True)
-    assert not created
-    assert manifest.sizes == (20, 40)
-    population = Population(folder)  # complete, until all of the new ones are there
-    np.testing.assert_array_equal(population.weights(), before)
-    for tile in (2, 3, 4):
-        assert not shards.complete(folder, manifest)
-        shards.save(folder, manifest, fake.train_tile(grown, tile), "cpu")
-        np.testing.assert_array_equal(Population(folder).weights(), before)
-    assert shards.complete(folder, manifest)
-    manifests.record_size(folder, manifest)
-    assert manifests.read(folder).sizes == (20, 40)
-    np.testing.assert_array_equal(Population(folder).weights(), expected(grown, range(40)))
-    np.testing.assert_array_equal(Population(folder).weights()[:20], before)
-    # A reader that was opened before goes on reading what it saw.
-    np.testing.assert_array_equal(population.weights(), before)
-    assert (folder / "shards/00001.h5").read_bytes() == kept
-    fake.write_population(folder.with_name("fresh.pop"), grown)
-    assert fake.files(folder / "shards") == fake.files(folder.with_name("fresh.pop") / "shards")
-
-
 def test_a_short_tile_is_valid_at_every_step_of_its_replacement(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop after each rename: the population reads as before or as after, and saving again completes it."""
     grown = fake.recipe(networks=24)

@@ -318,31 +318,6 @@ def test_a_damaged_manifest(folder: Path, change: Callable[..., object], message
     one_line(error, "population.json", message)
 
 
-def test_another_recipe_is_refused_with_the_difference(folder: Path) -> None:
-    other = fake.recipe(training__epochs=3, training__learning_rate=0.5)
-    wanted = manifests.Manifest(other, fake.SPEC, {}, (20,))
-    before = fake.files(folder)
-    with pytest.raises(RecipeError, match=r"training.epochs: 2 -> 3; training.learning_rate: 0.01 -> 0.5") as error:
-        manifests.create_or_match(folder, wanted, resize=True)
-    assert error.value.exit_code == 2
-    assert fake.files(folder) == before
-
-
-def test_a_population_shrinks_only_if_asked_and_keeps_its_shards(folder: Path) -> None:
-    wanted = manifests.Manifest(fake.recipe(networks=10), fake.SPEC, {}, (10,))
-    before = Population(folder).weights()
-    assert manifests.create_or_match(folder, wanted, resize=False)[0].networks == 20
-    shards_before = fake.files(folder / "shards")
-    assert manifests.create_or_match(folder, wanted, resize=True)[0].networks == 10
-    np.testing.assert_array_equal(Population(folder).weights(), before[:10])
-    assert manifests.read(folder).sizes == (10,)
-    assert fake.files(folder / "shards") == shards_before
-    manifest, _ = manifests.create_or_match(folder, MANIFEST, resize=True)
-    assert shards.complete(folder, manifest)
-    manifests.record_size(folder, manifest)
-    np.testing.assert_array_equal(Population(folder).weights(), before)
-
-
 def test_another_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(UsageError, match=r"holds thesis.tex but no population.json"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import shims
 import torch
 from programs import run
 from torch import nn
@@ -233,3 +234,33 @@ def test_split_is_the_inverse_of_whole() -> None:
     for name in source.names:
         for own, value in source.split(name, source.whole(name).detach().numpy()).items():
             np.testing.assert_array_equal(value, named[own].detach().numpy())
+
+
+def test_gains_of_norms_are_those_that_the_model_multiplies_by() -> None:
+    """Gemma's norms multiply by 1 + weight, Gemma 2's have a norm after the attention; names alone do not tell."""
+    transformers = shims.transformers()
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    sizes |= {"intermediate_size": 64, "vocab_size": 11}
+    for kind, offset in (("Llama", 0), ("Gemma", 1), ("Gemma2", 1)):
+        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
+        layer, x = model.model.layers[0], torch.randn(3, 32)
+        before = layer.pre_feedforward_layernorm if kind == "Gemma2" else layer.post_attention_layernorm
+        with torch.no_grad():
+            for norm in (layer.input_layernorm, before):
+                norm.weight.normal_()
+        state = model.state_dict()
+        source = Source(state, model)
+        for norm, name in ((layer.input_layernorm, "self_attn.q_proj"), (before, "mlp.up_proj")):
+            path = f"model.layers.0.{name}.weight"
+            plain = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+            folded = torch.from_numpy(source.folded([path])[path]).float()
+            torch.testing.assert_close(plain @ folded.T, layer.get_submodule(name)(norm(x)), rtol=0, atol=1e-4)
+        assert source.offset("model.layers.0.input_layernorm.weight") == offset
+        with pytest.raises(DataError, match="multiplies by its weight or by 1"):
+            Source(state).folded(["model.layers.0.mlp.up_proj.weight"])

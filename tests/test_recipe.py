@@ -98,7 +98,6 @@ def test_networks_that_make_no_sense(network: str, message: str) -> None:
     ("line", "message"),
     [
         (f"[training]\nepochs = {'9' * 4000}", "training.epochs: input should be less than 2147483648"),
-        ("[training]\nepochs = 2147483648", "training.epochs: input should be less than 2147483648"),
         (f"[training]\nepochs = 1\nx = {'[' * 10_000 + ']' * 10_000}", "recipe: nested too deeply"),
         (f"[init]\n{'.'.join('a' * 30)} = 1", r"init.0: a(\.a)+: nested too deeply"),
         (f"[training]\nepochs = 1\nlearning_rate = [{{{'.'.join('a' * 5000)} = 1}}]", "recipe: nested too deeply"),

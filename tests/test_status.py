@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from weightscope import training
 from weightscope.cli import cli
-from weightscope.errors import Resumable, UsageError
+from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import Population
 from weightscope.training.collection import collect
 from weightscope.training.status import RUNNING, status
@@ -83,16 +83,6 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
     assert status(tmp_path / "a.pop")[0].complete
 
 
-def test_one_that_was_killed_grows_silent(tmp_path, monkeypatch):
-    """A worker that dies leaves its mark, which nothing renews."""
-    use(monkeypatch, fake.train_tile_and_die)
-    with pytest.raises(Resumable):
-        collect(fake.recipe(), tmp_path / "a.pop", workers=2)
-    age(tmp_path / "a.pop", 1, 120)
-    [found] = status(tmp_path / "a.pop")
-    assert [(row["tile"], row["state"]) for row in found.rows()] == [(1, "silent")]
-
-
 def test_marks_that_are_none(folder):
     """Damaged or foreign files in the folder of marks, and marks of tiles that are trained or do not exist."""
     (folder / "shards" / "00002.h5").unlink()
@@ -127,18 +117,14 @@ def test_the_command(folder, tmp_path):
     assert values["hours_left"] is None
     with pytest.raises(UsageError, match="expected a population's folder"):
         status(tmp_path / "elsewhere")
-
-
-def test_interrupted_runs_leave_no_mark(tmp_path, monkeypatch):
-    def train_tile(recipe, tile, **options):
-        if tile == 1:
-            raise KeyboardInterrupt
-        return fake.train_tile(recipe, tile, **options)
-
-    use(monkeypatch, train_tile)
-    with pytest.raises(Resumable):
-        collect(fake.recipe(), tmp_path / "a.pop", workers=1)
-    assert not status(tmp_path / "a.pop")[0].rows()
+    (bench / "broken.pop").mkdir()
+    (bench / "broken.pop" / "population.json").write_text("{")
+    again = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch"])
+    assert again.exit_code == 0, again.output
+    assert "broken.pop/population.json: damaged, expected JSON" in again.output
+    assert "20 of 20 networks" in again.output
+    with pytest.raises(DataError, match="damaged"):
+        status(bench / "broken.pop")
 
 
 @pytest.mark.parametrize("left", ["00001.json", f".00001.json.weightscope-1-{'0' * 16}.tmp"])

@@ -381,11 +381,21 @@ def test_freed_memory_is_kept_while_networks_train_and_returned_after():
 
 @pytest.mark.parametrize("engine", ["batched", "loop"])
 def test_ambient_settings_change_no_bits_or_are_refused(engine):
-    plan = recipe(training__engine=engine)
+    """Precision has no effect on processors without bfloat16; that attention kernels have none is tested on all."""
+    plan = recipe(network=NETWORKS["vit"], training__engine=engine, training__kernels="torch")
     wanted = train_tile(plan, 0, device="cpu").weights
     for ambient in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.no_grad()):
         with ambient:
             np.testing.assert_array_equal(train_tile(plan, 0, device="cpu").weights, wanted)
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        np.testing.assert_array_equal(train_tile(plan, 0, device="cpu").weights, wanted)
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert not torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.enable_flash_sdp(True)
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.raises(UsageError, match=r"default data type float32, found torch\.float64"):
@@ -419,19 +429,3 @@ def test_pruned_networks_train_by_the_loop_alone_and_keep_their_masks():
     ):
         with pytest.raises(UsageError, match=message):
             train_tile(plan.replace({key.replace("__", "."): value for key, value in changes.items()}), 0, device="cpu")
-
-
-def test_the_callers_precision_changes_no_bit_and_is_the_callers_afterwards():
-    """On processors without bfloat16 the precision has no effect; that attention kernels have none is tested on all."""
-    plan = recipe(network=NETWORKS["vit"], training__kernels="torch")
-    expected = train_tile(plan, 0, device="cpu").weights
-    torch.set_float32_matmul_precision("medium")
-    torch.backends.cuda.enable_flash_sdp(False)
-    try:
-        found = train_tile(plan, 0, device="cpu").weights
-        assert torch.get_float32_matmul_precision() == "medium"
-        assert not torch.backends.cuda.flash_sdp_enabled()
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        torch.backends.cuda.enable_flash_sdp(True)
-    np.testing.assert_array_equal(found, expected)

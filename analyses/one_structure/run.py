@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filter_mlp import filter_mlp_correlation
 
 from weightscope._util.controls import CONTROLS
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import filter_mlp_correlation
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain
 from weightscope.benchmarking.design import labelled

@@ -3,8 +3,10 @@
 import difflib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
 
 from weightscope.errors import UsageError
 
@@ -85,6 +87,20 @@ def numbered(label: str, taken: Collection[str]) -> str:
     """The label, or with the first free number if it is taken: `vit (2)`."""
     names = itertools.chain([label], (f"{label} ({n})" for n in itertools.count(2)))
     return next(name for name in names if name not in taken)
+
+
+_PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
+
+
+def label_of(source: Any) -> str:
+    """A short label of a network: the last informative part of its path, or its class."""
+    address = getattr(source, "source", None)  # of a checkpoint
+    source = address if isinstance(address, str | Path) else source
+    if not isinstance(source, str | Path):
+        return "state dict" if isinstance(source, Mapping) else type(source).__name__
+    path = Path(str(source).removeprefix("hf://").partition("@")[0])
+    stem = path.stem if path.suffix in (".safetensors", ".pt", ".pth", ".bin") else path.name
+    return path.absolute().parent.name if stem in _PLAIN else stem or str(source)
 
 
 def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[str]:

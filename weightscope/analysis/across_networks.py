@@ -1,6 +1,5 @@
 """`covariance`: over the networks of a population, in memory or on disk, or within networks; leading eigenpairs."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import numpy as np
-from scipy import stats
 
 from weightscope._util import atomic, outputs
 from weightscope._util.checks import choice
@@ -17,11 +15,10 @@ from weightscope._util.sources import is_population
 from weightscope.analysis.exchangeable import ExchangeableCovariance, exchangeable_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.coordinates import Computed, Coordinates
-from weightscope.statistics.exchangeable import fisher_interval
+from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.gram import Precision
 from weightscope.statistics.mlps import StripeResult, TransposedCorrelation, stripes, transposed_correlation
-from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, finite_rows
+from weightscope.statistics.moments import BLOCK, EntryMoments, Moments
 from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import WeightArray, WeightSamples, ahead, usable_chunks
 
@@ -317,123 +314,8 @@ class _Passes:
             yield self._coordinates(rows)
 
 
-@dataclass(frozen=True)
-class Correlation:
-    """A correlation over (network, channel), with networks as independent units."""
-
-    name: str  # of the block, or "all blocks"
-    channels: int  # of the block, or of all of them
-    correlation: float  # r
-    error: float  # its standard error
-    ci95: tuple[float, float]  # its 95 % interval
-    p: float  # two-sided
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class FilterMLPCorrelation(Result):
-    """Central pixels against diag(W2 W1), in each block and over all blocks."""
-
-    total: Correlation  # over all networks, blocks and channels
-    blocks: tuple[Correlation, ...]
-    n: int  # networks
-    excluded: int  # networks left out because they diverged or are not finite
-
-    columns: ClassVar = {
-        "central pixel against diag(W2 W1)": "{block}",
-        "channels": "{channels}",
-        "correlation": "{correlation:+.3f}",
-        "95 % interval": "{low:+.3f} to {high:+.3f}",
-        "p": "{p:.2g}",
-    }
-
-    def rows(self) -> list[dict[str, Any]]:
-        return [
-            {"block": x.name, "channels": x.channels, "correlation": x.correlation, "error": x.error}
-            | {"low": x.ci95[0], "high": x.ci95[1], "p": x.p}
-            for x in (*self.blocks, self.total)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"networks": self.n, "excluded": self.excluded, "correlations": self.rows()}
-
-    def summary(self) -> str:
-        found, (low, high) = self.total, self.total.ci95
-        excluded = f" ({self.excluded} excluded)" if self.excluded else ""
-        r = f"r = {found.correlation:+.3f} ({low:+.3f} to {high:+.3f})"
-        return f"{self.n} networks{excluded}, {r}, p = {found.p:.2g}"
-
-
-def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
-    """The correlation of the central pixel of each depthwise filter with diag(W2 W1) of the MLP in its block.
-
-        r = sum f d / sqrt(sum f^2 sum d^2),   d_c = (W2 W1)_cc,
-
-    with sums over networks, blocks and channels c, of the deviations of the central pixel f_c and of d_c from their
-    means over the networks and channels of their block. sum f d is a moment of third order of the weights, and the
-    variance of d one of fourth order. So it is no entry of a covariance of weights: normal weights of mean zero do not
-    have it, whatever their covariance, and a structure that is fitted to covariances does not reproduce it.
-
-    Channels and blocks of one network depend on each other. The standard error is that of the delta method over
-    networks, with psi_k = a_k / sqrt(B C) - (r / 2) (b_k / B + c_k / C) for the sums a_k, b_k and c_k of f d, f^2 and
-    d^2 in network k, and A, B and C over all; interval and p-value are Student's with N - 1 degrees of freedom
-    on Fisher's scale.
-
-    AnatomyError if the networks have no depthwise convolution with an MLP of as many channels in its block, UsageError
-    if the filters have no central pixel, DataError if fewer than 3 networks are usable or numbers do not vary.
-
-    Source: thesis 3.4.3, Fig. 3.40.
-
-    Example:
-        >>> print(filter_mlp_correlation(Population("digits.pop")))
-    """
-    from weightscope.anatomy import filter_mlps  # imports torch
-
-    zeros = {t.name: np.broadcast_to(np.float32(0), t.shape) for t in source.spec.tensors}
-    parts = filter_mlps(zeros)
-    pairs = []
-    for part in parts:
-        (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
-        pairs.append((Computed("center", part.parameters), Computed("diag", (fc2, fc1))))
-    read = source.spec.select([name for pair in pairs for one in pair for name in one.tensors])
-    values: list[list[list[np.ndarray]]] = []
-    excluded = 0
-    for rows, diverged in usable_chunks(source, read.names):
-        finite = finite_rows(rows)
-        excluded += diverged + int((~finite).sum())
-        tensors = {t.name: rows[finite][:, read.slices[t.name]].reshape(-1, *t.shape) for t in read.tensors}
-        values.append([[one(tensors).astype(np.float64) for one in pair] for pair in pairs])
-    blocks = [tuple(np.concatenate(side) for side in zip(*found, strict=True)) for found in zip(*values, strict=True)]
-    n = len(blocks[0][0])
-    if n < 3:
-        raise DataError(f"expected at least 3 networks for a standard error, found {n} ({excluded} excluded)")
-    sums = [_sums(part.name, *block) for part, block in zip(parts, blocks, strict=True)]
-    sizes = [part.filters.channels for part in parts]
-    found = [_correlation(part.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
-    total = _correlation("all blocks", sum(sizes), np.sum(sums, axis=0))
-    return FilterMLPCorrelation(total, tuple(found), n, excluded)
-
-
-def _sums(name: str, pixels: np.ndarray, diagonal: np.ndarray) -> np.ndarray:
-    """For each network the sums over channels of f d, f^2 and d^2, (3, N), of two arrays (N, C)."""
-    f, d = pixels - pixels.mean(), diagonal - diagonal.mean()
-    out = np.stack([(f * d).sum(axis=1), np.square(f).sum(axis=1), np.square(d).sum(axis=1)])
-    if not (out[1:].sum(axis=1) > 0).all():
-        raise DataError(f"`{name}`: central pixels or the diagonal of W2 W1 do not vary between networks and channels")
-    return out
-
-
-def _correlation(name: str, channels: int, sums: np.ndarray) -> Correlation:
-    n = sums.shape[1]
-    a, b, c = sums.sum(axis=1)
-    r = float(a / math.sqrt(b * c))
-    psi = sums[0] / math.sqrt(b * c) - r / 2 * (sums[1] / b + sums[2] / c)
-    error = math.sqrt(n / (n - 1) * float(np.square(psi - psi.mean()).sum()))
-    interval, _, p = fisher_interval(r, error, stats.t(n - 1))
-    return Correlation(name, channels, r, error, interval, p)
-
-
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")
-WITHIN = ("part", "labels", "config", "keep", "seed", "separability")
+WITHIN = ("part", "labels", "config", "keep", "seed")
 
 
 def covariance(
@@ -463,7 +345,7 @@ def covariance(
         permutations: with `exchangeable`: those of one's own, see `exchangeable_covariance`.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `joint_covariance`; within networks: `part`, `labels`, `config`,
-            `keep`, `seed`, `separability`, see `weightscope.analysis.within_network.covariance_within`.
+            `keep`, `seed`, see `weightscope.analysis.within_network.covariance_within`.
 
     UsageError for an invalid option, or one of the other kind of source; DataError if a source cannot be read, or too
     few networks or samples are finite; AnatomyError, with the parts that there are, if a network has no such part.

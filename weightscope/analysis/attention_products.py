@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope._util.names import joined, labels_of, unverified
+from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope.anatomy import (
     AttentionPart,
@@ -31,6 +31,7 @@ from weightscope.anatomy import (
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.effective import refuse_adapters
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
@@ -297,20 +298,6 @@ class _Options(NamedTuple):
     clip: int | None
 
 
-_PLAIN = {"model", "pytorch_model", "weights", "checkpoint", "open_clip_pytorch_model"}  # uninformative file names
-
-
-def name_of(source: Any) -> str:
-    """A short label of a source: the last informative part of its path."""
-    if isinstance(source, Checkpoint):
-        source = source.source
-    if not isinstance(source, str | Path):
-        return "state dict" if isinstance(source, Mapping) else type(source).__name__
-    path = Path(str(source).removeprefix("hf://").partition("@")[0])
-    stem = path.stem if path.suffix in (".safetensors", ".pt", ".pth", ".bin") else path.name
-    return path.absolute().parent.name if stem in _PLAIN else stem or str(source)
-
-
 class _Fused(MappingTensors):
     """A checkpoint's tensors; fused ones are kept until `kept.clear()`: each of their parts asks for the whole."""
 
@@ -489,7 +476,7 @@ def products(
     options = _Options(cross, fold_norms, fold_scales, biases, positions, spectra, clip)
     if not sources:
         raise UsageError("products: expected at least one model, found none")
-    names = labels_of([name_of(source) for source in sources], labels)
+    names = labels_of([label_of(source) for source in sources], labels)
     stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
     out = ProductsResult([], [], {}, [], stated)
     for source, label in zip(sources, names, strict=True):
@@ -639,9 +626,7 @@ def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tens
                 continue
             if kind in _POST_NORM or f"{part.name}.logit_scale" in source or _after(source, part, parent):
                 break
-            gain = source.get(f"{name}.weight").double()
-            if kind is not None and kind.startswith("gemma"):
-                gain = gain + 1  # Gemma stores gain - 1
+            gain = source.get(f"{name}.weight").double() + unit_offset(source, f"{name}.weight")
             shift = source.get(f"{name}.bias").double() if f"{name}.bias" in source else None
             return gain, shift
     raise AnatomyError(

@@ -108,11 +108,7 @@ class ExchangeableCovariance(Result):
             | {"tensors": [[view.name, view.copies] for view in found.kind.views]}
             for found in self.types
         ]
-        pairs = [
-            {"groups": list(pair.groups), "a": pair.a, "b": pair.b, "correlation": pair.correlation}
-            | {"ci95": list(pair.ci95), "z": finite_or_none(pair.z), "p": pair.p}
-            for pair in self._pairs
-        ]
+        pairs = [asdict(pair) | {"z": finite_or_none(pair.z)} for pair in self._pairs]
         effects = [asdict(effect) for effect in self.index_effects]
         counts = {"networks": self.n, "excluded": self.excluded, "constant": self.constant}
         return counts | {"types": types, "pairs": pairs, "index_effects": effects}

@@ -13,7 +13,7 @@ from torch import nn
 from weightscope import anatomy
 from weightscope._util import outputs
 from weightscope._util.checks import choice, count
-from weightscope._util.names import joined, labels_of, unverified
+from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
@@ -21,8 +21,6 @@ from weightscope.anatomy.effective import refuse_adapters
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum
-from weightscope.statistics.moments import finite_rows
-from weightscope.statistics.separability import SeparabilityTest, separability_test
 from weightscope.statistics.slices import KEPT, Focus, SliceMoments, centre_focus, slice_moments
 
 if TYPE_CHECKING:
@@ -59,7 +57,6 @@ class Layer:
     moments: SliceMoments | None = None  # None if fewer than 2 samples are finite
     focus: Focus | None = None  # None for rows and columns
     kronecker: KroneckerShare | None = None  # of images of one channel whose covariance is kept
-    separability: SeparabilityTest | None = None  # Monte Carlo test, if asked for
     examples: np.ndarray | None = None  # (m, channels, kh, kw), some of the samples, as they are stored
     problem: str | None = None  # why there are no moments
 
@@ -86,8 +83,6 @@ class Layer:
             out |= asdict(self.focus)
         if self.kronecker is not None:
             out |= {"kronecker": self.kronecker.explained, "kronecker_dependence": self.kronecker.dependence}
-        if self.separability is not None:
-            out |= {"separability_ratio": self.separability.ratio, "separability_p": self.separability.p_value}
         return out
 
     def row(self) -> dict[str, Any]:
@@ -123,7 +118,6 @@ _COLUMNS = (
     ("far", "from_centre:+.2f", "far: mean correlation of the centre with pixels that do not touch it"),
     ("A(x)B", "kronecker:.2f", "A(x)B: share of |S|^2 that one Kronecker product explains"),
     ("off-diag", "kronecker_dependence:.2f", "off-diag: the same off the diagonal of S"),
-    ("p(A(x)B)", "separability_p:.3g", "p(A(x)B): Monte Carlo p-value of S = A (x) B"),
 )
 
 
@@ -208,28 +202,17 @@ class NetworkCovariances(Result):
         """Tables against depth, the meaning of the columns, and exclusions; several networks side by side."""
         known = {key for row in self.layers for key in row.statistics}
         columns = [column for column in _COLUMNS if column[1].partition(":")[0] in known]
-        if len(self.labels) > 1:
+        if several := len(self.labels) > 1:
             kept = ("variance", "spread", "÷ even") if self.focused else ("edge", "mean")
             columns = [column for column in columns if column[0] in kept]
-        table = self._table({head: cell for head, cell, _ in columns})
+        heads = {"network": "{source}"} if several else {}
+        heads |= {"layer": "{layer}", "name": "{name}", "shape": "{shape}", "n": "{n}", "dead": "{dead}"}
+        heads |= {head: f"{{{cell}}}" for head, cell, _ in columns}
+        order = [self.groups.index(row.group) for row in self.layers]
+        rows = [row for _, row in sorted(zip(order, self.layers, strict=True), key=lambda x: (x[1].layer, x[0]))]
+        table = row_table(heads, [row.row() | _place(row) for row in rows], left=(0, 2, 3) if several else (1, 2))
         meanings = [legend for _, _, legend in columns if legend]
-        return "\n".join([self.finding(), "", *table, "", *meanings, *self.notes()])
-
-    def _table(self, columns: Mapping[str, str]) -> list[str]:
-        """One line for each layer; several networks, which share index and group, side by side."""
-        heads = {"layer": "{layer}", "name": "{name}", "shape": "{shape}"}
-        if len(self.labels) == 1:
-            heads |= {"n": "{n}", "dead": "{dead}"} | {head: f"{{{cell}}}" for head, cell in columns.items()}
-            return [row_table(heads, [row.row() | _place(row) for row in self.layers], left=(1, 2))]
-        numbers = {label: i + 1 for i, label in enumerate(self.labels)}
-        lines: dict[tuple[int, int], dict[str, Any]] = {}
-        for row in self.layers:
-            line = lines.setdefault((row.layer, self.groups.index(row.group)), _place(row))
-            line |= {f"{key}_{numbers[row.source]}": value for key, value in row.row().items()}
-        for head, cell in columns.items():
-            heads |= {f"{head} [{i}]": f"{{{cell.replace(':', f'_{i}:')}}}" for i in numbers.values()}
-        legend = [f"[{i}] {label}" for label, i in numbers.items()]
-        return [*legend, row_table(heads, [lines[key] for key in sorted(lines)], left=(1, 2))]
+        return "\n".join([self.finding(), "", table, "", *meanings, *self.notes()])
 
     def to_dict(self) -> dict[str, Any]:
         out: dict[str, Any] = {"part": self.part, "labels": list(self.labels), "finding": self.finding()}
@@ -505,7 +488,6 @@ def covariance_within(
     config: Mapping[str, Any] | None = None,
     keep: int = KEPT,
     seed: int = 0,
-    separability: int = 0,
 ) -> NetworkCovariances:
     """Covariances of the filters, rows, columns or patches of networks, layer by layer (thesis Eq. 3.3, Fig. 3.1).
 
@@ -529,12 +511,10 @@ def covariance_within(
         labels: a name for each source; None for its own name.
         config: hints for state dicts, as in `weightscope.anatomy`.
         keep: the largest P for which the covariance matrix is kept; above it, only the spectrum and the statistics.
-        seed: of the random choice of 64 filters of each layer that are kept for pictures, and of the test.
-        separability: simulations of a Monte Carlo test of S = A (x) B in each layer of filters or patches of one
-            channel (`separability_test`; 199 are usual, and take seconds per layer); 0 for no test.
+        seed: of the random choice of 64 filters of each layer that are kept for pictures.
 
-    AnatomyError, with what there is, if a network has no such part; DataError if a source cannot be read, no layer of
-    it has 2 finite samples, or filters do not admit the test. Source: thesis 3.1.1; MLP paper 3 (rows and columns).
+    AnatomyError, with what there is, if a network has no such part; DataError if a source cannot be read, or no
+    layer of it has 2 finite samples. Source: thesis 3.1.1; MLP paper 3 (rows and columns).
 
     Example:
         >>> found = covariance_within("efficientnet-lite0.pth")
@@ -544,7 +524,7 @@ def covariance_within(
     if not sources:
         raise UsageError("expected at least one network, found none")
     count("keep", keep)
-    names = labels_of([_own_label(source) for source in sources], labels)
+    names = labels_of([label_of(source) for source in sources], labels)
     layers: list[Layer] = []
     unverified: dict[str, tuple[str, ...]] = {}
     unread: dict[str, dict[str, str]] = {}
@@ -557,7 +537,7 @@ def covariance_within(
             slices = list(PARTS[choice("part", part, PARTS)](tensors))
         except AnatomyError as error:
             raise AnatomyError(f"{label}: {error}") from None
-        mine = [_layer(label, piece, keep, seed, separability) for piece in slices]
+        mine = [_layer(label, piece, keep, seed) for piece in slices]
         if all(layer.moments is None for layer in mine):
             raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
         layers += mine
@@ -569,7 +549,7 @@ def covariance_within(
     return NetworkCovariances(part, tuple(names), tuple(layers), unverified, unread)
 
 
-def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Layer:
+def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
     samples = piece.read()
     shape = piece.layer.shape or (samples.shape[1],)
     nonfinite = int(samples.size - np.isfinite(samples).sum())
@@ -581,13 +561,6 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Lay
     if len(shape) == 1:
         return replace(layer, moments=moments)
     square = shape[0] == 1 and min(shape[1:]) > 1  # single-channel images: rows and columns of pixels
-    test = None
-    if square and draws:
-        matrices = samples[finite_rows(samples)].reshape(-1, *shape[1:])
-        try:
-            test = separability_test(matrices, draws=draws, seed=seed)
-        except DataError as error:
-            raise DataError(f"{label}: `{layer.name}`: separability: {error}") from None
     most = SAMPLES if layer.stage is not None else _PATCHES
     shown = samples
     if len(samples) > most:
@@ -597,7 +570,6 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int, draws: int) -> Lay
         moments=moments,
         focus=centre_focus(samples, (shape[1], shape[2]), moments),
         kronecker=_kronecker(moments.covariance, *shape[1:]) if square else None,
-        separability=test,
         examples=shown.reshape(-1, *shape),
     )
 
@@ -609,10 +581,3 @@ def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> KroneckerShare 
     off = np.count_nonzero(covariance - np.diag(np.diagonal(covariance)))
     dependence = explained_variance(covariance, fit.matrix(), diagonal=False) if off else math.nan
     return KroneckerShare(fit.explained, dependence)
-
-
-def _own_label(source: Any) -> str:
-    text = str(source) if isinstance(source, str | Path) else getattr(source, "source", None)
-    if not isinstance(text, str):
-        return "state dict" if isinstance(source, Mapping) else type(source).__name__
-    return text if "://" in text else Path(text).name or text

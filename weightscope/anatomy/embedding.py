@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -112,20 +113,16 @@ def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchE
     """Position table -> patch embedding; each patch embedding is assigned to the table with the most similar name."""
     out: dict[str, PatchEmbedding] = {}
     for patch in patches:
-        near = [(_shared(name, patch.name), -i) for i, name in enumerate(names)]
+        near = [(shared_path(name, patch.name), -i) for i, name in enumerate(names)]
         if near:
             out.setdefault(names[-max(near)[1]], patch)
     return out
 
 
-def _shared(name: str, other: str) -> int:
+def shared_path(name: str, other: str) -> int:
     """The number of leading components that two names share."""
-    same = 0
-    for mine, theirs in zip(name.split("."), other.split("."), strict=False):
-        if mine != theirs:
-            break
-        same += 1
-    return same
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _grid(tensors: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) -> tuple[int, tuple[int, int] | None]:

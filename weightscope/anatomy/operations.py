@@ -457,16 +457,10 @@ def _pad(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [out]
 
 
-@_rule("flip", "roll")
-def _rolled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    for d in _dims(list(a["dims"]), len(a["self"])):
+@_rule("flip", "roll", "cumsum")
+def _along(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+    for d in _dims(a["dim"] if "dim" in a else list(a["dims"]), len(a["self"])):
         p.axes.fix(a["self"][d])
-    return [a["self"]]
-
-
-@_rule("cumsum")
-def _cumulative(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.axes.fix(a["self"][a["dim"]])
     return [a["self"]]
 
 
@@ -522,26 +516,19 @@ def _filled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[fixed(n, free=ref.number not in p.written) for n in p.shapes[ref.number]]]
 
 
-@_rule("sum", "mean")
-def _sum(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    dims = _dims(a.get("dim"), len(a["self"]))
-    for d in dims:
-        p.axes.unsigned(a["self"][d])
-    return [_reduced(a["self"], dims, a.get("keepdim", False))]
-
-
 def _reduced(value: Value, dims: Sequence[int], keepdim: bool) -> Value:
     return [() if i in dims else axis for i, axis in enumerate(value) if keepdim or i not in dims]
 
 
-@_rule("var", "std", "var_mean", "linalg_vector_norm", "norm")
-def _spread(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+@_rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm")
+def _sum(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     dims = _dims(a.get("dim"), len(a["self"]))
     if "norm" not in step.name:
         for d in dims:
             p.axes.unsigned(a["self"][d])
     out = _reduced(a["self"], dims, a.get("keepdim", False))
-    return [[p.axes.even(axis) for axis in out], out][: len(step.out)]
+    even = [p.axes.even(axis) for axis in out]
+    return [out] if step.name in ("sum", "mean") else [even, out][: len(step.out)]
 
 
 @_rule("amax", "amin", "logsumexp", "any", "all")
@@ -612,19 +599,15 @@ def _convolution(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[x[0], axis, *(fixed(n) for n in shape[2:])]]
 
 
-@_rule(*_POOLED)
+@_rule(*_POOLED, *_MAXIMA)
 def _pooled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     value = a["self"] if "self" in a else a["input"]
     last = len(value) - _SPATIAL[step.name]
+    if step.name in _MAXIMA:
+        p.unsigned(value)
     for axis in value[last:]:
         p.axes.fix(axis)
-    return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]]
-
-
-@_rule(*_MAXIMA)
-def _largest(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.unsigned(a["self"])
-    return _pooled(p, a, step) * len(step.out)
+    return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]] * len(step.out)
 
 
 @_rule("native_batch_norm", "_native_batch_norm_legit_no_training", "batch_norm", "cudnn_batch_norm")
@@ -638,17 +621,12 @@ def _batch_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [p.normalised(a, [1], mean="running_mean", variance="running_var")]
 
 
-@_rule("native_layer_norm", "layer_norm")
+@_rule("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
 def _layer_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     axes = range(len(a["input"]) - len(a["normalized_shape"]), len(a["input"]))
-    for i in axes:
+    for i in axes if "layer" in step.name else ():
         p.axes.unsigned(a["input"][i])
     return [p.normalised(a, axes)]
-
-
-@_rule("_fused_rms_norm", "rms_norm")
-def _rms_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    return [p.normalised(a, range(len(a["input"]) - len(a["normalized_shape"]), len(a["input"])))]
 
 
 @_rule("native_group_norm", "group_norm")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import unwrapped
 from weightscope.anatomy.effective import plain
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, named_tensors
 from weightscope.errors import DataError, UsageError
 
 
@@ -62,6 +63,7 @@ _PACKED = re.compile(r"\.(?:attention|self_attn)\.(?:attention\.)?(q_proj|query|
 
 
 _QKV = ("attn.qkv", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.q", "attn.k", "attn.v")
+_SEPARATE, _GATED = tuple(f"self_attn.{x}_proj" for x in "qkv"), ("mlp.gate_proj", "mlp.up_proj")
 # Gain, the maps that it scales, on which axis (1 before, 0 after them), and which third of a packed one.
 _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(blocks\.\d+\.)norm1\.weight", _QKV, 1, None),
@@ -72,17 +74,38 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(blocks\.\d+\.)attn\.k_norm\.weight", ("attn.qkv",), 0, 1),
     (r"(stages\.\d+\.blocks\.\d+\.)norm\.weight", ("mlp.fc1",), 1, None),
     (r"(stages\.\d+\.blocks\.\d+\.)gamma", ("mlp.fc2",), 0, None),
+    (r"(.*layers\.\d+\.)input_layernorm\.weight", _SEPARATE, 1, None),
     (
-        r"(.*layers\.\d+\.)input_layernorm\.weight",
-        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        r"(.*layers\.\d+\.)(?:post_attention|pre_feedforward)_layernorm\.weight",
+        ("mlp.gate_proj", "mlp.up_proj"),
         1,
         None,
     ),
-    (r"(.*layers\.\d+\.)post_attention_layernorm\.weight", ("mlp.gate_proj", "mlp.up_proj"), 1, None),
     (r"(.*layers\.\d+\.)self_attn\.q_norm\.weight", ("self_attn.q_proj",), 0, None),
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
 _OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
+# Model types of transformers whose norms multiply by 1 + weight (`_text` of those with images is left out).
+_UNIT_OFFSET = {
+    *("gemma", "gemma2", "gemma3", "paligemma", "recurrent_gemma", "t5gemma", "t5gemma2", "vaultgemma", "nemotron"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+}
+
+
+def unit_offset(tensors: NamedTensors, name: str) -> int:
+    """1 if the norm of this weight multiplies by 1 + weight, as Gemma's do, and 0 if by the weight.
+
+    Module and config say which; a DataError if an RMS norm of a decoder, whose names both kinds share, has neither.
+    """
+    norm = name.rpartition(".")[0]
+    kind = tensors.hint(norm, ("model_type",), str)
+    shared = re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm) and f"{norm}.bias" not in tensors
+    if kind is None and shared and not isinstance(tensors, ModuleTensors):
+        raise DataError(
+            f"`{name}`: expected a config that tells whether this norm multiplies by its weight or by 1 + weight, "
+            "found none; give the module, a folder with config.json, or config={'model_type': ...}"
+        )
+    return int(kind is not None and kind.removesuffix("_text") in _UNIT_OFFSET)
 
 
 def places(names: Iterable[str]) -> dict[str, Place]:
@@ -124,8 +147,8 @@ def tensors_of(model: Any) -> Mapping[str, Any]:
 class Source:
     """The tensors of a model by their places, packed or cut as they are wanted."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, Any], model: Any = None) -> None:
+        self.tensors, self._model = tensors, tensors if model is None else model
         self.places = places(tensors)
         self.names: dict[str, dict[int | None, str]] = {}
         for name, place in self.places.items():
@@ -173,10 +196,16 @@ class Source:
         out = {}
         for name in self.names:
             for pattern, layers, axis, part in _GAINS:
-                if found := re.fullmatch(pattern, name):
+                # where there is a norm after the MLP, that of `post_attention` is after the attention
+                after = "post_attention" in name and name.replace("attention", "feedforward") in self.names
+                if (found := re.fullmatch(pattern, name)) and not after:
                     maps = (f"{found[1]}{layer}.weight" for layer in layers)
                     out[name] = tuple((one, axis, part) for one in maps if one in self.names)
         return out
+
+    def offset(self, gain: str) -> int:
+        """What is added to the stored numbers of a gain, at its place: see `unit_offset`."""
+        return unit_offset(named_tensors(self._model), next(iter(self.names[gain].values()))) if "norm" in gain else 0
 
     def folded(self, names: Iterable[str]) -> dict[str, np.ndarray]:
         """The tensors of some places in float64 with the gains before and after them multiplied in.
@@ -191,7 +220,7 @@ class Source:
             for name, axis, part in maps:
                 if name in out:
                     value = out[name] if part is None else np.split(out[name], 3)[part]  # views
-                    factor = self.whole(gain).double().numpy().reshape(-1)
+                    factor = self.whole(gain).double().numpy().reshape(-1) + self.offset(gain)
                     units = value.shape[axis]
                     if len(factor) != units and (not _OF_HEADS.search(gain) or not len(factor) or units % len(factor)):
                         found = f"axis {axis} of `{name}`, found {len(factor)}"

@@ -100,7 +100,8 @@ def _key(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -
     held = [inputs.others(path, part, plant=plant) for plant in (False, True)] if _takes_more(holder) else []
     for where, inner in holder.named_modules(remove_duplicate=False):
         kept = {key: value for key, value in vars(inner).items() if key not in _INTERNAL}
-        tensors = {f"{path}.{where}".strip(".") + f".{key}": value for key, value in _own_tensors(inner)}
+        both = [*inner._parameters.items(), *inner._buffers.items()]
+        tensors = {f"{path}.{where}".strip(".") + f".{key}": value for key, value in both}
         held.append((where, kept, {name: value for name, value in tensors.items() if name.lstrip(".") not in own}))
     try:
         state: Any = pickle.dumps(pytree.tree_map(_as_bytes, held))
@@ -113,10 +114,6 @@ def _key(holder: nn.Module, path: str, part: AttentionPart, inputs: "_Inputs") -
 def _takes_more(holder: nn.Module) -> bool:
     """Whether the module above may give more to a module than its tokens: a mask, positions."""
     return len(inspect.signature(holder.forward).parameters) > 1
-
-
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    return [*module._parameters.items(), *module._buffers.items()]
 
 
 def _as_bytes(value: Any) -> Any:

@@ -32,7 +32,7 @@ Found = tuple[list[Check], list[str]]  # checks, and the names of what looks lik
 
 def audit(
     model: Any,
-    init: str | Callable[..., list[Check]] | None = None,
+    init: str | Callable[..., Iterable[Check]] | None = None,
     *,
     config: Mapping[str, Any] | None = None,
     strict: bool = True,
@@ -140,10 +140,11 @@ def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: 
     if not own.open:
         values = {key: values[key] for key in own.defaults}
     own.require({key: value for key, value in values.items() if value is not REQUIRED})
-    found = function(tensors, **values)
-    if not isinstance(found, list | tuple) or not all(isinstance(check, Check) for check in found):
+    found: Any = function(tensors, **values)
+    checks = list(found) if isinstance(found, Iterable) else [found]
+    if not all(isinstance(check, Check) for check in checks):
         raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}")
-    return list(found), left
+    return checks, left
 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:

@@ -6,9 +6,10 @@ values are shared evenly between them, and no two heads have the same noise.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import Any
 
 import torch
 from scipy import optimize, stats
@@ -34,19 +35,18 @@ from weightscope.auditing.intervals import (
     UNTOUCHED,
     Interval,
     Row,
-    Simulated,
     default_start,
     error_in,
-    outside,
-    outside_of,
+    interval,
+    predicted,
+    row,
+    simulated,
 )
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
 from weightscope.init.attention import PARTS, numbers, query_key, same_random, table_codes
-from weightscope.networks.layers import TEMPERATURE
 
-IMBALANCE = (0.0, 0.02)  # half precision rounds each factor by 0.2 %; exchanged roots differ by tens of per cent
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
 _SEED = 0x5EED  # of the simulation and the probes, so that an audit is reproducible
@@ -65,10 +65,10 @@ _STATISTICS = {
 # --- mimetic attention ------------------------------------------------------------------------------------------------
 
 
-def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
+def product_statistics(a: Tensor, b: Tensor, uneven: float) -> dict[str, float]:
     """The statistics of `M = A B^T` that are checked, for A, B (d, r), by the names of the checks."""
     found = FactoredProduct(a, b).statistics()
-    return {check: float(found[name]) for check, name in _STATISTICS.items()}
+    return {check: float(found[name]) for check, name in _STATISTICS.items()} | {"imbalance": uneven}
 
 
 def imbalance(a: Tensor, b: Tensor) -> float:
@@ -89,7 +89,7 @@ class Null:
     group: int  # number of products that share one factor (query heads per key head)
     alpha: float  # scale of the noise
     beta: float  # diagonal, with its sign
-    construction: str  # "svd" or "same-random"
+    construction: str  # "svd", "same-random", or "independent": entries of an untouched network
 
     def scaled(self) -> "Null":
         """The same at a width that is cheap to simulate, with the same rank / width."""
@@ -100,74 +100,61 @@ class Null:
         return replace(self, width=d, rank=max(1, round(self.rank * d / self.width)))
 
     def draw(self, g: torch.Generator) -> dict[str, float]:
-        """Statistics of one correct product, by the initialiser's own construction."""
-        if self.construction == "same-random":
-            return product_statistics(*same_random(self.width, self.rank, self.beta, g))
-        queries, key = query_key(self.width, self.rank, self.group, self.alpha, self.beta, g)
-        return product_statistics(queries[0], key)
-
-    def independent(self, norm: float, g: torch.Generator) -> dict[str, float]:
-        """Statistics of a product of factors with independent entries, of Frobenius norm sqrt(d) norm."""
-        a, b = (torch.randn(self.width, self.rank, generator=g) for _ in range(2))
-        scale = math.sqrt(norm * math.sqrt(self.width) / float((a @ b.T).norm()))
-        return product_statistics(a * scale, b * scale) | {"imbalance": imbalance(a[None], b[None])}
+        """Statistics of one product, by the initialiser's own construction."""
+        d, r = self.width, self.rank
+        if self.construction == "svd":
+            a, b = query_key(d, r, self.group, self.alpha, self.beta, g)
+        elif self.construction == "same-random":
+            a, b = same_random(d, r, self.beta, g)
+        else:  # with the norm of a correct product, which is the hardest to tell
+            a, b = torch.randn(2, d, r, generator=g)
+            a, b = torch.stack([a, b]) * (math.sqrt(d) * math.hypot(self.alpha, self.beta) / (a @ b.T).norm()) ** 0.5
+        a = a.reshape(-1, d, r)
+        return product_statistics(a[0], b, imbalance(a, b[None]))
 
 
 @lru_cache(maxsize=256)
 def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float]]]:
     """Statistic -> its interval, and error -> the probability that the check fails for one product with that error.
 
-    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d. An untouched network has factors of
-    independent entries, here with the norm of a correct product, which is the hardest to tell.
+    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d.
     """
     small, g = null.scaled(), torch.Generator().manual_seed(_SEED)
     ratio, scale = small.width / null.width, max(null.alpha, abs(null.beta))
-    norms = [math.hypot(draw["diagonal mean"], draw["alpha"]) for draw in (small.draw(g) for _ in range(12))]
-    wrong: dict[str, Callable[[torch.Generator], dict[str, float]]]
-    wrong = {UNTOUCHED: partial(small.independent, sum(norms) / len(norms))}
+    drawn = [small.draw(g) for _ in range(12)]
+    alpha, beta = (sum(draw[name] for draw in drawn) / 12 for name in ("alpha", "diagonal mean"))
+    others = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, construction="independent")}
     for name in ("alpha", "beta"):
         if getattr(null, name) and (name == "beta" or null.construction == "svd"):
-            wrong[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)}).draw
+            others[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)})
     draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
-    drawn = Simulated.of(lambda draw: draw(g), small.draw, wrong, draws)
+    right, errors = simulated(lambda construction: construction.draw(g), small, others, draws)
     # For half precision, an approximate SVD, and the finite width of the simulation.
-    base = 2e-3 + (1 / small.width if ratio < 1 else 0)
-    out = {"imbalance": (IMBALANCE, drawn.power("imbalance", IMBALANCE, shrink=ratio))}
-    for name in _STATISTICS:
-        factor = math.sqrt(ratio) if name == "diagonal std" else 1.0
-        shrink = factor if name == "diagonal std" else ratio
+    base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, float]]]()
+    for name, values in right.items():
+        factor, shrink = (math.sqrt(ratio), math.sqrt(ratio)) if name == "diagonal std" else (1.0, ratio)
         slack = base * factor * (1 if name in ("asymmetry", "participation") else scale)
-        limits = drawn.interval(name, factor=factor, shrink=shrink, slack=slack)
-        out[name] = limits, drawn.power(name, limits, factor=factor, shrink=ratio)
+        limits = interval(predicted(values, factor, shrink), slack)
+        if name == "imbalance":  # half precision rounds factors by 0.2 %; exchanged roots differ by tens of per cent
+            limits = 0.0, 0.02
+        wrong = {error: predicted(draws[name], factor, shrink) for error, draws in errors.items()}
+        out[name] = limits, row(name, 0.0, limits, wrong)[3]
     return out
 
 
 @EXPECTATIONS.register(
     "mimetic_attention", reads=("attention modules",), variants=({"preset": "vision"}, {"preset": "language"})
 )
-def mimetic_attention_checks(
-    source: NamedTensors,
-    *,
-    alpha_qk: float,
-    beta_qk: float,
-    alpha_vo: float,
-    beta_vo: float,
-    preset: str | None,
-    construction: str,
-    parts: str,
-    layers: int | list[int] | None,
-    heads: int | list[int] | None,
-) -> list[Check]:
+def mimetic_attention_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """Checks of every head's query-key product and every layer's value-output product."""
-    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
-    choice("parts", parts, PARTS)
-    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), layers), heads))
-    checks: list[Check] = []
-    if parts != "vo":
-        checks += _checks("qk", [p for part in found for p in _query_key(part)], alpha_qk, beta_qk, construction)
-    if parts != "qk":
-        checks += _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
-    return checks
+    given, construction = (p["alpha_qk"], p["beta_qk"], p["alpha_vo"], p["beta_vo"]), p["construction"]
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(p["preset"], construction, given)
+    choice("parts", p["parts"], PARTS)
+    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
+    if p["parts"] != "vo":
+        yield from _checks("qk", [x for part in found for x in _query_key(part)], alpha_qk, beta_qk, construction)
+    if p["parts"] != "qk":
+        yield from _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
 
 
 @dataclass(frozen=True)
@@ -180,11 +167,6 @@ class _Product:
     b: Tensor  # (d, r)
     group: int  # number of products that share B
     uneven: float  # the imbalance of the factors
-
-    @property
-    def shared(self) -> tuple[str, int]:
-        """What products that share B have in common."""
-        return self.part.name, self.part.kv_head(self.head or 0)
 
     def checks(self, kind: str, rows: list[Row]) -> list[Check]:
         number = None if self.head is None else self.part.numbers[self.head]
@@ -208,40 +190,39 @@ def _value_output(part: AttentionPart) -> _Product:
     return _Product(part, None, values, shared.sum(0), 1, imbalance(values[None], shared * math.sqrt(group)))
 
 
-def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> list[Check]:
+def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> Iterator[Check]:
     """The checks of every product, and of its largest absolute correlation with another, near 1 if noise was reused.
 
     Query heads that share a key are correlated by construction and not compared.
     """
-    checks: list[Check] = []
     images: dict[int, list[tuple[_Product, Tensor]]] = {}
     for one in products:
-        found = product_statistics(one.a, one.b) | {"imbalance": one.uneven}
-        null = Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction)
-        checks += one.checks(kind, [(name, found[name], *limits) for name, limits in expected(null, kind).items()])
+        found = product_statistics(one.a, one.b, one.uneven)
+        laws = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction), kind)
+        yield from one.checks(kind, [(name, found[name], *limits) for name, limits in laws.items()])
         # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
         probes = torch.randn(len(one.b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(one.a)
         image = (one.a @ (one.b.T @ probes) - found["diagonal mean"] * probes).flatten()
         images.setdefault(len(image), []).append((one, image / image.norm().clamp_min(1e-30)))
     for length, mine in images.items():
         stack = torch.stack([image for _, image in mine])
-        cosines = (stack @ stack.T).abs()
-        cosines[torch.tensor([[a.shared == b.shared for b, _ in mine] for a, _ in mine])] = 0
+        cosines, keys = (stack @ stack.T).abs(), [(one.part.name, one.part.kv_head(one.head or 0)) for one, _ in mine]
+        cosines[torch.tensor([[a == b for b in keys] for a in keys])] = 0
         # The correlation of two independent heads has a standard deviation of about 1/d.
         limits = (0.0, min(0.9, max(0.3, 8 * _PROBES / length)))
         for (one, _), value in zip(mine, cosines.amax(1).tolist(), strict=True):
-            checks += one.checks(kind, [("resemblance", value, limits)])
-    return checks
+            yield from one.checks(kind, [row("resemblance", value, limits)])
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
-DISTANCE = (0.0, 0.01)
 _STARTS = 4  # draws of what an untouched table starts from
 
 
 @EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
-def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: str, temperature: float) -> list[Check]:
+def sinusoidal_positions_checks(
+    source: NamedTensors, *, gamma: float, special: str, temperature: float
+) -> Iterator[Check]:
     """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
     An untouched table is the one that its module's `reset_parameters` makes, else a random one. Where the former has
@@ -249,25 +230,20 @@ def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float, special: 
     `pos_embed` without a module, of which only the network's constructor knows what they start from.
     """
     choice("special", special, ("keep", "zero"))
-    checks = []
-    limits = (0.99 * abs(gamma), 1.01 * abs(gamma))
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
-        codes, ordinary = table_codes(table, temperature).double(), value[table.prefix :]
-        (scale, distance), name = _likeness(ordinary, codes), table.name
-        if distance > DISTANCE[1] and table.grid is None and _likeness(ordinary, _endpoint_codes(ordinary))[1] < 0.01:
-            name += " (sinusoidal, but with the frequencies T^(-i / (q - 1)) of Whisper and tensor2tensor)"
+        codes = table_codes(table, temperature).double()
+        scale, distance = _likeness(value[table.prefix :], codes)
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
-        pairs = zip((limits, DISTANCE), zip(*starts, strict=True), strict=True) if starts else ()
-        scaled, apart = [outside_of(interval, draws) for interval, draws in pairs] or (0.0, 0.0)
-        rows: list[Row] = [
-            ("gamma", scale, limits, {error_in("gamma"): outside(limits, 1.2 * abs(gamma)), UNTOUCHED: scaled}),
-            ("distance of inner products", distance, DISTANCE, {UNTOUCHED: apart}),
+        scaled, apart = map(predicted, zip(*starts, strict=True)) if starts else (abs(gamma), 0.0)
+        wrong = {error_in("gamma"): 1.2 * abs(gamma), UNTOUCHED: scaled}
+        rows = [
+            row("gamma", scale, abs(gamma), wrong, slack=0.01 * abs(gamma)),
+            row("distance of inner products", distance, (0.0, 0.01), {UNTOUCHED: apart}),
         ]
         if special == "zero" and table.prefix:
-            rows.append(("special tokens", float(value[: table.prefix].abs().max()), (0.0, 0.0)))
-        checks += checks_of("sinusoidal_positions", "positions", i, None, name, rows)
-    return checks
+            rows.append(row("special tokens", float(value[: table.prefix].abs().max()), 0.0))
+        yield from checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
 
 
 def _starts(source: NamedTensors, table: PositionEmbedding) -> list[Tensor]:
@@ -288,37 +264,15 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
     return math.sqrt(max(scale, 0.0)), float((mine - scale * theirs).norm() / mine.norm().clamp_min(1e-300))
 
 
-def _endpoint_codes(table: Tensor) -> Tensor:
-    """Codes (N, d) with q = d / 2 frequencies from 1 to exactly 1/T, as of tensor2tensor, Whisper and fairseq."""
-    frequencies = TEMPERATURE ** -torch.linspace(0, 1, table.shape[1] // 2, dtype=torch.float64)
-    angles = torch.arange(len(table), dtype=torch.float64)[:, None] * frequencies
-    return torch.cat([angles.sin(), angles.cos()], dim=1)
-
-
 # --- impulses ---------------------------------------------------------------------------------------------------------
 
 PEAKS = (0.95, 1.0)
 # The solver's own factors were 0.88 to 1.14 in 27 heads of 5 networks (widths 32 to 96); powers assume 10 % spread.
 FACTOR = (0.7, 1.5)
-_WRONG_LOGITS = {"logits 2 times too large": 2.0, "logits 2 times too small": 0.5}
 
 
 @EXPECTATIONS.register("impulse_attention", reads=("attention modules",))
-def impulse_attention_checks(
-    source: NamedTensors,
-    *,
-    filter_size: int,
-    offsets: str | Sequence[Sequence[int]],
-    pseudo_input: str,
-    following: str | None,
-    normalise: bool,
-    grid: int | Sequence[int] | None,
-    causal: bool | None,
-    layers: int | list[int] | None,
-    heads: int | list[int] | None,
-    adam_steps: int | None,
-    norm: str,
-) -> list[Check]:
+def impulse_attention_checks(source: NamedTensors, **p: Any) -> list[Check]:
     """Checks of every head's attention map on the position codes.
 
     - peaks: share of the tokens with a target in the image whose largest weight is that of the target;
@@ -334,33 +288,30 @@ def impulse_attention_checks(
     positions are not checked, since their maps on the codes are arbitrary.
     """
     found = self_attention(source, strict=None)
-    wanted, tables = chosen_layers(found, layers), parts_of("position embeddings", source, strict=None)
+    wanted, tables = chosen_layers(found, p["layers"]), parts_of("position embeddings", source, strict=None)
     checks: list[Check] = []
     for i, part in enumerate(found):
-        kind = pseudo_input if i == 0 or following is None else following
+        kind = p["pseudo_input"] if i == 0 or p["following"] is None else p["following"]
         if part not in wanted or kind != "positions":
             continue
-        part = impulse.of_positions_alone(part, causal)
-        codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), grid)
-        known = impulse.known_offsets(offsets, filter_size, tokens)
-        x = impulse.normalised(codes) if normalise else codes.double()
-        free = norm == "free"
-        checks += _maps(
-            chosen_heads([part], heads)[0], x, tokens, known, sharp=free, minimised=free and adam_steps is None
-        )
+        part = impulse.of_positions_alone(part, p["causal"])
+        codes, tokens = impulse.position_codes(part, impulse.nearest_table(part, tables), p["grid"])
+        known = impulse.known_offsets(p["offsets"], p["filter_size"], tokens)
+        x = impulse.normalised(codes) if p["normalise"] else codes.double()
+        free = p["norm"] == "free"
+        checks += _maps(chosen_heads([part], p["heads"])[0], x, tokens, known, free, free and p["adam_steps"] is None)
     if not checks:
         raise AnatomyError("expected layers solved for positions, found none to check")
     return checks
 
 
 def _maps(
-    part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], *, sharp: bool, minimised: bool
-) -> list[Check]:
+    part: AttentionPart, x: Tensor, tokens: TokenGrid, known: list[Offset], sharp: bool, minimised: bool
+) -> Iterator[Check]:
     q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
     most = max(math.ceil(part.heads / len(known)), stats.binom.isf(LEVEL, part.heads, 1 / len(known)))
     used: dict[Offset, int] = {}
-    checks = []
     for head in range(part.heads):
         found = impulse.attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
         hits = (targets == found.argmax(1)) & (targets >= 0)
@@ -373,19 +324,18 @@ def _maps(
         chance = float(stats.binom.sf(math.ceil(PEAKS[0] * len(valid)) - 1, len(valid), 1 / tokens.total))
         rows: list[Row] = [
             ("peaks", float(hits[best].sum()) / len(valid), PEAKS, {UNTOUCHED: 1 - min(1.0, len(known) * chance)}),
-            ("uses of the offset", float(used[known[best]]), (1.0, float(most))),
-            ("copies", float(copies), (0.0, 0.0)),
+            row("uses of the offset", float(used[known[best]]), (1.0, float(most))),
+            row("copies", float(copies), 0.0),
         ]
         if sharp:
-            rows.append(("weight", float(found[valid, targets[best][valid]].mean()), (0.5, 1.0)))
-            rows.append(("error", float((found - wanted).square().mean()) * tokens.total, (0.0, 0.5)))
+            rows.append(row("weight", float(found[valid, targets[best][valid]].mean()), (0.5, 1.0)))
+            rows.append(row("error", float((found - wanted).square().mean()) * tokens.total, (0.0, 0.5)))
         if minimised:
             factor = _logit_factor(part, x, q[head], k[part.kv_head(head)], tokens, wanted)
-            power = {error: outside(FACTOR, f, 0.1 * f) for error, f in _WRONG_LOGITS.items()}
-            rows.append(("logit factor", factor, FACTOR, power))
+            wrong = {f"logits 2 times too {size}": stats.norm(f, 0.1 * f) for size, f in (("large", 2), ("small", 0.5))}
+            rows.append(row("logit factor", factor, FACTOR, wrong))
         name = f"{part.name} {known[best]}"
-        checks += checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
-    return checks
+        yield from checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
 
 
 def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: TokenGrid, wanted: Tensor) -> float:

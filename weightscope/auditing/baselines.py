@@ -1,8 +1,7 @@
 """Expectations of the baselines: independent entries; zeros, identities, isometries and scaled branches."""
 
 import math
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.matrices import fans
-from weightscope.auditing.intervals import UNTOUCHED, Row, default_start, error_in, normal, outside
+from weightscope.auditing.intervals import UNTOUCHED, Law, Row, default_start, error_in, predicted, row
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import DataError, UsageError
@@ -32,17 +31,17 @@ DEFAULT = "the default start of torch's layers"
 
 
 @EXPECTATIONS.register("kaiming_uniform")
-def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> list[Check]:
+def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, select: str) -> Iterator[Check]:
     """Checks of entries `U(-b, b)`, `b = sqrt(6 / ((1 + slope^2) fan_in))`."""
     gain = math.sqrt(6 / (1 + slope**2))
     return _each(source, "kaiming_uniform", select, bias, lambda w: _uniform(gain / math.sqrt(fans(w)[0])))
 
 
 @EXPECTATIONS.register("xavier")
-def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> list[Check]:
+def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> Iterator[Check]:
     """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
 
-    def law(w: Tensor) -> Any:
+    def law(w: Tensor) -> Law:
         std = gain * math.sqrt(2 / sum(fans(w)))
         return _uniform(math.sqrt(3) * std) if distribution == "uniform" else stats.norm(0, std)
 
@@ -50,13 +49,13 @@ def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias:
 
 
 @EXPECTATIONS.register("trunc_normal")
-def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> list[Check]:
+def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: str, select: str) -> Iterator[Check]:
     """Checks of normal entries of standard deviation `std` given that they are in [-cut, cut]."""
     edge = min(cut / std, 30.0)
     return _each(source, "trunc_normal", select, bias, lambda w: stats.truncnorm(-edge, edge, scale=std))
 
 
-def _uniform(bound: float) -> Any:
+def _uniform(bound: float) -> Law:
     return stats.uniform(-bound, 2 * bound)
 
 
@@ -66,26 +65,23 @@ def _module(source: NamedTensors, name: str) -> nn.Module:
     return source.module
 
 
-def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Any]) -> list[Check]:
-    checks = []
+def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Law]) -> Iterator[Check]:
     for i, matrix in enumerate(selected(_module(source, name), select)):
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            checks += checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
+            yield from checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
-            row: Row = ("largest bias", float(matrix.bias.detach().abs().max()), (0.0, limit))
-            checks += checks_of(name, "weight", i, None, matrix.name, [row])
-    return checks
+            largest = row("largest bias", float(matrix.bias.detach().abs().max()), (0.0, limit))
+            yield from checks_of(name, "weight", i, None, matrix.name, [largest])
 
 
-def entries(w: Tensor, law: Any, default: str = "") -> list[Row]:
+def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
     """Mean, variance, kurtosis and largest of entries relative to a symmetric law of `scipy.stats`, with intervals.
 
     With `default`, the power of the variance is also given for torch's own entries, U(-1, 1) / sqrt(fan_in): those of
-    `kaiming_uniform` are the same and pass, and this power says so. The distributions of the statistics are known, and
-    drawing matrices again and again would cost more than reading them once, so nothing is simulated here.
+    `kaiming_uniform` are the same and pass, and this power says so.
     """
     n = w.numel()
     if n == 0:
@@ -94,92 +90,80 @@ def entries(w: Tensor, law: Any, default: str = "") -> list[Row]:
     m4, m6, m8 = (float(law.moment(k)) / std**k for k in (4, 6, 8))  # standardised
     squares = w.square()
     square = float(squares.mean())
-    sd = math.sqrt((m4 - 1) / n)
-    limits = normal(1.0, sd, slack=2e-3)
-    power = {error_in("the standard deviation"): outside(limits, 1.44, 1.44 * sd)}
+    expected = stats.norm(1, math.sqrt((m4 - 1) / n))
+    wrong = {error_in("the standard deviation"): stats.norm(1.44, 1.44 * expected.std())}
     if default:
         ratio = 1 / (3 * fans(w)[0] * std**2)
-        power[default] = outside(limits, ratio, ratio * math.sqrt(0.8 / n))
-    rows: list[Row] = [
-        ("mean", float(w.mean()) / std, normal(0.0, 1 / math.sqrt(n))),
-        ("variance", square / std**2, limits, power),
+        wrong[default] = stats.norm(ratio, ratio * math.sqrt(0.8 / n))
+    rows = [
+        row("mean", float(w.mean()) / std, stats.norm(0, 1 / math.sqrt(n))),
+        row("variance", square / std**2, expected, wrong, slack=2e-3),
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
         kurtosis = float(squares.square().mean()) / max(square**2, 1e-300)
-        rows.append(("kurtosis", kurtosis, normal(m4, error, slack=0.02)))
+        rows.append(row("kurtosis", kurtosis, stats.norm(m4, error), slack=0.02))
     if largest < math.inf:
-        rows.append(("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
+        rows.append(row("largest", max(map(abs, map(float, w.aminmax()))) / largest, (0.0, 1.004)))
     return rows
 
 
 @EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))
-def t_fixup_checks(source: NamedTensors, *, kind: str) -> list[Check]:
+def t_fixup_checks(source: NamedTensors, *, kind: str) -> Iterator[Check]:
     """Checks of Xavier-uniform entries, scaled down in the residual branches with the number of layers."""
     choice("kind", kind, ("encoder", "decoder"))
     found = branches(source, "both", strict=None, caller="t_fixup")
-    scale, checks = fixup_scale(found, kind), []
+    scale = fixup_scale(found, kind)
     for part, name in found:
         w = as_matrix(name, part.read(name).cpu())
         bound = math.sqrt(6 / sum(w.shape)) * (1.0 if name in ("q", "k") else scale)
-        checks += checks_of("t_fixup", name, part.layer, None, part.name, entries(w, _uniform(bound)))
-    return checks
+        yield from checks_of("t_fixup", name, part.layer, None, part.name, entries(w, _uniform(bound)))
 
 
 def _kinds(parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    kinds = {"attention": ("attention modules",), "mlp": ("MLPs",), "both": ("attention modules", "MLPs")}
-    return kinds.get(parameters.get("parts", "attention"), ())
+    parts = parameters.get("parts", "attention")
+    return ("attention modules",) * (parts != "mlp") + ("MLPs",) * (parts != "attention")
 
 
 @EXPECTATIONS.register("zero_init", reads=_kinds)
-def zero_init_checks(source: NamedTensors, *, parts: str) -> list[Check]:
+def zero_init_checks(source: NamedTensors, *, parts: str) -> Iterator[Check]:
     """Checks that the first matrices of every branch are those of ZerO and the last ones zero."""
     choice("parts", parts, ("attention", "mlp", "both"))
-    checks = []
     for part, name in branches(source, parts, strict=None, caller="zero_init"):
         matrix = as_matrix(name, part.read(name).cpu())
         edge = matrix.shape[-1] ** -0.5  # torch's default entries reach +-1/sqrt(fan in), an identity 1
         if name in ZERO:
-            row: Row = ("largest", float(matrix.abs().max()), (0.0, 0.0), {UNTOUCHED: outside((0.0, 0.0), edge)})
+            check = row("largest", float(matrix.abs().max()), 0.0, {UNTOUCHED: edge})
         else:
-            limits = (0.0, 0.005)
-            power = {UNTOUCHED: outside(limits, 1 - edge), error_in("the identities"): outside(limits, 0.2)}
-            row = ("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), limits, power)
-        checks += checks_of("zero_init", name, part.layer, None, part.name, [row])
-    return checks
+            wrong = {UNTOUCHED: 1 - edge, error_in("the identities"): 0.2}
+            check = row("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), (0.0, 0.005), wrong)
+        yield from checks_of("zero_init", name, part.layer, None, part.name, [check])
 
 
 @EXPECTATIONS.register("delta_orthogonal")
-def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> list[Check]:
+def delta_orthogonal_checks(source: NamedTensors, *, gain: float, select: str) -> Iterator[Check]:
     """Checks that every convolution is an orthogonal matrix at its centre tap and zero elsewhere."""
-    checks = []
     for i, (matrix, layer) in enumerate(convolutions(_module(source, "delta_orthogonal"), select)):
         w = matrix.weight.detach().cpu().double() / gain
-        centre = centre_tap(w)  # (out, in)
-        blocks = torch.stack(centre.chunk(layer.groups))
-        gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
-        rest = (w.square().sum() - centre.square().sum()).clamp_min(0) / w.square().sum().clamp_min(1e-300)
-        taps = w[0, 0].numel()
-        power = {error_in("gain"): outside((0.0, 0.02), 0.44)}
+        total, centre = float(w.square().sum()), centre_tap(w)  # (out, in)
+        rest = max(0.0, total - float(centre.square().sum())) / max(total, 1e-300)
+        edge, taps, g = 1 / (gain * math.sqrt(w[0].numel())), w[0, 0].numel(), torch.Generator().manual_seed(0)
+        wrong = {error_in("gain"): 0.44}
         if taps == 1:
-            power[UNTOUCHED] = _not_orthogonal(gram.shape[-1], max(blocks.shape[1:]), w.shape[1], gain)
-        rows: list[Row] = [
-            ("off-centre energy", float(rest), (0.0, 1e-9), {UNTOUCHED: outside((0.0, 1e-9), 1 - 1 / taps)}),
-            ("distance from orthogonal", float((gram - torch.eye(gram.shape[-1])).abs().max()), (0.0, 0.02), power),
+            draws = [torch.rand(centre.shape, generator=g, dtype=w.dtype) for _ in range(6)]
+            wrong[UNTOUCHED] = predicted([_not_orthogonal((2 * u - 1) * edge, layer.groups) for u in draws])
+        rows = [
+            row("off-centre energy", rest, (0.0, 1e-9), {UNTOUCHED: 1 - 1 / taps}),
+            row("distance from orthogonal", _not_orthogonal(centre, layer.groups), (0.0, 0.02), wrong),
         ]
-        checks += checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
-    return checks
+        yield from checks_of("delta_orthogonal", "convolution", i, None, matrix.name, rows)
 
 
-@lru_cache(maxsize=256)
-def _not_orthogonal(size: int, length: int, fan_in: int, gain: float) -> float:
-    """The probability that default vectors (length, size) are farther than 0.02 from orthonormal ones, times gain.
-
-    One diagonal entry at a time: the mean of `length` squares of U(-b, b), b = 1/sqrt(fan in), times length / gain^2.
-    """
-    mean = length / (3 * fan_in * gain**2)
-    alone = outside((0.98, 1.02), mean, mean * math.sqrt(0.8 / length))
-    return 1 - (1 - alone) ** size
+def _not_orthogonal(matrix: Tensor, groups: int) -> float:
+    """The largest entry of W^T W - I or W W^T - I, the smaller of the two, of each group of rows."""
+    blocks = torch.stack(matrix.chunk(groups))
+    gram = blocks.mT @ blocks if blocks.shape[1] >= blocks.shape[2] else blocks @ blocks.mT
+    return float((gram - torch.eye(gram.shape[-1])).abs().max())
 
 
 # What untouched LayerScales of other libraries start from: ones, and the values of CaiT and of ConvNeXt.
@@ -187,7 +171,7 @@ _STARTS = (1.0, 1e-4, 1e-5, 1e-6)
 
 
 @EXPECTATIONS.register("layer_scale_identity")
-def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> list[Check]:
+def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> Iterator[Check]:
     """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before.
 
     Untouched factors are those that the module's `reset_parameters` makes, else one of the published values. Without a
@@ -200,16 +184,10 @@ def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: st
             "layer_scale_identity: scaled matrices look like any others, only LayerScale factors can be audited; "
             f"found {len(names)}"
         )
-    checks = []
-    limits = (0.99 * value, 1.01 * value)
     for i, name in enumerate(names):
         start = default_start(source, name)
         starts = [*_STARTS] if isinstance(source, ModuleTensors) else [value]
         starts = starts if start is None else [farthest(start, value)]
-        power = {
-            UNTOUCHED: min(outside(limits, number) for number in starts),
-            error_in("value"): outside(limits, 1.2 * value),
-        }
-        rows: list[Row] = [("farthest", farthest(source.get(name), value), limits, power)]
-        checks += checks_of("layer_scale_identity", "factor", i, None, name, rows)
-    return checks
+        wrong = {UNTOUCHED: min(starts, key=lambda x: abs(x - value)), error_in("value"): 1.2 * value}
+        rows = [row("farthest", farthest(source.get(name), value), value, wrong, slack=0.01 * value)]
+        yield from checks_of("layer_scale_identity", "factor", i, None, name, rows)

@@ -8,56 +8,52 @@ from typing import Any
 import numpy as np
 import torch
 from scipy import stats
-from torch import nn
+from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import DepthwisePart, NamedTensors, depthwise
 from weightscope.auditing.intervals import (
-    CUBE_ROOT,
     LEVEL,
     UNTOUCHED,
     Interval,
     Row,
-    Simulated,
-    chi_squared,
     error_in,
-    powers,
+    interval,
+    mean_square,
+    predicted,
+    row,
 )
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, each
-from weightscope.init import INITIALISERS, convolution
+from weightscope.init import convolution
 
 _KINDS = ("depthwise convolutions",)
-Spectrum = tuple[np.ndarray, np.ndarray]
-"""Eigenvalues, none negative, and eigenvectors of an expected covariance."""
+_LEAST = 1e-4  # of the mean expected variance: in directions of less, rounding in half precision would be seen
 
 
 @EXPECTATIONS.register(
     "conv_covariance", reads=_KINDS, square=True, variants=tuple({"preset": name} for name in convolution.PRESETS)
 )
-def conv_covariance_checks(
-    source: NamedTensors,
-    *,
-    sigma0: float | None,
-    v: float | None,
-    a: float | None,
-    preset: str | None,
-    scale: float,
-    psd: str,
-    schedule: str,
-    strict: bool,
-) -> list[Check]:
+def conv_covariance_checks(source: NamedTensors, **p: Any) -> list[Check]:
     """Checks of every layer's filters against `N(0, scale^2 conv_covariance(k, sigma(depth)))`."""
-    curve = convolution.settings(preset, sigma0, v, a)
-    choice("schedule", schedule, ("depth", "sawtooth"))
+    curve = convolution.settings(p["preset"], p["sigma0"], p["v"], p["a"])
+    choice("schedule", p["schedule"], ("depth", "sawtooth"))
     found = depthwise(source, strict=None)
-    square = [part for part in found if part.square] if not strict else []
+    square = [part for part in found if part.square] if not p["strict"] else []
     parts = convolution.checked_filters(square or found, convolution.BUMP)
-    sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, schedule)), strict=True))
+    sigmas = dict(zip(parts, map(curve, convolution.relative_depths(parts, p["schedule"])), strict=True))
+
+    def covariance(k: int, sigma: float, factor: float = 1.0) -> np.ndarray:
+        root = convolution.covariance_root((factor * p["scale"]) ** 2 * convolution.conv_covariance(k, sigma), p["psd"])
+        return root @ root.T
 
     def rows(part: DepthwisePart) -> list[Row]:
-        given = {"sigma0": float(sigmas[part]), "v": 0.0, "a": 0.0, "scale": scale, "psd": psd}
-        return _covariance_rows(part, "conv_covariance", given)
+        k, sigma = part.kernel[0], float(sigmas[part])
+        expected = covariance(k, sigma)
+        # Of independent entries, those of the same total variance are the hardest to tell.
+        wrong = {UNTOUCHED: np.eye(k**2) * expected.trace() / k**2, error_in("sigma"): covariance(k, 1.2 * sigma)}
+        wrong[error_in("scale")] = covariance(k, sigma, 1.2)
+        return _covariance_rows(part.read(), expected, wrong)
 
     return each("conv_covariance", "filters", parts, rows)
 
@@ -67,142 +63,107 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
     """Checks of independent entries with variance `gain^2 / (kh kw)` in every depthwise layer."""
 
     def rows(part: DepthwisePart) -> list[Row]:
-        x = part.read().cpu().double() * math.sqrt(math.prod(part.kernel)) / gain
+        x, size = part.read().cpu(), math.prod(part.kernel)
         known: list[Row] = []
         if distribution == "uniform":
-            known = [("largest", float(x.abs().max()), (0.0, math.sqrt(3) * 1.01))]
+            known = [row("largest", float(x.abs().max()) * math.sqrt(size) / gain, (0.0, math.sqrt(3) * 1.01))]
         elif distribution == "absolute":
-            known = [("smallest", float(x.min()), (0.0, math.inf))]
-        return _covariance_rows(part, "random_filters", {"distribution": distribution, "gain": gain}) + known
+            known = [row("smallest", float(x.min()), (0.0, math.inf))]
+            signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(0))
+            x = x * (2 * signs - 1)  # normal again
+        expected, default = np.eye(size) * gain**2 / size, np.eye(size) / (3 * size)  # of U(-1, 1) / k
+        return _covariance_rows(x, expected, {UNTOUCHED: default, error_in("gain"): 1.44 * expected}) + known
 
     return each("random_filters", "filters", depthwise(source, strict=None), rows)
 
 
-def _covariance_rows(part: DepthwisePart, name: str, parameters: Mapping[str, Any]) -> list[Row]:
-    """Statistics of a layer's filters with their intervals and powers; those do not depend on the scale."""
-    x = part.read().cpu().double().reshape(part.channels, -1).numpy()  # (C, k^2)
-    if parameters.get("distribution") == "absolute":  # which random signs make normal again
-        x = x * np.random.default_rng(0).choice((-1.0, 1.0), x.shape)
-        parameters = {**parameters, "distribution": "normal"}
-    if bad := int(x.size - np.isfinite(x).sum()):
-        return [("NaN or infinite", float(bad), (0.0, 0.0))]
-    spectrum, drawn = _draws(name, tuple(parameters.items()), part.kernel, part.channels, _precision(x))
-    found = covariance_statistics(x, spectrum)
-    limits = _limits(part.channels, found, drawn)
-    return [(what, found[what], interval, drawn.power(what, interval)) for what, interval in limits.items()]
+def _covariance_rows(filters: Tensor, covariance: np.ndarray, wrong: Mapping[str, np.ndarray]) -> list[Row]:
+    """Checks of filters (C, kh, kw) by an expected covariance, and powers for those of other covariances.
 
+    The filters are whitened, `y = S^(-1/2) E^T f`, in the r directions that have at least 1e-4 of the mean
+    variance. The coordinates of a correct layer are then independent standard normal, so that energies are chi-squared
+    and an error is found in any direction, even one of little variance.
 
-def covariance_statistics(x: np.ndarray, spectrum: Spectrum) -> dict[str, float]:
-    """Statistics of filters (C, k^2), compared with an expected covariance.
-
-    The filters are whitened by it, `y = S^(-1/2) E^T f`. The coordinates of a correct layer are then independent
-    standard normal, so that energies are chi-squared and an error is found in any direction, even one of little
-    variance.
-
-    - distance: `||F^T F / C - Sigma||_F / ||Sigma||_F`;
     - energy: mean square of the whitened coordinates, 1;
     - strongest, weakest: the whitened direction with the most and the least energy;
     - correlation: `||Y^T Y / C - I||_F / sqrt(r)`, the correlations between whitened coordinates;
     - mean: squared norm of the whitened mean, times C / r;
-    - outside: share of the energy in directions of zero expected variance;
-    - rank, rest: r, and the share that rounding may put into these directions (not checked).
+    - outside: the energy in the other directions, over the expected one in all.
     """
-    values, vectors = spectrum
-    channels, total = len(x), float(values.sum())
-    # The rounding errors of the data type are in every direction, also in those of zero variance.
-    rounding = (torch.finfo(_precision(x)).eps ** 2 / 12) * float(np.mean(x**2))
-    inside = values > min(100 * max(rounding, 1e-14 * total), 0.5 * values.max())
-    y = (x @ vectors)[:, inside] / np.sqrt(values[inside] + rounding)  # (C, r)
-    r = y.shape[1]
-    energies = np.mean(y**2, axis=0)  # (r,)
-    expected = (vectors * values) @ vectors.T
-    return {
-        "distance": float(np.linalg.norm(x.T @ x / channels - expected) / np.linalg.norm(expected)),
-        "energy": float(energies.mean()),
-        "strongest": float(energies.max()),
-        "weakest": float(energies.min()),
-        "correlation": float(np.linalg.norm(y.T @ y / channels - np.eye(r))) / math.sqrt(r),
-        "mean": channels * float(np.sum(y.mean(0) ** 2)) / r,
-        "outside": float(np.mean(np.sum((x @ vectors[:, ~inside]) ** 2, axis=1))) / total,
-        "rank": r,
-        "rest": 10 * (float(values[~inside].sum()) + rounding * (len(values) - r)) / total,
+    x = filters.cpu().double().flatten(1).numpy()  # (C, k^2)
+    if bad := int(x.size - np.isfinite(x).sum()):
+        return [row("NaN or infinite", float(bad), 0.0)]
+    values, vectors = np.linalg.eigh(covariance)
+    inside = values > _LEAST * values.mean()
+    c, r, total, g = len(x), int(inside.sum()), values.sum(), np.random.default_rng(0)
+
+    def measured(x: np.ndarray) -> dict[str, float]:
+        y = (x @ vectors)[:, inside] / np.sqrt(values[inside])  # (C, r)
+        energies = np.mean(y**2, axis=0)  # (r,)
+        return {
+            "energy": float(energies.mean()),
+            "strongest": float(energies.max()),
+            "weakest": float(energies.min()),
+            "correlation": _correlation(y),
+            "mean": c * float(np.mean(y.mean(0) ** 2)),
+            "outside": float(np.mean(np.sum((x @ vectors[:, ~inside]) ** 2, axis=1)) / total),
+        }
+
+    def drawn(error: str, covariance: np.ndarray) -> list[dict[str, float]]:
+        values, vectors = np.linalg.eigh(covariance)
+        root, edge = np.sqrt(np.maximum(values, 0))[:, None] * vectors.T, math.sqrt(3)
+        draws = (g.uniform(-edge, edge, x.shape) if error == UNTOUCHED else g.normal(size=x.shape) for _ in range(32))
+        return [measured(z @ root) for z in draws]
+
+    low, high = interval(mean_square(c), 1e-3, LEVEL / r)
+    limits = {
+        "energy": interval(mean_square(c * r), 1e-3),
+        "strongest": (0.0, high),
+        "weakest": (low, math.inf),
+        "correlation": _correlations(c, r),
+        "mean": interval(mean_square(r)),
+        "outside": (0.0, 10 * (1e-5 + float(values[~inside].clip(0).sum() / total))),
     }
+    found, errors = measured(x), {error: drawn(error, other) for error, other in wrong.items()}
+    return [
+        row(s, found[s], limits[s], {e: predicted([draw[s] for draw in draws]) for e, draws in errors.items()})
+        for s in limits
+    ]
 
 
-def _limits(channels: int, found: Mapping[str, float], drawn: Simulated) -> dict[str, Interval]:
-    """The intervals of `covariance_statistics`; those of distance and correlation from draws of the initialiser."""
-    r = int(found["rank"])
-    low, high = chi_squared(channels, level=LEVEL / r)
-    return {
-        "distance": (0.0, drawn.interval("distance", via=CUBE_ROOT, slack=0.01)[1]),
-        "energy": chi_squared(channels * r, slack=1e-3),
-        "strongest": (0.0, high + 1e-3),
-        "weakest": (low - 1e-3, math.inf),
-        "correlation": drawn.interval("correlation", slack=1e-3),
-        "mean": chi_squared(r),
-        "outside": (0.0, found["rest"]),
-    }
+def _correlation(y: np.ndarray) -> float:
+    c, r = y.shape
+    return float(np.linalg.norm(y.T @ y / c - np.eye(r))) / math.sqrt(r)
 
 
-def _precision(x: np.ndarray) -> torch.dtype:
-    """The narrowest type that holds every number: weights may have been stored in it."""
-    tensor = torch.from_numpy(x)
-    fitting = (d for d in (torch.bfloat16, torch.float16, torch.float32) if torch.equal(tensor.to(d).double(), tensor))
-    return next(fitting, torch.float64)
-
-
-@lru_cache(maxsize=512)
-def _draws(
-    name: str, parameters: tuple[tuple[str, Any], ...], kernel: tuple[int, int], channels: int, dtype: torch.dtype
-) -> tuple[Spectrum, Simulated]:
-    """The expected spectrum, and statistics of a layer after an initialiser, after it with errors, and before it."""
-    given, size = dict(parameters), math.prod(kernel)
-    if name == "conv_covariance":
-        covariance = given["scale"] ** 2 * convolution.conv_covariance(kernel[0], given["sigma0"])
-        root = convolution.covariance_root(covariance, given["psd"])
-        values, vectors = np.linalg.eigh(root @ root.T)
-        numbers: tuple[str, ...] = ("sigma0", "scale")
-        edge = math.sqrt(3 * float(np.maximum(values, 0).mean()))  # the expected total variance is the hardest to tell
-    else:
-        values, vectors = np.full(size, given["gain"] ** 2 / size), np.eye(size)
-        numbers = ("gain",)
-        edge = 1 / math.sqrt(size)  # of torch's default entries
-    wrong = {error_in(name.removesuffix("0")): {name: 1.2 * given[name]} for name in numbers}
-    spectrum = np.maximum(values, 0), vectors
-    layer = nn.Conv2d(channels, channels, kernel, groups=channels, bias=False, dtype=dtype)
-    g, init = torch.Generator().manual_seed(0), INITIALISERS[name]
-
-    def drawn(changes: dict[str, Any] | None) -> dict[str, float]:
-        if changes is None:
-            layer.weight.detach().uniform_(-edge, edge, generator=g)
-        else:
-            init(layer, **(given | changes), generator=g)
-        return covariance_statistics(layer.weight.detach().double().flatten(1).numpy(), spectrum)
-
-    return spectrum, Simulated.of(drawn, {}, {UNTOUCHED: None, **wrong})
+@lru_cache(maxsize=256)
+def _correlations(c: int, r: int) -> Interval:
+    """The interval of the correlation of standard normal samples (C, r): its logarithm is nearer to normal."""
+    g = np.random.default_rng(0)
+    low, high = interval(predicted(np.log([_correlation(g.standard_normal((c, r))) for _ in range(400)])))
+    return math.exp(low), math.exp(high)
 
 
 @EXPECTATIONS.register("impulse_filters", reads=_KINDS, variants=({}, {"sign": "random"}))
 def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sign: str) -> list[Check]:
     """Checks that every filter has one pixel of 1, or of random sign, and the others 0, with pixels used evenly."""
-    one = (1.0, 1.0)
 
     def rows(part: DepthwisePart) -> list[Row]:
         x = part.read().cpu().flatten(1)
         signs: list[Row] = []
         if sign == "random":
-            low, high = (float(stats.binom.ppf(q, part.channels, 0.5)) for q in (LEVEL / 2, 1 - LEVEL / 2))
-            signs, x = [("positive impulses", float((x.sum(1) > 0).sum()), (low, high))], x.abs()
+            signs = [row("positive impulses", float((x.sum(1) > 0).sum()), stats.binom(part.channels, 0.5))]
+            x = x.abs()
         central = x[:, convolution.central_pixels(part, filter_size)]
         taps = central.shape[1]
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
         most = max(float(stats.binom.isf(LEVEL / taps, part.channels, 1 / taps)), math.ceil(part.channels / taps))
         edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are within +-edge
         return [
-            ("largest entry", farthest(x.amax(1), 1.0), one, powers(one, edge, {"the impulses": 1.2})),
-            ("sum", farthest(x.abs().sum(1), 1.0), one),
-            ("central sum", farthest(central.sum(1), 1.0), one),
-            ("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
+            row("largest entry", farthest(x.amax(1), 1.0), 1.0, {UNTOUCHED: edge, error_in("the impulses"): 1.2}),
+            row("sum", farthest(x.abs().sum(1), 1.0), 1.0),
+            row("central sum", farthest(central.sum(1), 1.0), 1.0),
+            row("uses of a pixel", float((central > 0.5).sum(0).max()), (0.0, most)),
             *signs,
         ]
 
@@ -212,13 +173,13 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sig
 @EXPECTATIONS.register("box_filters", reads=_KINDS)
 def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
     """Checks that every entry of every filter is the value."""
-    low, high = limits = value - 0.004 * abs(value), value + 0.004 * abs(value)  # half precision
 
     def rows(part: DepthwisePart) -> list[Row]:
         x = part.read().cpu()
-        edge = 1 / math.sqrt(math.prod(part.kernel))  # torch's default entries are uniform within +-edge
-        within = max(0.0, min(edge, high) - max(-edge, low)) / (2 * edge)
-        power = powers(limits, None, {"value": 1.2 * value} if value else {})
-        return [("entry", farthest(x, value), limits, {UNTOUCHED: 1 - within ** x.numel(), **power})]
+        slack, edge = 0.004 * abs(value), 1 / math.sqrt(math.prod(part.kernel))  # half precision; torch's defaults
+        within = stats.uniform(-edge, 2 * edge).cdf([value - slack, value + slack])
+        wrong = {error_in("value"): 1.2 * value} if value else {}
+        what, found, limits, power = row("entry", farthest(x, value), value, wrong, slack)
+        return [(what, found, limits, power | {UNTOUCHED: 1 - float(within[1] - within[0]) ** x.numel()})]
 
     return each("box_filters", "filters", depthwise(source, strict=None), rows)

@@ -1,21 +1,20 @@
 """Intervals that contain a statistic of a correct initialisation with probability 1 - `LEVEL`, and powers of checks.
 
-If a statistic's distribution is known (chi-squared energies, means of many entries), the interval has its quantiles.
-Otherwise the initialiser is run again and again at the same shape, or at the same ratio of a smaller width, and the
-interval is a t prediction interval of these draws; the power follows in the same way from wrong constructions.
+A statistic of known distribution (chi-squared energies, means of many entries) has that of `scipy.stats`. For any
+other, the initialiser is run again and again at the same shape, or at the same ratio of a smaller width, and one more
+draw has a t distribution around the mean of these; so have draws of wrong constructions, which give the power.
 """
 
 import copy
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from scipy import stats
-from torch import Tensor, nn
+from torch import Tensor
 
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
@@ -28,14 +27,10 @@ DECIDED = 0.99
 UNTOUCHED = "an untouched network"
 
 Interval = tuple[float, float]
-Row = tuple[str, float, Interval] | tuple[str, float, Interval, Mapping[str, float]]
-"""A statistic, its value, the expected interval, and the power of the check."""
-Transform = tuple[Callable[[float], float], Callable[[float], float]]
-"""A function under which a statistic is about normal, and its inverse."""
-
-PLAIN: Transform = (float, float)
-CUBE_ROOT: Transform = (lambda x: float(np.cbrt(x)), lambda y: y**3)  # of variances (Wilson and Hilferty 1931)
-FISHER: Transform = (lambda r: math.atanh(np.clip(r, -1 + 1e-12, 1 - 1e-12)), math.tanh)  # of correlations
+Law = Any
+"""The distribution of a statistic: a frozen one of `scipy.stats`, or a number."""
+Row = tuple[str, float, Interval, dict[str, float]]
+"""A statistic, its value, the expected interval, and error -> the power of the check."""
 
 
 def error_in(parameter: str) -> str:
@@ -43,96 +38,60 @@ def error_in(parameter: str) -> str:
     return f"a 20 % error in {parameter}"
 
 
-def normal(mean: float, sd: float, *, level: float = LEVEL, slack: float = 0.0) -> Interval:
-    """`mean +- z sd`, z the two-sided normal quantile of `level`, wider by `slack` on each side."""
-    half = float(stats.norm.isf(level / 2)) * sd + slack
-    return mean - half, mean + half
+def row(statistic: str, found: float, expected: Law, wrong: Mapping[str, Law] | None = None, slack: float = 0.0) -> Row:
+    """A statistic with the two-sided interval of its expected distribution, wider by `slack` on each side, or as given.
 
-
-def chi_squared(dof: float, *, level: float = LEVEL, slack: float = 0.0) -> Interval:
-    """Two-sided interval of a chi-squared variable over its degrees of freedom."""
-    low, high = stats.chi2.ppf(level / 2, dof) / dof, stats.chi2.isf(level / 2, dof) / dof
-    return float(low) - slack, float(high) + slack
-
-
-def f_ratio(over: float, under: float, *, level: float = LEVEL) -> Interval:
-    """Two-sided interval of Fisher's F with (over, under) degrees of freedom."""
-    return float(stats.f.ppf(level / 2, over, under)), float(stats.f.isf(level / 2, over, under))
-
-
-def predicted(draws: Sequence[float], *, shrink: float = 1.0, level: float = LEVEL) -> Interval:
-    """Prediction interval of one more draw, whose deviation is `shrink` times that of the n given ones."""
-    n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(shrink**2 + 1 / n)
-    return mean - half, mean + half
-
-
-def outside(limits: Interval, mean: float, sd: float = 0.0, dof: float = math.inf) -> float:
-    """The power of a check: the probability that a statistic of a wrong network is outside the interval.
-
-    P(x < low) + P(x > high),   x ~ N(mean, sd^2), or mean + sd t with `dof` degrees;   0 or 1 for sd = 0
+    The power is the probability P(x < low) + P(x > high) under the distribution with an error, or 0 or 1 for a number.
     """
-    low, high = limits
-    if sd <= 0 or not math.isfinite(sd):
-        return float(not low <= mean <= high)
-    return float(stats.t.cdf((low - mean) / sd, dof) + stats.t.sf((high - mean) / sd, dof))
+    low, high = limits = expected if isinstance(expected, tuple) else interval(expected, slack)
+    power = {
+        error: float(law.cdf(low) + law.sf(high)) if hasattr(law, "cdf") else float(not low <= law <= high)
+        for error, law in (wrong or {}).items()
+    }
+    return statistic, found, limits, power
 
 
-def powers(limits: Interval, untouched: float | None, wrong: Mapping[str, float], sd: float = 0.0) -> dict[str, float]:
-    """The powers of a check by the means of its statistic in untouched networks and those with a 20 % error."""
-    found = {} if untouched is None else {UNTOUCHED: outside(limits, untouched, sd)}
-    return found | {error_in(name): outside(limits, mean, sd) for name, mean in wrong.items()}
+def interval(law: Law, slack: float = 0.0, level: float = LEVEL) -> Interval:
+    """The quantiles level / 2 and 1 - level / 2, moved apart by the slack."""
+    ends = (law.ppf(level / 2), law.isf(level / 2)) if hasattr(law, "ppf") else (law, law)
+    return float(ends[0]) - slack, float(ends[1]) + slack
 
 
-def outside_of(limits: Interval, draws: Sequence[float], *, shrink: float = 1.0) -> float:
-    """The power of a check by n simulated wrong networks: x ~ mean + sd sqrt(1 + 1/n) t_(n-1) is outside."""
-    n, mean, sd = len(draws), float(np.mean(draws)), float(np.std(draws, ddof=1))
-    return outside(limits, mean, sd * shrink * math.sqrt(1 + 1 / n), dof=n - 1)
+def normal(mean: float, sd: float) -> Law:
+    """The normal distribution, or the mean if there is no finite deviation."""
+    return stats.norm(mean, sd) if 0 < sd < math.inf else mean
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """Statistics of parts that an initialiser has just set, and of parts with an error."""
-
-    correct: Mapping[str, Sequence[float]]  # statistic -> its value in each correct draw
-    wrong: Mapping[str, Mapping[str, Sequence[float]]]  # error -> statistic -> its value in each draw with that error
-
-    @classmethod
-    def of(
-        cls,
-        draw: Callable[[Any], Mapping[str, float]],
-        correct: Any,
-        wrong: Mapping[str, Any],
-        draws: int = DRAWS,
-        wrong_draws: int | None = None,
-    ) -> "Simulated":
-        """`draw` makes a part by a construction and measures it; a quarter as many draws of each wrong construction."""
-        fewer = draws // 4 if wrong_draws is None else wrong_draws
-        right = _columns(draw(correct) for _ in range(draws))
-        return cls(right, {error: _columns(draw(make) for _ in range(fewer)) for error, make in wrong.items()})
-
-    def interval(
-        self, statistic: str, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0, slack: float = 0.0
-    ) -> Interval:
-        """The prediction interval of a statistic, about normal under `via`; `factor` is on its mean and deviation."""
-        low, high = predicted([via[0](factor * x) for x in self.correct[statistic]], shrink=shrink)
-        return via[1](low) - slack, via[1](high) + slack
-
-    def power(
-        self, statistic: str, limits: Interval, *, via: Transform = PLAIN, factor: float = 1.0, shrink: float = 1.0
-    ) -> dict[str, float]:
-        """Error -> the probability that the statistic of a part with that error is outside the limits."""
-        low, high = (via[0](x) if math.isfinite(x) else x for x in limits)
-        return {
-            error: outside_of((low, high), [via[0](factor * x) for x in values[statistic]], shrink=shrink)
-            for error, values in self.wrong.items()
-            if statistic in values
-        }
+def mean_square(dof: float) -> Law:
+    """The distribution of the mean of the squares of independent standard normal numbers."""
+    return stats.chi2(dof, scale=1 / dof)
 
 
-def _columns(rows: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+def predicted(draws: Sequence[float] | np.ndarray, factor: float = 1.0, shrink: float = 1.0) -> Law:
+    """One more draw: mean + sd sqrt(shrink^2 + 1/n) t_(n-1), `shrink` its deviation over that of the n given ones.
+
+    `factor` is on all of it.
+    """
+    n, mean, sd = len(draws), factor * float(np.mean(draws)), abs(factor) * float(np.std(draws, ddof=1))
+    return stats.t(n - 1, mean, sd * math.sqrt(shrink**2 + 1 / n)) if sd > 0 and math.isfinite(sd) else mean
+
+
+Draws = Mapping[str, Sequence[float]]
+"""Statistic -> its value in each draw."""
+
+
+def simulated(
+    draw: Callable[[Any], Mapping[str, float]], correct: Any, wrong: Mapping[str, Any], draws: int = DRAWS
+) -> tuple[Draws, dict[str, Draws]]:
+    """The statistics of parts that `draw` makes by a construction, and by each wrong one, a quarter as many."""
+    return _columns(draw(correct) for _ in range(draws)), {
+        error: _columns(draw(make) for _ in range(draws // 4)) for error, make in wrong.items()
+    }
+
+
+def _columns(rows: Iterable[Mapping[str, float]]) -> Draws:
     every = list(rows)
-    return {key: [row[key] for row in every if key in row] for key in dict.fromkeys(k for row in every for k in row)}
+    return {key: [row[key] for row in every] for key in every[0]}
 
 
 def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:
@@ -145,10 +104,7 @@ def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | No
     if not callable(reset) or inspect.signature(reset).parameters:
         return None
     fresh: Any = copy.copy(owner)  # with its own tensors, which share no memory, and with its children as they are
-    fresh.__dict__ = dict(owner.__dict__)
-    for kind, wrap in (("_parameters", nn.Parameter), ("_buffers", Tensor.clone)):
-        values = owner.__dict__[kind].items()
-        fresh.__dict__[kind] = {k: None if v is None else wrap(v.detach().clone()) for k, v in values}
+    fresh.__dict__.update(copy.deepcopy({kind: owner.__dict__[kind] for kind in ("_parameters", "_buffers")}))
     with seeded(seed), torch.no_grad():
         fresh.reset_parameters()
     value: Tensor = getattr(fresh, attribute)

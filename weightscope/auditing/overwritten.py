@@ -3,10 +3,9 @@
 Frameworks initialise as well: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. Two public libraries
 overwrote Mamba's initialisation in this way for months without an error. Within `track`, every in-place operation on
 the model's memory is recorded with the code that called it. Tensors written by an initialiser (or within
-`t.initialising(...)`) are fingerprinted, and later changes of them are reported by name, file and line.
+`t.initialising(...)`) are copied, and later changes of them are reported by name, file and line.
 """
 
-import hashlib
 import sys
 import traceback
 from collections.abc import Iterator
@@ -22,8 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weightscope.errors import DataError, UsageError
 from weightscope.init.base import RUNNING, running
 
-_SAMPLE = 1024  # entries of each tensor that are stored, to compare across a change of precision
-
 
 @dataclass(frozen=True)
 class Overwrite:
@@ -32,38 +29,23 @@ class Overwrite:
     name: str  # of the parameter
     initialiser: str  # that set it
     by: str  # "file:line in function" of the first later write and its caller, or another cause
-    changed: float  # share of the compared entries that differ; 1.0 if the shape differs
+    changed: float  # share of the entries that differ; 1.0 if the shape differs
 
     def __str__(self) -> str:
         share = f"{100 * self.changed:.0f} % changed"
         return f"`{self.name}`, set by {self.initialiser}, was overwritten by {self.by} ({share})"
 
 
-@dataclass(frozen=True)
-class _Fingerprint:
-    digest: bytes
-    shape: torch.Size
-    dtype: torch.dtype
-    sample: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "_Fingerprint":
-        flat = tensor.detach().cpu().reshape(-1)
-        digest = hashlib.blake2b(flat.contiguous().view(torch.uint8).numpy().tobytes()).digest()
-        return cls(digest, tensor.shape, tensor.dtype, flat[:: max(1, flat.numel() // _SAMPLE)].clone())
-
-    def changed(self, tensor: Tensor) -> float:
-        """Share of entries that differ by more than a change of precision explains."""
-        if tensor.shape != self.shape:
-            return 1.0
-        other = _Fingerprint.of(tensor)
-        if other.dtype == self.dtype:  # a change may be outside the sample
-            share = float((other.sample != self.sample).double().mean())
-            return 0.0 if other.digest == self.digest else max(share, 1 / max(1, tensor.numel()))
-        limits = [torch.finfo(dtype) for dtype in (self.dtype, other.dtype)]
-        mine, theirs = self.sample.double(), other.sample.double()
+def _changed(before: Tensor, after: Tensor) -> float:
+    """The share of entries that differ by more than a change of precision explains."""
+    if before.shape != after.shape:
+        return 1.0
+    mine, theirs = (tensor.detach().cpu().double() for tensor in (before, after))
+    allowed = torch.zeros(())
+    if before.dtype != after.dtype:
+        limits = [torch.finfo(tensor.dtype) for tensor in (before, after)]
         allowed = max(x.eps for x in limits) * mine.abs() + max(x.tiny for x in limits)
-        return float(((mine - theirs).abs() > allowed).double().mean())
+    return float(((mine - theirs).abs() > allowed).double().mean()) if mine.numel() else 0.0
 
 
 class track(TorchDispatchMode):
@@ -95,17 +77,12 @@ class track(TorchDispatchMode):
             raise UsageError(f"track: expected a module, found {type(model).__name__}")
         super().__init__()
         self.model = model
-        self._set: dict[str, tuple[str, _Fingerprint | None]] = {}
-        self._pending: dict[str, tuple[int, int]] = {}  # set, not yet fingerprinted -> its place
+        self._set: dict[str, tuple[str, Tensor]] = {}  # the initialiser, and what it wrote last
         self._culprits: dict[str, str] = {}
         self._storages: dict[int, list[str]] = {}
         for name, tensor in self._tensors().items():
             if not tensor.is_meta:
                 self._storages.setdefault(_address(tensor), []).append(name)
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._settle()
 
     def _tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters()) | dict(self.model.named_buffers())
@@ -118,14 +95,11 @@ class track(TorchDispatchMode):
     @property
     def overwritten(self) -> tuple[Overwrite, ...]:
         """The initialised parameters that changed afterwards by any means, in the model's present state."""
-        self._settle()
         tensors, out = self._tensors(), []
-        for name, (initialiser, print_) in self._set.items():
-            by, changed = self._culprits.get(name, "code outside the block, or by replacing the tensor"), 1.0
-            if name not in tensors:
-                by = "its removal from the model"
-            elif print_ is not None:  # else the tensor was replaced before torch's next operation
-                changed = print_.changed(tensors[name])
+        for name, (initialiser, value) in self._set.items():
+            by = self._culprits.get(name, "code outside the block, or by replacing the tensor")
+            by = by if name in tensors else "its removal from the model"
+            changed = _changed(value, tensors[name]) if name in tensors else 1.0
             out += [Overwrite(name, initialiser, by, changed)] if changed else []
         return tuple(out)
 
@@ -146,31 +120,17 @@ class track(TorchDispatchMode):
             ...     framework.prepare(model)
         """
         with running(label):
-            try:
-                yield
-            finally:
-                self._settle()
-
-    def _settle(self) -> None:
-        """Fingerprint tensors that were set and not yet fingerprinted."""
-        tensors = self._tensors()
-        for name, place in list(self._pending.items()):
-            if name in tensors and _place_of(tensors[name]) == place:
-                self._set[name] = (self._set[name][0], _Fingerprint.of(tensors[name]))
-        self._pending = {}
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         names = self._targets(func, args, kwargs)
         initialiser = RUNNING.get()
-        if self._pending and initialiser is None:
-            self._settle()  # the initialiser has returned: its tensors must not change from here
         out = func(*args, **kwargs)
         tensors = self._tensors() if names and initialiser is not None else {}
         for name in names:
             if initialiser is not None and name in tensors:
-                self._set[name] = (initialiser, None)
-                self._pending[name] = _place_of(tensors[name])
+                self._set[name] = (initialiser, tensors[name].detach().clone())
                 self._culprits.pop(name, None)
             elif name in self._set:
                 self._culprits.setdefault(name, _places(sys._getframe(1)))
@@ -191,11 +151,6 @@ class track(TorchDispatchMode):
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """The identity of a tensor: the object and its memory."""
-    return id(tensor), _address(tensor)
 
 
 def _places(frame: FrameType) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightscope.anatomy import NamedTensors
 from weightscope.anatomy.places import Source
-from weightscope.auditing.intervals import DECIDED, UNTOUCHED, Simulated, error_in
+from weightscope.auditing.intervals import DECIDED, UNTOUCHED, error_in, predicted, row, simulated
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import UsageError
 from weightscope.fits import Exchangeable, load_artifact
@@ -34,7 +34,7 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
         raise UsageError(f"audit: {artifact}: expected an exchangeable fit to checkpoints, found another fit")
 
     def checks(tensors: NamedTensors) -> list[Check]:
-        model = Source({key: tensors.get(key) for key in tensors.names})
+        model = Source({key: tensors.get(key) for key in tensors.names}, tensors)
         (structure,) = (group.structure for group in placed(fit, model).groups)
         assert isinstance(structure, Exchangeable)
         types, rho = structure.permutations.types, structure.correlations
@@ -49,11 +49,12 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
             drawn = [_products(root, kind.dimension, rng) for root, kind in zip(roots, types, strict=True)]
             return _slopes(types, rho, drawn)
 
-        simulated, out = Simulated.of(draw, 1.0, {UNTOUCHED: 0.0, error_in("gain"): 0.8}), list[Check]()
+        right, errors = simulated(draw, 1.0, {UNTOUCHED: 0.0, error_in("gain"): 0.8})
+        out: list[Check] = []
         for label, slope in found.items():
-            limits = simulated.interval(label)
-            row = "slope", slope, limits, simulated.power(label, limits)
-            out += checks_of(name, "correlations", None, None, label, [row])
+            wrong = {error: predicted(draws[label]) for error, draws in errors.items()}
+            rows = [row("slope", slope, predicted(right[label]), wrong)]
+            out += checks_of(name, "correlations", None, None, label, rows)
         if not out:
             raise UsageError(f"audit: {artifact}: this fit has no correlations that a model could be tested for")
         return [check for check in out if check.power[UNTOUCHED] >= DECIDED] or out

@@ -61,8 +61,7 @@ def checks_of(
 ) -> list[Check]:
     """The checks of several statistics of one part; arguments as the attributes of `Check`."""
     return [
-        Check(initialiser, part, layer, head, name, what, found, *limits, *power)
-        for what, found, limits, *power in rows
+        Check(initialiser, part, layer, head, name, what, found, *limits, power) for what, found, limits, power in rows
     ]
 
 
@@ -71,7 +70,7 @@ def each(initialiser: str, what: str, parts: Iterable[P], rows: Callable[[P], It
     return [check for p in parts for check in checks_of(initialiser, what, p.layer, None, p.name, rows(p))]
 
 
-EXPECTATIONS: Registry[Callable[..., list[Check]]] = Registry("audit")
+EXPECTATIONS: Registry[Callable[..., Iterable[Check]]] = Registry("audit")
 """Initialiser -> `f(tensors: NamedTensors, **parameters) -> list[Check]`.
 
 `.details[name]["variants"]` are the parameters that `audit(model)` tries, if not only the defaults.
@@ -188,16 +187,18 @@ class AuditReport(Result):
         if not self.checks:
             return "nothing to audit"
         outcomes = self.outcomes
-        fitting = [name for name, outcome in outcomes.items() if outcome == "passed"]
         if self.everything:
-            verdict = ", ".join(fitting) or "no initialiser fits"
+            verdict = ", ".join(name for name, fits in self.verdicts.items() if fits) or "no initialiser fits"
         else:
             verdict = next((o for o in ("failed", "undecidable") if o in outcomes.values()), "passed")
-        return f"{verdict}, {len(self.failures)} of {len(self.checks)} checks failed"
+        left = f", {len(self.unparsed)} tensors not audited" if self.unparsed else ""
+        return f"{verdict}, {len(self.failures)} of {len(self.checks)} checks failed{left}"
 
     def text(self) -> str:
         """A table for each part: a row of expected intervals, then a row for each layer and head."""
         lines = [] if self.checks else ["nothing to audit"]
+        if self.unparsed:
+            lines.append(f"NOT AUDITED, look like parts and were not read: {', '.join(self.unparsed)}")
         for name, outcome in self.outcomes.items():
             mine = [check for check in self.checks if check.initialiser == name]
             bad = sum(not check.passed for check in mine)
@@ -205,42 +206,40 @@ class AuditReport(Result):
                 lines.append(f"{name}: no, {bad} of {len(mine)} checks fail")
                 continue
             verdict = {
-                "passed": f"passed, all {len(mine)} checks",
+                "passed": f"passed, all {len(mine)} checks" + " of what was read" * bool(self.unparsed),
                 "failed": f"FAILED, {bad} of {len(mine)} checks",
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
             lines.append(f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)")
             lines += [*self._power_lines(name), *_tables(mine)]
-        if self.unparsed:
-            lines.append(f"not audited, look like parts and were not read: {', '.join(self.unparsed)}")
         if self.unconfirmed:
             names = listing(self.unconfirmed, 3)
             lines.append(f"read by name, without the code of a module to confirm the order of rows: {names}")
-        return "\n".join([*lines, *self._reasons()])
-
-    def _reasons(self) -> list[str]:
-        """Why initialisers do not apply: a line for each reason."""
         reasons: dict[str, list[str]] = {}
         for name, why in self.skipped.items():
             reasons.setdefault(why.removeprefix(f"{name}: "), []).append(name)
-        return [f"{', '.join(names)}: does not apply, {why}" for why, names in reasons.items()]
+        lines += [f"{', '.join(names)}: does not apply, {why}" for why, names in reasons.items()]
+        return "\n".join(lines)
 
     def _power_lines(self, name: str) -> list[str]:
         """What the audit would have found, and what it cannot tell."""
         powers, unclear = self.powers.get(name, {}), self.undecidable.get(name, ())
-        same = {part for (_, part), errors in self._parts().items() if errors.get(UNTOUCHED) == 0}
-        found = [f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED]
-        other = [f"{error} ({_percent(power)} found)" for error, power in powers.items() if power < DECIDED]
-        equal, small = ([part for part in unclear if (part in same) == there] for there in (True, False))
+        parts = self._parts()
+        same = [part for part in unclear if parts.get((name, part), {}).get(UNTOUCHED) == 0]
+        small = [part for part in unclear if part not in same]
         compare = "; compare with the weights before"
-        lines = [
-            (found, f"would catch, if all layers have it: {', '.join(found)}"),
-            (other, f"undecidable: {', '.join(other)}"),
-            (equal, f"the network's default start may be the same: {listing(equal, 3)}{compare}"),
-            (small, f"too small to tell from the default start: {listing(small, 3)}{compare}, or widen it"),
-        ]
+        lines = {
+            "would catch, if all layers have it: ": [
+                f"{error} with {_percent(power)}" for error, power in powers.items() if power >= DECIDED
+            ],
+            "undecidable: ": [f"{error} ({_percent(p)} found)" for error, p in powers.items() if p < DECIDED],
+            "the network's default start may be the same: ": [listing(same, 3) + compare] if same else [],
+            "too small to tell from the default start: ": [f"{listing(small, 3)}{compare}, or widen it"]
+            if small
+            else [],
+        }
         wrap = textwrap.TextWrapper(120, initial_indent="  ", subsequent_indent="    ").wrap
-        return [line for parts, text in lines if parts for line in wrap(text)]
+        return [line for head, items in lines.items() if items for line in wrap(head + ", ".join(items))]
 
 
 def _joint(parts: Iterable[tuple[K, Mapping[str, float]]]) -> dict[K, dict[str, float]]:

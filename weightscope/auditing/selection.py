@@ -2,8 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,24 +10,15 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import UNTOUCHED, Row
-from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.auditing.intervals import UNTOUCHED
+from weightscope.auditing.report import EXPECTATIONS, Check
 from weightscope.init.selection import ELEMENTS, Pair, Selection, matched
 
 INCONSISTENT = "inconsistent indices"
 
 
 @EXPECTATIONS.register("select_weights")
-def select_weights_checks(
-    source: NamedTensors,
-    *,
-    teacher: Any,
-    layers: str,
-    elements: str,
-    components: str | Sequence[str],
-    exclude: str | None,
-    positions: str,
-) -> list[Check]:
+def select_weights_checks(source: NamedTensors, *, teacher: Any, elements: str, **options: Any) -> Iterator[Check]:
     """Checks that tensors are the teacher's at the selected indices, bit by bit.
 
     Where the rule is random, the teacher's index of each slice is that in which most of its values are found that the
@@ -37,11 +27,12 @@ def select_weights_checks(
     """
     choice("elements", elements, ELEMENTS)
     student = source.module if isinstance(source, ModuleTensors) else source
-    options: dict[str, Any] = {"layers": layers, "components": components, "exclude": exclude, "positions": positions}
-    pairs, checks = list(matched(student, teacher, **options)), []
+    options.pop("strict")
+    pairs = list(matched(student, teacher, **options))
     if not elements.startswith("random"):
         selection = Selection(elements, None)
-        return [_check(pair.name, None, pair.value, selection.select(pair)) for pair in pairs]
+        yield from (_check(pair.name, None, pair.value, selection.select(pair), {}) for pair in pairs)
+        return
     parts = [part for pair in pairs for part in _blocks(pair)]
     votes, sums = [_votes(mine, theirs) for *_, mine, theirs in parts], dict[torch.Size, Tensor]()
     if elements == "random":
@@ -49,22 +40,19 @@ def select_weights_checks(
             sums[axis.shape] = sums.get(axis.shape, 0) + axis
     for (name, block, mine, theirs), own in zip(parts, votes, strict=True):
         sets = math.prod(math.comb(large, small) for small, large in (axis.shape for axis in own))
-        power = {INCONSISTENT: 1 - 1 / sets} if sums else {}
         expected = _slices(mine, theirs, [sums.get(axis.shape, axis) for axis in own])
-        checks.append(_check(name, block, mine, expected, power))
-    return checks
+        yield _check(name, block, mine, expected, {INCONSISTENT: 1 - 1 / sets} if sums else {})
 
 
-def _check(
-    name: str, block: int | None, mine: Tensor, expected: Tensor, power: Mapping[str, float] = MappingProxyType({})
-) -> Check:
+def _check(name: str, block: int | None, mine: Tensor, expected: Tensor, power: dict[str, float]) -> Check:
     """The share of entries that are the expected ones, rounded as the student's.
 
     Untouched tensors are drawn from a density, so that they differ from the teacher's unless these are constant.
     """
     equal, decided = expected.to(mine) == mine, bool(expected.numel() and expected.min() < expected.max())
-    row: Row = "entries", float(equal.double().mean()), (1.0, 1.0), {UNTOUCHED: 1.0, **power} if decided else {}
-    return checks_of("select_weights", "weights", None, block, name, [row])[0]
+    powers = {UNTOUCHED: 1.0, **power} if decided else {}
+    share = float(equal.double().mean())
+    return Check("select_weights", "weights", None, block, name, "entries", share, 1.0, 1.0, powers)
 
 
 def _blocks(pair: Pair) -> list[tuple[str, int | None, Tensor, Tensor]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.checks import count, number
-from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
@@ -63,30 +63,27 @@ class GainChoice(Result):
 
     def text(self) -> str:
         """The curve as a table."""
-        metric = self.trainings.metric
-
-        def shown(row: Mapping[str, Any], key: str, form: str = "+") -> str:
-            return "" if row[key] is None else format(metric.factor * row[key], f"{form}.{metric.decimals}f")
-
-        cells = [
-            (
-                ("* " if row["chosen"] else "  ") + f"{row['gain']:g}",
-                f"{row['realised']:.3g}",
-                shown(row, metric.key, ""),
-                *(f"{shown(row, key)} +- {shown(row, f'{key}_se', '')}" for key in ("difference", "to_best")),
-                f"{row['log_prob']:.4g}",
-            )
-            for row in self.curve
-        ]
-        value = f"{metric.label} {metric.unit}".strip()
-        head = ("gain", "realised", value, f"to gain {self.curve[0]['gain']:g}", "to the best", "log-likelihood")
+        metric, form = self.trainings.metric, f".{self.trainings.metric.decimals}f"
+        rows = self.rows()
+        for row in rows:
+            for key in (metric.key, "difference", "difference_se", "to_best", "to_best_se"):
+                row[key] = None if row[key] is None else metric.factor * row[key]
+            row["mark"] = "*" if row["chosen"] else " "
+        columns = {
+            "gain": "{mark} {gain:g}",
+            "realised": "{realised:.3g}",
+            f"{metric.label} {metric.unit}".strip(): f"{{{metric.key}:{form}}}",
+            f"to gain {self.curve[0]['gain']:g}": f"{{difference:+{form}}} +- {{difference_se:{form}}}",
+            "to the best": f"{{to_best:+{form}}} +- {{to_best_se:{form}}}",
+            "log-likelihood": "{log_prob:.4g}",
+        }
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
             "realised: the gain that clipping and projection leave; equal ones give nearly equal distributions\n"
             "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
             "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
         )
-        return f"{self.summary()}\n{text_table(head, cells)}\n{rule}"
+        return f"{self.summary()}\n{row_table(columns, rows)}\n{rule}"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types, without the fit."""

@@ -43,6 +43,7 @@ from weightscope.training.workers import Workers, chosen_workers
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
 RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
+_WHERE = ("workers", "backend", "scheduler", "device")  # arguments of `collect`
 _COUNTED = ("arms", "networks", "tiles", "done")
 Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None]
 """Of an arm the metrics of its networks (n,), the environment, and the seconds of each (n,)."""
@@ -63,14 +64,11 @@ def bench(
     grid: Mapping[str, Any] | Sequence[Axis] = (),
     metric: str | None = None,
     overwrite: bool = False,
-    collector: Callable[..., Any] | None = None,
-    workers: int | None = None,
-    backend: str = "loky",
-    scheduler: str | None = None,
-    device: str = "auto",
     data: str | Path | None = None,
+    collector: Callable[..., Any] | None = None,
     progress: bool = True,
     trust: bool = False,
+    **where: Any,
 ) -> BenchResult:
     """Train every arm, compare them on paired seeds, and write `out/results.json`.
 
@@ -80,8 +78,8 @@ def bench(
     what structure adds beyond its scale, and what of it correlations add. `contrast` has contrasts of the arms, such as
     `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
     exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
-    `workers`, `backend`, `scheduler`, `device`, `data`, `progress` and `trust` are those of
-    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
+    `data`, `progress`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of `collect`, and
+    `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -100,7 +98,6 @@ def bench(
     """
     given: dict[str, Any] = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control}
     given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
-    where: dict[str, Any] = {"workers": workers, "backend": backend, "scheduler": scheduler, "device": device}
     with trusting(trust):
         if collector is None:
             return plan_bench(recipe, inits, out, **where, **given, measure=False).run(progress=progress)
@@ -178,13 +175,9 @@ def plan_bench(
     inits: Sequence[Init] | Mapping[str, Init] = (),
     out: str | Path | None = None,
     *,
-    workers: int | None = None,
-    backend: str = "loky",
-    scheduler: str | None = None,
-    device: str = "auto",
+    measure: bool = True,
     data: str | Path | None = None,
     progress: bool = True,
-    measure: bool = True,
     **given: Any,
 ) -> BenchPlan:
     """What `bench` with the same arguments will cost.
@@ -201,8 +194,9 @@ def plan_bench(
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
+    where = {key: given.pop(key) for key in _WHERE if key in given}
     design = Design.of(recipe, inits, out, data=data, **given)
-    requests, on = design.requests(workers, backend, scheduler, device)
+    requests, on = design.requests(**where)
     missing = [_missing(request) for request in requests]
     on = on.on_device(requests[0].device, sum(missing))
     kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
@@ -293,11 +287,9 @@ class Design:
         there, here = Recipe.parse(stored.environment["recipe"]).to_dict(), self.recipe.to_dict()
         for recipe in (there, here):  # of which arms have their own
             recipe["training"].pop("epochs"), recipe["population"].pop("networks")
-        if "auto" in (
-            there["training"].get("kernels"),
-            here["training"].get("kernels"),
-        ):  # the runs keep what it became
-            there["training"].pop("kernels", None), here["training"].pop("kernels", None)
+        kernels = [recipe["training"].pop("kernels", None) for recipe in (there, here)]
+        for recipe, chosen in zip((there, here), kernels, strict=True):
+            recipe["training"] |= {} if "auto" in kernels else {"kernels": chosen}  # the runs keep what auto became
         if not (self.folder / RUNS).exists():  # a probe, which uses no more of them
             for recipe in (there, here):
                 recipe["training"] = {"batch_size": recipe["training"]["batch_size"]}

@@ -41,34 +41,25 @@ class FileCheck:
     detail: str = ""  # why it is unverified or damaged, and what to do
 
 
-class Region(Protocol):
-    """Available bytes, addressed by their position in the file that they belong to."""
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start`; DataError if the file ends before."""
-
-
 class ByteReader(Protocol):
     """A file of a checkpoint; `where` is its name in errors."""
 
     where: str
     size: int
 
-    def part(self, start: int, stop: int) -> Region:
-        """Make these bytes available; of a file at the hub they are fetched, and no others."""
+    def read_into(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` with the bytes from `start`; of a file at the hub, these are fetched, and no others."""
 
 
 class LocalFile:
     """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
 
-    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash. `base` is the
-    position of its first byte in the file that it is a cached part of.
+    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash.
     """
 
-    def __init__(self, path: str | Path, where: str | None = None, base: int = 0) -> None:
+    def __init__(self, path: str | Path, where: str | None = None) -> None:
         self.where = where or str(path)
         self.bytes_read = 0
-        self._base = base
         try:
             self.stream = open_regular(path)
         except OSError as error:
@@ -76,14 +67,11 @@ class LocalFile:
         weakref.finalize(self, self.stream.close)
         self.size = os.fstat(self.stream.fileno()).st_size
 
-    def part(self, start: int, stop: int) -> "LocalFile":
-        return self
-
     def read_into(self, buffer: memoryview, start: int) -> None:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(self.stream.fileno(), [buffer[done:]], start - self._base + done)
+                count = os.preadv(self.stream.fileno(), [buffer[done:]], start + done)
             except OSError as error:
                 raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
             if count == 0:
@@ -96,7 +84,7 @@ def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
     """The bytes from `start` to `stop` of a file."""
     out = bytearray(stop - start)
     if out:
-        file.part(start, stop).read_into(memoryview(out), start)
+        file.read_into(memoryview(out), start)
     return bytes(out)
 
 
@@ -160,14 +148,14 @@ class FileTensor(NamedTuple):
     def _fill(self, flat: Tensor, dtype: torch.dtype) -> int:
         if not len(flat):
             return 0
-        region, bad = self.file.part(self.start, self.stop), 0
+        bad = 0
         stored = torch.uint8 if dtype == torch.bool else dtype
         direct = flat.dtype == stored
         buffer = flat if direct else torch.empty(min(_CHUNK, len(flat)), dtype=stored)
         for first in range(0, len(flat), _CHUNK):
             target = flat[first : first + _CHUNK]
             piece = target if direct else buffer[: len(target)]
-            region.read_into(piece.view(torch.uint8).numpy().data, self.start + first * dtype.itemsize)
+            self.file.read_into(piece.view(torch.uint8).numpy().data, self.start + first * dtype.itemsize)
             if not direct:
                 target.copy_(piece)
             bad += _nonfinite(target)

@@ -81,21 +81,23 @@ class _Record:
         self.has_crc = bool(info.CRC)  # not with torch.serialization.set_crc32_options(False)
         self._compared = not self.has_crc
 
-    def part(self, start: int, stop: int) -> "_Record":
-        if not self._compared:
-            found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
-            for first in range(0, self.size, _PIECE):
-                piece = buffer[: self.size - first]
-                self.read_into(piece, first)
-                found = zlib.crc32(piece, found)
-            self._file.bytes_read -= self.size  # it was not asked for
-            if found != self._crc:
-                mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
-                raise DataError(f"{self.where}: {mismatch}; download it again")
-            self._compared = True
-        return self
+    def compare(self) -> None:
+        """Compare it with its CRC-32, once."""
+        if self._compared:
+            return
+        found, buffer = 0, memoryview(bytearray(min(_PIECE, self.size)))
+        for first in range(0, self.size, _PIECE):
+            piece = buffer[: self.size - first]
+            self._file.read_into(piece, self._start + first)
+            found = zlib.crc32(piece, found)
+        self._file.bytes_read -= self.size  # it was not asked for
+        if found != self._crc:
+            mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
+            raise DataError(f"{self.where}: {mismatch}; download it again")
+        self._compared = True
 
     def read_into(self, buffer: memoryview, start: int) -> None:
+        self.compare()
         self._file.read_into(buffer, self._start + start)
 
 
@@ -118,7 +120,7 @@ def check_records(file: LocalFile) -> bool:
     records = _records(file).values()
     checked = all(record.has_crc or not record.size for record in records)
     for record in records:
-        record.part(0, record.size)
+        record.compare()
     return checked
 
 

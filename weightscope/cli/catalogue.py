@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import json
 import re
 import textwrap
 import tomllib
@@ -43,7 +44,7 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
-        parameters = {key: _json(value) for key, value in self.parameters.items()}
+        parameters = json.loads(json.dumps(self.parameters, default=repr))
         values = {"name": self.name, "description": self.description, "parameters": parameters}
         return {**values, "required": list(self.required), "source": self.source}
 
@@ -63,13 +64,19 @@ class Catalogue(Result):
     def text(self) -> str:
         """Signature, description and source of every entry, under headings."""
         lines: list[str] = []
-        for kind in dict.fromkeys(entry.kind for entry in self.entries):
+        for kind, entries in self._by_kind().items():
             lines += ([""] if lines else []) + [kind]
-            for entry in (entry for entry in self.entries if entry.kind == kind):
+            for entry in entries:
                 lines += _wrapped(entry.signature, "  ", " " * 8)
                 for text in (entry.description, f"source: {entry.source}" if entry.source else ""):
                     lines += _wrapped(text, " " * 6, " " * 6)
         return "\n".join(lines)
+
+    def _by_kind(self) -> dict[str, list[Entry]]:
+        kinds: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            kinds.setdefault(entry.kind, []).append(entry)
+        return kinds
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per entry: `kind`, `name`, `signature`, `description`, `source`."""
@@ -78,13 +85,11 @@ class Catalogue(Result):
 
     def summary(self) -> str:
         """The number of entries of each kind."""
-        kinds = [entry.kind for entry in self.entries]
-        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        return ", ".join(f"{len(entries)} {kind}" for kind, entries in self._by_kind().items())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: kind -> entries."""
-        kinds = dict.fromkeys(entry.kind for entry in self.entries)
-        return {kind: [entry.to_dict() for entry in self.entries if entry.kind == kind] for kind in kinds}
+        return {kind: [entry.to_dict() for entry in entries] for kind, entries in self._by_kind().items()}
 
 
 def catalogue(kind: str | None = None) -> Catalogue:
@@ -195,12 +200,6 @@ def _source(registry: Any, name: str, item: Any) -> str:
 
 def _first_line(item: Any) -> str:
     return (inspect.getdoc(item) or "").split("\n\n")[0].replace("\n", " ")
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    return value if value is None or isinstance(value, str | int | float | bool) else repr(value)
 
 
 @command("list")

@@ -12,7 +12,7 @@ from weightscope.benchmarking.statistics import tells
 from weightscope.plots.text import interval, p_value, places, signed
 
 PAIRS = 12  # rows of the table of correlated pairs
-FITTED, CONTROL, UNCORRELATED = "fitted", "fitted (scale only)", "fitted (uncorrelated)"
+FITTED = "fitted"
 HEADINGS = {
     "benchmark": "On the population's data",
     "benchmark-longer": "After training as long as the population's",
@@ -25,20 +25,17 @@ def write_report(
     path: Path,
     *,
     pictures: Mapping[str, bytes],
-    contents: Mapping[str, Any],
     pairs: Sequence[Mapping[str, Any]],
-    effects: str,
     fits: Mapping[str, Any],
     benchmarks: Mapping[str, Sequence[Mapping[str, Any]]],
-    gain: float,
-    drawn: float,
+    **values: Any,
 ) -> Path:
     """Write the page, beside the files that it links to; see `report.html`, the template.
 
     `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
-    folder; `contents` is in `inspection.json`, `fits` in `structures.json`, and `pairs` are rows of the exchangeable
-    covariance, strongest first; `effects` says whether units are exchangeable by distribution. `drawn` is the held-out
-    log-likelihood of the amplified distribution.
+    folder; `fits` is in `structures.json`, and `pairs` are rows of the exchangeable covariance, strongest first.
+    `values` are `contents`, as in `inspection.json`, `effects`, whether units are exchangeable by distribution, `gain`,
+    and `drawn`, the held-out log-likelihood of the amplified distribution.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -59,17 +56,11 @@ def write_report(
         sections.append(about | {"beyond": beyond, "correlations": own, "default": default})
     text = environment.get_template("report.html").render(
         pictures={name: _embedded(png) for name, png in pictures.items()},
-        contents=contents,
         pairs=[row for row in pairs if row["p"] < 0.05][:PAIRS],
-        effects=effects,
         fits=fits,
         scores=[row for row in fits["table"] if row["group"] == "all" and row["failed"] is None],
         benchmarks=sections,
-        gain=gain,
-        drawn=drawn,
-        control=CONTROL,
-        uncorrelated=UNCORRELATED,
-        fitted=FITTED,
+        **values,
     )
     atomic.write(path, text.encode())
     return path

@@ -106,7 +106,7 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
         if watch:
             click.clear()
         click.echo("\n".join(each.text() for each in found))
-        if not watch or all(each.complete for each in found):
+        if not watch or all(each.complete or not each.networks for each in found):
             break
         time.sleep(2)
     write_json(json_file, {"populations": [each.to_dict() for each in found]})

@@ -135,7 +135,7 @@ def placed(fit: PopulationFit, model: Source) -> PopulationFit:
 
 
 def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
-    source, where = Source(tensors_of(network)), origin(network).get("source", "a network in memory")
+    source, where = Source(tensors_of(network), network), origin(network).get("source", "a network in memory")
     names = [name for name in source.names if source.complete(name)]
     wanted = in_blocks(names) if select is None else matching(select, names)
     folded = {name: value for name, value in source.folded(wanted).items() if value.ndim > 1}

@@ -79,7 +79,7 @@ class PopulationInit(FittedInit):
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
         there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
-        source = None if self.result.scale is None else Source(there)
+        source = None if self.result.scale is None else Source(there, module)
         if source is None:
             found, whole = self._resized(module), there
         else:
@@ -105,8 +105,9 @@ class PopulationInit(FittedInit):
         if source is not None:
             values = {own: part for name, value in values.items() for own, part in source.split(name, value).items()}
             if self.result.scale == "source":  # the maps hold these gains
-                gains = [own for gain, maps in source.gains().items() if maps for own in source.names[gain].values()]
-                values |= {own: np.ones(tuple(there[own].shape)) for own in gains}
+                for gain in (gain for gain, maps in source.gains().items() if maps):
+                    neutral = 1.0 - source.offset(gain)
+                    values |= {own: np.full(tuple(there[own].shape), neutral) for own in source.names[gain].values()}
         drawn = {name: torch.from_numpy(np.array(value)).to(there[name].dtype) for name, value in values.items()}
         if bad := next((name for name, value in drawn.items() if not value.isfinite().all()), None):
             raise DataError(

@@ -20,7 +20,7 @@ from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.environment import single_threaded
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
-from weightscope.anatomy.embedding import Offset, TokenGrid
+from weightscope.anatomy.embedding import Offset, TokenGrid, shared_path
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
@@ -349,12 +349,7 @@ def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> Posit
         raise AnatomyError(
             f"`{part.name}`: expected a position embedding of width {part.width}, found `{found.name}` of {found.width}"
         )
-
-    def shared(table: PositionEmbedding) -> int:
-        pairs = zip(table.name.split("."), part.name.split("."), strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), 99)
-
-    return max(fitting, key=shared) if fitting else None
+    return max(fitting, key=lambda table: shared_path(table.name, part.name), default=None)
 
 
 def position_codes(

@@ -27,8 +27,7 @@ def stripe_ratios(
     """Variances of group means relative to those of independent entries, with 95 % intervals.
 
     Above 1, group means vary more than those of independent entries: the matrix is striped (MLP paper, Fig. 1). The
-    axis is logarithmic, so that 1/2 and 2 are equally far from 1. A ratio of 0 (means removed exactly) is an arrow at
-    the left edge.
+    axis is logarithmic, so that 1/2 and 2 are equally far from 1.
 
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
@@ -38,28 +37,22 @@ def stripe_ratios(
     at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
     mine = {label: [y for y, row in zip(at, rows, strict=True) if row[0] == label] for label in labels}
     canvas, ax = theme.canvas(ax, 7.4, 1.35 + 0.23 * (at[-1] + 1))
-    positive = [v for row in rows for v in row[2:] if v > 0]
-    low, high = min([*positive, 0.8]), max([*positive, 1.25])
-    edge = low / (high / low) ** 0.05
+    low, high = min(0.8, *(row[3] for row in rows)), max(1.25, *(row[4] for row in rows))
     for i, group in enumerate(groups):
-        style = theme.look(i, ls="none", ms=5)
-        drawn = [(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group]
-        for y, ratio, *_ in drawn:
-            if ratio == 0:
-                ax.plot([edge], [y], marker="<", color=style["color"], ms=6, clip_on=False, gid="zero")
-        where, at_ratio, least, most = np.array([row for row in drawn if row[1] > 0]).reshape(-1, 4).T
-        error = [at_ratio - np.maximum(least, edge), most - at_ratio]
-        ax.errorbar(at_ratio, where, xerr=error, capsize=2.5, elinewidth=1.4, label=group, **style)
+        drawn = np.array([(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group])
+        where, ratio, least, most = drawn.T
+        style = theme.look(i, ls="none", ms=5, label=group, capsize=2.5, elinewidth=1.4)
+        ax.errorbar(ratio, where, xerr=[ratio - least, most - ratio], **style)
     theme.reference(ax, 1)
     ax.set_xscale("log")
-    ax.set_xlim(edge, high * (high / low) ** 0.05)
+    ax.set_xlim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
     theme.log_ticks(ax.xaxis, *ax.get_xlim())
     for label in labels[1::2]:
         ax.axhspan(mine[label][0] - 0.75, mine[label][-1] + 0.75, color="#f3f5f7", lw=0, zorder=0)
     short, remark = short_names(labels)
     theme.list_axis(ax, [float(np.mean(mine[label])) for label in labels], short, at[-1] + 1)
     ax.set_xlabel("variance of the means ÷ that of independent entries (log scale)" + (f"\n{remark}" if remark else ""))
-    texts = ["0 exactly" if r[2] == 0 else f"{r[2]:.2f} ({r[3]:.2f}–{r[4]:.2f})" for r in rows]
+    texts = [f"{ratio:.2f} ({low:.2f}–{high:.2f})" for *_, ratio, low, high in rows]
     theme.columns(ax, at, -0.9, [("ratio (95 % CI)", texts)])
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)
@@ -132,20 +125,20 @@ def paired_differences(
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
     rows = sorted(arms, key=lambda row: row["epochs"])
-    lengths, styles = (
-        sorted({row["epochs"] for row in rows}),
-        styles_of([arms[0]["reference"], *(row["init"] for row in arms)]),
-    )
-    names = [wrap(row["init"], 2.3) for row in rows]
-    heading = 0.8 * (len(lengths) > 1)  # rows that a heading for each length takes
-    at = [i + heading * (1 + lengths.index(row["epochs"])) for i, row in enumerate(rows)]
+    styles = styles_of([arms[0]["reference"], *(row["init"] for row in arms)])
+    several = len({row["epochs"] for row in rows}) > 1
+    names = [wrap(_named(row, several=several), 2.3) for row in rows]
     height = max(row_height(names), 0.5 if max(len(row["differences"]) for row in rows) > 16 else 0)
-    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (at[-1] + 1.75))
+    canvas, ax = theme.canvas(ax, 7.4, 1.0 + height * (len(rows) + 0.75))
     means, better = [], []
     point: dict[str, Any] = {"fmt": "D", "color": theme.INK, "ms": 5, "mew": 1.2, "lw": 1.8, "zorder": 4, "gid": "mean"}
-    for y, row in zip(at, rows, strict=True):
+    for y, row in enumerate(rows):
         style, values = styles[row["init"]], metric.factor * np.asarray(row["differences"], dtype=float)
-        _seed_points(ax, y, values, np.asarray(row["diverged"], dtype=bool), style, 72 * height)
+        apart = y + 0.1 * (np.arange(len(values)) % 5 - 2)  # so that few seeds hide others
+        lost, points = np.asarray(row["diverged"], dtype=bool), {"color": style["color"], "alpha": 0.55, "zorder": 3}
+        ax.plot(values[~lost], apart[~lost], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **points)
+        if lost.any():
+            ax.plot(values[lost], apart[lost], "x", ms=4.5, gid="diverged", **points)
         mean = float(values.mean())
         ends = row["interval"] and [metric.factor * end for end in row["interval"]]
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
@@ -157,12 +150,9 @@ def paired_differences(
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
-    theme.list_axis(ax, at, names, at[-1] + 1)
+    theme.list_axis(ax, range(len(rows)), names, len(rows))
     value_axis(ax.xaxis)
-    for epochs in lengths if heading else ():
-        first = min(y for y, row in zip(at, rows, strict=True) if row["epochs"] == epochs)
-        theme.outside(ax, 0, first - heading, epochs_text(epochs), -6, ha="right", weight="bold")
-    theme.columns(ax, at, -0.8, [(f"mean, {CI}", means), ("better on", better)])
+    theme.columns(ax, range(len(rows)), -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = difference_label(metric, f"{metric.label} minus that of {references} on the same seed")
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
@@ -170,22 +160,6 @@ def paired_differences(
         label += f"; {left_out} diverged networks left out"
     ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
     return canvas.finish(title)
-
-
-def _seed_points(
-    ax: Axes, y: float, values: np.ndarray, diverged: np.ndarray, style: Mapping[str, Any], points: float
-) -> None:
-    """One point per seed in a row of `points`; points that would overlap are stacked, deterministically."""
-    column = np.round(values / max(float(np.ptp(values)) / 60, 1e-9)).astype(int)
-    offsets = np.zeros(len(values))
-    for where in np.unique(column):
-        same = np.flatnonzero(column == where)
-        offsets[same] = np.arange(len(same)) - (len(same) - 1) / 2
-    height = y + offsets * min(5.0 / points, 0.4 / max(np.abs(offsets).max(), 1.0))
-    options: dict[str, Any] = {"color": style["color"], "alpha": 0.55, "zorder": 3}
-    ax.plot(values[~diverged], height[~diverged], "o", ms=3.2, mfc=style["mfc"], gid="seeds", **options)
-    if diverged.any():
-        ax.plot(values[diverged], height[diverged], "x", ms=4.5, gid="diverged", **options)
 
 
 @theme.themed()

@@ -96,7 +96,13 @@ class _Run:
                 more = "more" if number >= self.count else number + 1
                 raise UsageError(f"count: expected {self.count} networks, found {more}")
             if self.unfit and (not self.skip_unfit or not self.kept):
-                raise self.misfit()
+                reasons = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
+                raise DataError(
+                    f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit "
+                    f"{f'the tensors of {self.reference}' if self.reference else 'a network'}: {reasons}; --rename, "
+                    "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, "
+                    "skip_unfit=)"
+                )
             self.finish()
         except KeyboardInterrupt:
             done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
@@ -110,18 +116,9 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        found = {f"statistics leave out %d networks, {why}: %s": names for why, names in self.left_out.items()}
-        found |= {f"%d networks do not fit, {why}: %s": names for why, names in self.unfit.items()}
-        for text, names in found.items():
-            _log.warning(f"%s: {text}", self.path, len(names), joined(names, _NAMED))
-
-    def misfit(self) -> DataError:
-        found = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
-        with_what = f"the tensors of {self.reference}" if self.reference else "a network"
-        return DataError(
-            f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit {with_what}: {found}; --rename, "
-            "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, skip_unfit=)"
-        )
+        for what, found in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+            for why, names in found.items():
+                _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
 
     def take(self, number: int, item: Any) -> None:
         """Read one network into the tile, and write the tile if it is full."""
@@ -140,7 +137,7 @@ class _Run:
                         self.expected, self.reference = expected, self.reference or label
                         self.fitting[checkpoint.layout] = names
                 opened.append((checkpoint, names))
-        except (DataError, UsageError) as error:
+        except DataError as error:
             if any(str(source).startswith(_HUB) for source in sources):
                 raise  # it may be there the next time
             reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
@@ -183,28 +180,23 @@ class _Run:
         manifests.create_or_match(self.path, self.manifest, resize=False)
         for folder in (self.path, self.path / manifests.SHARDS):
             atomic.sweep(folder)
-        self.new_tile(self.manifest)
-
-    def new_tile(self, manifest: Manifest) -> None:
-        rows, moments = manifest.tile, len(manifest.snapshots)
-        size = 0 if self.made.by_reference else manifest.spec.size
-        self.weights = np.zeros((rows, 1 + moments, size), np.float32)
-        self.digests = np.zeros((rows, 1 + moments, 32), np.uint8)
-        self.marks = {"diverged": np.zeros(rows, bool), "duplicate": np.zeros(rows, bool)}
+        size = 0 if self.made.by_reference else self.expected.size
+        self.weights = np.zeros((tile, 1 + moments, size), np.float32)
+        self.digests = np.zeros((tile, 1 + moments, 32), np.uint8)
+        self.marks = {"diverged": np.zeros(tile, bool), "duplicate": np.zeros(tile, bool)}
 
     def misfits(self, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
         """What of a network is not as expected."""
         chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
-        refused = {}
-        for stored, why in checkpoint.skipped.items():
-            name = renamed(stored, self.made.rename)
-            if (name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)) and _is_weight(
-                checkpoint, stored, why
-            ):
-                refused[name] = f"`{name}` is {why}"
-        for name in chosen:
-            if checkpoint.dtype(names[name]).itemsize == 1:
-                refused[name] = f"`{name}` is of 8 bits ({checkpoint.dtype(names[name])})"
+        skipped = {n: why for n, why in checkpoint.skipped.items() if _is_weight(checkpoint, n)}
+        skipped = {renamed(n, self.made.rename): why for n, why in skipped.items()}
+        refused = {
+            name: f"`{name}` is {why}"
+            for name, why in skipped.items()
+            if name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)
+        }
+        types = {name: checkpoint.dtype(names[name]) for name in chosen}
+        refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
         lacking = [name for name in spec.names if name not in names and name not in refused]
         out = [*refused.values()] + ([f"lacks {listing(lacking, most=_NAMED)}"] if lacking else [])
         for name in spec.names:
@@ -217,7 +209,7 @@ class _Run:
         self, number: int, label: str, sources: list[Any], opened: list[tuple[Checkpoint, dict[str, str]]]
     ) -> None:
         assert self.manifest is not None
-        spec, row = self.manifest.spec, len(self.kept) % self.manifest.tile
+        spec, row, diverged = self.manifest.spec, len(self.kept) % self.manifest.tile, False
         for i, (checkpoint, names) in enumerate(opened):
             weights, finite = self.weights[row, i], True
             if not self.made.by_reference:
@@ -228,13 +220,14 @@ class _Run:
             else:
                 digest = commit_digest(checkpoint.commit)
             self.digests[row, i] = np.frombuffer(digest, np.uint8)
-            if i == 0 and not finite:
-                self.left_out.setdefault("with NaN or infinite weights", []).append(label)
-                self.marks["diverged"][row] = True
+            diverged = diverged or (i == 0 and not finite)
         key = self.digests[row].tobytes()
-        if key in self.first:
+        duplicate = key in self.first
+        if diverged:
+            self.left_out.setdefault("with NaN or infinite weights", []).append(label)
+        if duplicate:
             self.left_out.setdefault("equal to an earlier one", []).append(f"{label} (= {self.first[key]})")
-            self.marks["diverged"][row] = self.marks["duplicate"][row] = True
+        self.marks["diverged"][row], self.marks["duplicate"][row] = diverged or duplicate, duplicate
         self.first.setdefault(key, label)
         config = opened[0][0].config
         common = config if self.config is None else self.config
@@ -284,7 +277,6 @@ class _Run:
             seeds = shards.seeds_of(manifest, first, manifest.tile)
             done = shards.TrainedTile(tile, weights, seeds, metrics, moments, self.digests)
             shards.save(self.path, manifest, done, "import")
-        self.new_tile(manifest)
 
     def finish(self) -> None:
         """Write the last tile, and the manifest with the networks that fitted."""
@@ -397,7 +389,14 @@ def commit_digest(commit: str) -> bytes:
 
 
 def _opened(source: Any, key: str | None) -> Checkpoint:
-    return open_checkpoint(source, key) if isinstance(source, str | Path) else Checkpoint(source, key=key)
+    if not isinstance(source, str | Path):
+        return Checkpoint(source, key=key)
+    try:
+        return open_checkpoint(source, key)
+    except UsageError as error:  # a file of another kind, or without this key
+        if str(source).startswith(_HUB):
+            raise
+        raise DataError(str(error)) from error
 
 
 def _wanted(checkpoint: Checkpoint, names: Mapping[str, str], patterns: Sequence[str]) -> WeightSpec:
@@ -405,8 +404,9 @@ def _wanted(checkpoint: Checkpoint, names: Mapping[str, str], patterns: Sequence
     return WeightSpec(replace(checkpoint.spec[stored], name=name) for name, stored in names.items()).select(patterns)
 
 
-def _is_weight(checkpoint: Checkpoint, name: str, why: str) -> bool:
+def _is_weight(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a tensor that a checkpoint skips could be a weight; counters, indices and what is no tensor are none."""
+    why = checkpoint.skipped[name]
     if why.startswith("outside") or why.endswith("no tensor"):
         return False
     try:
@@ -439,14 +439,8 @@ _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a tab
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
-_RAY = {"done", "pid", "timestamp", "timesteps_total", "episodes_total", "should_checkpoint", "warmup_time"}
-_RAY |= {
-    "time_this_iter_s",
-    "time_total_s",
-    "time_since_restore",
-    "iterations_since_restore",
-    "timesteps_since_restore",
-}
+_RAY = {"done", "pid", "timestamp", "should_checkpoint", "warmup_time", "time_this_iter_s", "time_total_s"}
+_RAY_ENDS = ("s_total", "_since_restore")
 
 
 def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]], list[int] | None]:
@@ -547,15 +541,15 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
     if not files:
         raise DataError(f"{folder}: expected checkpoint_NNNNNN/checkpoints beside result.json, found none")
     settings = _json_lines(folder / "params.json")[0] if (folder / "params.json").is_file() else {}
-    results = _json_lines(folder / "result.json") or [{}]
+    results = _json_lines(folder / "result.json")
     last = next((row for row in results if row.get("training_iteration") == max(files)), None)
     if last is None:
         numbered = any("training_iteration" in row for row in results)
         last = {} if numbered else results[-1]
         if numbered:
             _log.warning("%s: no results of its last checkpoint, %d", folder, max(files))
-    numbers = {k: float(v) for k, v in (settings | last).items() if isinstance(v, int | float) and k not in _RAY}
-    return files, numbers
+    given = {k: v for k, v in (settings | last).items() if k not in _RAY and not k.endswith(_RAY_ENDS)}
+    return files, {k: float(v) for k, v in given.items() if isinstance(v, int | float)}
 
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:

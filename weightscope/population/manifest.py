@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from weightscope.recipe import Recipe
 from weightscope.recipe.sections import MOST_NETWORKS
 from weightscope.spec import WeightSpec
 
+_log = logging.getLogger(__name__)
 NAME = POPULATION_FILE
 WEIGHTS = "weights "  # of the inputs that are sources of initialisers
 SHARDS = "shards"
@@ -254,6 +256,9 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     resized = there.resized(wanted.networks)
     if resized.networks < there.networks:
         atomic.write(path / NAME, resized.to_bytes())
+        removed = there.networks - resized.networks
+        text = "%s: this run asks for %d networks and removes %d of %d; their shards stay for a run that asks for them"
+        _log.warning(text, path, resized.networks, removed, there.networks)
     return resized, False
 
 

@@ -1,22 +1,20 @@
 """The choice of kernels: C on a CPU and `torch.compile` on a GPU where they agree with torch's, or torch's.
 
-A kernel may be wrong on a machine where it has never run. So every call of a function in C that the recipe's network
-makes in training, in the calibration of BatchNorm and in the evaluation, with batches of the sizes that occur, is
-repeated with random numbers of the same shapes and compared with torch's in float64, values and in training gradients;
-rounding of a whole network in float32 would hide an error in one of them. What `torch.compile` makes is compared as a
-whole. So is the step of AdamW.
+A kernel may be wrong on a machine where it has never run. So the recipe's network is run in training, in the
+calibration of BatchNorm and in the evaluation, and its logits and the gradient of each tensor are compared with those
+of torch's operations in float64; so are steps of AdamW.
 """
 
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
 from weightscope import networks
@@ -25,21 +23,24 @@ from weightscope._util.torch_random import seeded
 from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
+from weightscope.spec import WeightSpec
 from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES
-from weightscope.training.kernels import build, functions
+from weightscope.training.kernels import build
 from weightscope.training.kernels.build import NotSupported
 from weightscope.training.kernels.functions import Kernels, by_kernels
-from weightscope.training.many_networks import Networks, networks_for
-from weightscope.training.network_check import check_network, largest_error, set_weights
+from weightscope.training.many_networks import copied, networks_for
+from weightscope.training.network_check import Float64, check_network, errors, frozen, set_weights
 from weightscope.training.optimiser import BatchedAdamW
 
 _log = logging.getLogger(__name__)
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""The largest error of each value or gradient, relative to the largest entry of its network: some hundred roundings."""
+"""The largest error of each value or gradient, relative to the largest entry of its network."""
 
+_NOISE = 30.0  # times the error of torch's operations of the same type
+_CANCELS = 1e-2  # of the network's largest value, below which a tensor's gradient may be what is left of larger ones
 _LONGEST = 240  # characters; a shard's texts have at most 256
-_SCALES = (1.0, 1 / 32)  # of two networks' activations and vectors: eps has an effect on small variances only ...
-_CANCELS = "convmixer_mixing"  # ... where almost nothing remains of the gradient of this one's bias
+_SCALES = (1.0, 1 / 32)  # of two networks' weights: eps has an effect on small variances only
+_IMAGES = 32  # a multiple of the numbers in a vector register
 _RATES, _DECAYS, _STEPS = (0.1, 0.01), (0.1, 0.0), 3
 
 
@@ -98,7 +99,6 @@ def _choose(recipe: Recipe, device: torch.device) -> Choice:
         if not isinstance(error, NotSupported):
             _log.warning("compiled kernels are not used, torch's are: %s", why)
         return Choice("torch", checked=why)
-    check_network(recipe, kernels)
     return choice
 
 
@@ -121,120 +121,79 @@ def _refuse(recipe: Recipe, device: torch.device) -> None:
 
 
 def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str:
-    """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared."""
+    """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared.
+
+    Two networks run in three ways: by the compiled kernels, by torch's operations in the same type, and by these in
+    float64. Refused is an error above `TOLERANCE` and `_NOISE` times that of torch's operations.
+    """
     dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
     with seeded(0):
         template = networks.build_for(recipe)
-    nets = networks_for(recipe, template, range(len(_SCALES)), device, kernels)
-    info, data = dataset_info(recipe.images), recipe.images
-    images = data.train or info.train or recipe.training.batch_size
-    batch = min(recipe.training.batch_size, images)
-    _named("adamw", lambda: check_adamw(nets.weights.shape, kernels, device, recipe.training.betas))
-    compared = {"adamw"}
-    if kernels == "inductor":
-        set_weights(nets, [template] * nets.count, torch.Generator().manual_seed(2))
-        _named("torch.compile", lambda: _check_compiled(nets, recipe, batch, dtype))
-        compared.add("the network")
-    else:
-        calibration = min(images, batch * CALIBRATION_BATCHES)
-        tests = data.test or info.test or 2 * EVALUATION_IMAGES - 1
-        sizes = batch, _sizes(calibration, batch), _sizes(tests, EVALUATION_IMAGES)
-        compared |= _check_calls(nets, (info.channels, info.size, info.size), *sizes)
-    return f"{', '.join(sorted(compared))}: equal to torch's within {TOLERANCE[dtype]:.0e}"
-
-
-def _sizes(images: int, batch: int) -> list[int]:
-    """The distinct sizes of the batches of so many images."""
-    return sorted({min(images, batch), images % batch} - {0})
-
-
-def _check_calls(
-    nets: Networks, shape: tuple[int, ...], batch: int, calibration: list[int], evaluation: list[int]
-) -> set[str]:
-    """Compare every distinct call of a function in C with batches of these sizes; returns the functions' names."""
-    seen: dict[str, str] = {}
-
-    def compare(function: Callable[..., Tensor], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        gradients = nets.training and not calibrating
-        key = json.dumps([function.__name__, _replaced(args, lambda x: list(x.shape)), options, gradients])
-        if key not in seen:
-            seen[key] = function.__name__
-            _named(function.__name__, lambda: _check_call(function, args, options, gradients))
-
-    calibrating = False
-    with torch.no_grad(), functions.observed(compare):
-        nets.train()(torch.zeros(nets.count, batch, *shape))
-        calibrating = True
-        nets.calibrate([torch.zeros(size, *shape) for size in calibration])
-        nets.eval()
-        for size in evaluation:
-            nets(torch.zeros(size, *shape))
-    return set(seen.values())
-
-
-def _named(name: str, check: Callable[[], None]) -> None:
     try:
-        check()
+        found, rounded = (_computed(recipe, template, kind, device, dtype) for kind in (kernels, "torch"))
+        with Float64():
+            expected = _computed(recipe, copied(template).double(), "torch", device, torch.float64)
+        _agree(found, expected, dtype, rounded)
+        check_adamw((len(_SCALES), WeightSpec.of(template).size), kernels, device, recipe.training.betas)
     except WrongKernel:
         raise
     except Exception as error:  # whatever a compiler, a driver or a kernel may raise
-        raise WrongKernel(f"{name} fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise WrongKernel(f"compiled kernels fail: {why}") from error
+    what = "a training step and AdamW" if kernels == "inductor" else "a training step, evaluation and AdamW"
+    return f"{what}: equal to torch's within {TOLERANCE[dtype]:.0e}"
 
 
-def _replaced(args: Any, make: Callable[[Tensor], Any]) -> Any:
-    """Nested arguments with another value in place of each tensor."""
-    if isinstance(args, Tensor):
-        return make(args)
-    return tuple(_replaced(item, make) for item in args) if isinstance(args, tuple) else args
+def _computed(
+    recipe: Recipe, template: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Logits and gradients of a batch in training, and logits of evaluations."""
+    generator, data, info = torch.Generator().manual_seed(1), recipe.data, dataset_info(recipe.images)
+    nets = networks_for(recipe, template, range(len(_SCALES)), device, kernels)
+    set_weights(nets, [template] * nets.count, torch.Generator().manual_seed(2))
+    nets.weights.mul_(torch.tensor(_SCALES, dtype=nets.weights.dtype, device=device)[:, None])
+    nets.freeze(frozen(template, recipe.training.frozen))
+    images = recipe.images.train or info.train or recipe.training.batch_size
+    batch = min(recipe.training.batch_size, images)
+    (trained, *_), calibrated = _sizes(batch, batch), _sizes(min(images, batch * CALIBRATION_BATCHES), batch)
+
+    def drawn(*shape: int) -> Tensor:
+        return data.inputs(generator, *shape).to(device, dtype)
+
+    logits = by_kernels(nets.train().forward, nets.kernels)(drawn(nets.count, trained)).clone()
+    direction = torch.randn(logits.shape, generator=generator)
+    nets.backward((logits * direction.to(logits)).sum())
+    gradients = nets.spec.unpack(nets.gradient.clone())
+    found = {"logits": logits.detach()} | {f"the gradient of `{name}`": value for name, value in gradients.items()}
+    with torch.no_grad():
+        nets.calibrate([drawn(size) for size in calibrated])
+        nets.eval()
+        tests = recipe.images.test or info.test or 2 * EVALUATION_IMAGES - 1
+        for size in _sizes(tests, EVALUATION_IMAGES):
+            found[f"the logits of an evaluation of {size} images"] = nets(drawn(size))
+    return found
 
 
-def _check_call(function: Callable[..., Tensor], args: Any, options: dict[str, Any], gradients: bool) -> None:
-    """Compare one call, with random numbers of the same shapes in place of its tensors."""
-    name, generator = function.__name__, torch.Generator().manual_seed(0)
-    given: list[Tensor] = []
-
-    def make(like: Tensor) -> Tensor:
-        """Activations come first; matrices and filters keep their order of magnitude."""
-        value = torch.randn(like.shape, generator=generator)
-        if given and value.ndim > 2:
-            value /= value.shape[-1] ** 0.5
-        elif name != _CANCELS:
-            value.view(len(_SCALES), -1).mul_(torch.tensor(_SCALES)[:, None])
-        given.append(value.requires_grad_())
-        return value
-
-    with torch.set_grad_enabled(gradients):
-        ours = function(*_replaced(args, make), kernels="c", **options)
-        exact = [value.detach().double().requires_grad_() for value in given]
-        again = iter(exact)
-        theirs = function(*_replaced(args, lambda _: next(again)), kernels="torch", **options)
-    _agree(f"{name}, forward", ours, theirs)
-    if gradients:
-        direction = torch.randn(ours.shape, generator=generator)
-        found = torch.autograd.grad(ours, given, direction)
-        for a, b in zip(found, torch.autograd.grad(theirs, exact, direction.double()), strict=True):
-            _agree(f"{name}, gradient {tuple(a.shape)}", a, b)
+def _sizes(images: int, batch: int) -> list[int]:
+    """The sizes of the batches of so many images; of long ones, shorter ones that leave the same part of a vector."""
+    return [
+        size if size < 2 * _IMAGES else _IMAGES + size % _IMAGES
+        for size in (min(images, batch), images % batch)
+        if size
+    ]
 
 
-def _agree(what: str, found: Tensor, expected: Tensor, tolerance: float = TOLERANCE[torch.float32]) -> None:
-    """Compare values of all networks, which are the outermost part of the first axis."""
-    error = largest_error(found.reshape(len(_SCALES), -1), expected.reshape(len(_SCALES), -1), 1e-6)
-    if not error <= tolerance:  # NaN is not
-        raise WrongKernel(f"{what} differs from torch's by {error:.1e} of the largest value")
-
-
-def _check_compiled(nets: Networks, recipe: Recipe, batch: int, dtype: torch.dtype) -> None:
-    """Compare logits and gradients of networks that torch has compiled with those of torch's operations."""
-    generator = torch.Generator().manual_seed(1)
-    images = recipe.data.inputs(generator, nets.count, batch).to(nets.weights.device, dtype)
-    direction = torch.randn(recipe.data.output_shape(), generator=generator).to(images)
-    found = []
-    for forward in (by_kernels(nets.train().forward, nets.kernels), nets.forward):
-        logits = forward(images).clone()
-        nets.backward((logits * direction).sum())
-        found.append((logits.float(), nets.gradient.clone()))
-    for what, ours, theirs in zip(("logits", "gradient"), *found, strict=True):
-        _agree(f"torch.compile, {what}", ours, theirs, TOLERANCE[dtype])
+def _agree(
+    found: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, rounded: dict[str, Tensor] | None = None
+) -> None:
+    """Compare values of all networks (T, ...); `rounded` are what torch's operations give in the same type."""
+    smallest = _CANCELS * torch.stack([errors(value, value)[1] for value in exact.values()]).amax(0)  # (T,)
+    for name, value in exact.items():
+        error, largest = errors(found[name], value)
+        noise = 0 if rounded is None else errors(rounded[name], value)[0]
+        if not (error <= TOLERANCE[dtype] * largest.maximum(smallest) + _NOISE * noise).all():  # NaN is not
+            wrong = float((error / largest).max())
+            raise WrongKernel(f"{name} differs from torch's by {wrong:.1e} of the largest value")
 
 
 def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, betas: tuple[float, float]) -> None:
@@ -252,6 +211,6 @@ def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, be
         for step in range(_STEPS):
             gradient.copy_(gradients[step].to(device) * trained)
             update(torch.tensor(optimiser.scalars(step + 1, 0.5), dtype=kind, device=device), 1.0)
-        results.append((weights, optimiser.first, optimiser.second))
-    for what, found, expected in zip(("weights", "first moments", "second moments"), *results, strict=True):
-        _agree(f"adamw, {what}", found, expected)
+        moments = {"first moments": optimiser.first, "second moments": optimiser.second}
+        results.append({f"AdamW, {name}": value for name, value in ({"weights": weights} | moments).items()})
+    _agree(results[0], results[1], torch.float32)

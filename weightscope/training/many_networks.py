@@ -273,7 +273,7 @@ class _NormMlp(nn.Module):
 
     def __init__(self, norm: Normalisation, fc1: Any, fc2: Any) -> None:
         super().__init__()
-        self.weights: tuple[Pair, ...] = tuple(layer.pair for layer in (norm, fc1, fc2))
+        self.weights: tuple[Pair, Pair, Pair] = norm.pair, fc1.pair, fc2.pair
         self.count: int = norm.count
         self.eps: float = norm.layer.eps
 

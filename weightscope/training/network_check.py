@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
@@ -19,7 +20,6 @@ from weightscope._util.torch_random import draws, repeatable, seeded
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.kernels.functions import Kernels
 from weightscope.training.many_networks import USE_LOOP, Networks, networks_for
 
 _NETWORKS, _EXAMPLES = 3, 4
@@ -29,7 +29,7 @@ _HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
 _DRAWS = f"the forward code draws random numbers outside of the layers; {USE_LOOP}"
 
 
-def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
+def check_network(recipe: Recipe) -> None:
     """Check that a recipe's own network can be trained by the recipe's engine.
 
     Of any other network, only the names in `training.frozen` and `training.decay_exclude` are checked.
@@ -48,8 +48,8 @@ def check_network(recipe: Recipe, kernels: Kernels = "torch") -> None:
     if recipe.data.causal:
         _check_causal(plain[0], recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
-        with _Float64():
-            _check_batched([network.double() for network in plain], recipe, kernels)
+        with Float64():
+            _check_batched([network.double() for network in plain], recipe)
 
 
 def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -124,13 +124,13 @@ def set_weights(nets: Networks, plain: Sequence[nn.Module], generator: torch.Gen
     for network, row in zip(plain, nets.weights, strict=True):
         state = network.state_dict()
         for tensor, view in nets.spec.unpack(row).items():
-            view.copy_(state[tensor] + 0.1 * torch.rand(view.shape, generator=generator))
+            view.copy_((state[tensor] + 0.1 * torch.rand(view.shape, generator=generator)).float())
 
 
-def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> None:
+def _check_batched(plain: list[nn.Module], recipe: Recipe) -> None:
     """Compare the batched engine with plain networks in evaluation, in training, and beside one that has diverged."""
     name, generator = recipe.network.type, torch.Generator().manual_seed(2)
-    batched = networks_for(recipe, plain[0], range(_NETWORKS), kernels=kernels)
+    batched = networks_for(recipe, plain[0], range(_NETWORKS))
     loop = networks_for(recipe.replace({"training.engine": "loop"}), plain[0], range(_NETWORKS))
     set_weights(batched, plain, generator)
     loop.weights.copy_(batched.weights)
@@ -158,7 +158,10 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe, kernels: Kernels) -> 
 
 
 def _same(found: Tensor, expected: Tensor, what: str) -> None:
-    error = largest_error(found, expected, 1e-3)
+    error = float("inf")
+    if found.shape == expected.shape:
+        wrong, largest = errors(found, expected)
+        error = float((wrong / largest.clamp(min=1e-3)).max())
     if not error <= _EXACT:  # NaN is not
         raise UsageError(
             f"{what}: batched and plain networks differ (relative error {error:.2g}): the forward code mixes channels "
@@ -167,15 +170,11 @@ def _same(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 @torch.no_grad()
-def largest_error(found: Tensor, expected: Tensor, smallest: float) -> float:
-    """The largest error, relative to the largest entry of its network, of values whose first axis has the networks."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if not found.numel():
-        return 0.0
-    exact = expected.reshape(len(expected), -1)
-    difference = (found.reshape(exact.shape).to(exact.dtype) - exact).abs().amax(1)
-    return float((difference / exact.abs().amax(1).clamp(min=smallest)).max())
+def errors(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest error and the largest value of each network, (T,) each, of values (T, ...)."""
+    exact = F.pad(exact.reshape(len(exact), -1), (0, 1))  # a tensor may be empty
+    found = F.pad(found.reshape(len(exact), -1), (0, 1)).to(exact.dtype)
+    return (found - exact).abs().amax(1), exact.abs().amax(1)
 
 
 def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
@@ -197,7 +196,7 @@ class _Restricted(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class _Float64(TorchFunctionMode):
+class Float64(TorchFunctionMode):
     """New tensors have float64 where they would have float32; torch's own default is that of all threads."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

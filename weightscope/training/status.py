@@ -81,11 +81,11 @@ class Status(Result):
     """How far a population is. The rate is that of the tiles in training, and the end follows from it."""
 
     path: Path
-    networks: int  # N of the complete population
+    networks: int  # N of the complete population; 0 if it cannot be read
     trained: int  # networks on disk
     marks: list[dict[str, Any]]  # of tiles that are trained now, or were when their worker died or they failed
     metrics: dict[str, float]  # means over the networks of the last few shards that did not diverge
-    damaged: list[str]  # what is wrong with these shards
+    damaged: list[str]  # what is wrong with these shards, or with the population
     columns: ClassVar = {
         "tile": "{tile}",
         "state": "{state}",
@@ -131,10 +131,12 @@ class Status(Result):
     @property
     def complete(self) -> bool:
         """Whether all networks are trained."""
-        return self.trained >= self.networks
+        return 0 < self.networks <= self.trained
 
     def summary(self) -> str:
         """One line: networks, rate, expected end, metrics."""
+        if not self.networks:
+            return f"{self.path}: cannot be read"
         states = [m["state"] for m in self.marks]
         counts = ", ".join(f"{states.count(s)} {s}" for s in ("running", "silent", "failed") if s in states)
         parts = [f"{self.trained:,} of {self.networks:,} networks"] + [f"tiles: {counts}"] * bool(counts)
@@ -174,15 +176,23 @@ def status(path: str | Path) -> list[Status]:
 
     Raises:
         UsageError: if there is no population.
+        DataError: if it is damaged; one of several is listed with what is wrong.
 
     Example:
         >>> print(*status("digits.pop"), sep="\n")
     """
     path = Path(path)
-    found = [path] if is_population(path) else sorted(file.parent for file in path.rglob(POPULATION_FILE))
+    if is_population(path):
+        return [Status.of(path)]
+    found = []
+    for each in sorted(file.parent for file in path.rglob(POPULATION_FILE)):
+        try:
+            found.append(Status.of(each))
+        except DataError as error:
+            found.append(Status(each, 0, 0, [], {}, [str(error)]))
     if not found:
         raise UsageError(f"{path}: expected a population's folder, or a benchmark's, found none in it")
-    return [Status.of(each) for each in found]
+    return found
 
 
 def _marks(path: Path) -> list[dict[str, Any]]:

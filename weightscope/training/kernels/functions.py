@@ -12,10 +12,7 @@ there is no C compiler.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import wraps
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,7 +26,6 @@ from weightscope.training.kernels.build import library
 Pair = tuple[Tensor, Tensor]  # weight and bias
 Block = tuple[Pair, Pair, Pair, Pair]  # of the convolution, the norm, fc1 and fc2
 Kernels = Literal["torch", "c", "inductor"]
-Observer = Callable[[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]], None]
 
 
 def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
@@ -41,31 +37,6 @@ def by_kernels(function: Callable[..., Any], kernels: Kernels) -> Callable[..., 
     return compiled
 
 
-_observer: ContextVar[Observer | None] = ContextVar("observer", default=None)
-
-
-@contextmanager
-def observed(observer: Observer) -> Iterator[None]:
-    """Within the block, each call that names C calls `observer(function, arguments, options)`; torch computes it."""
-    token = _observer.set(observer)
-    try:
-        yield
-    finally:
-        _observer.reset(token)
-
-
-def _observable(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(function)
-    def call(*args: Any, kernels: Kernels = "torch", **options: Any) -> Tensor:
-        if kernels == "c" and (observer := _observer.get()) is not None:
-            observer(function, args, options)
-            kernels = "torch"
-        return function(*args, kernels=kernels, **options)
-
-    return call
-
-
-@_observable
 def depthwise_conv2d(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -82,7 +53,6 @@ def depthwise_conv2d(
     return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
-@_observable
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
     _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
@@ -92,7 +62,6 @@ def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels
     return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
 
 
-@_observable
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
     """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
     for filters, norm, fc1, fc2 in blocks:
@@ -110,7 +79,6 @@ def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels
     return x
 
 
-@_observable
 def convmixer_mixing(
     x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
 ) -> Tensor:
@@ -125,7 +93,6 @@ def convmixer_mixing(
     return gelu_batch_norm(inner, pair, eps, x.reshape(inner.shape), kernels="torch").view_as(x)
 
 
-@_observable
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     _check_norm(x, norm)
@@ -134,7 +101,6 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
     return pytorch.normalise(x, norm, 1, eps)
 
 
-@_observable
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
     """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions."""
     _check_norm(x, norm, more)
@@ -144,7 +110,6 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
     return y if more is None else y + more
 
 
-@_observable
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
     """`softmax(q^T k / sqrt(d)) v` of each head and image."""
     _require(qkv.ndim == 6 and qkv.shape[1] == 3, "queries, keys and values (T, 3, H, d, N, B)", qkv)
@@ -220,31 +185,34 @@ def _compiled(forward: Any, backward: Any, x: Tensor, *weights: Tensor | None, *
     return found
 
 
-# What follows calls the C functions; see their sources for the shapes. Each returns new tensors.
+# What follows calls the C functions; see their sources for the shapes.
 
 
-def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int) -> Any:
-    y = torch.empty_like(x)
-    _call("depthwise_forward", (x, weight, bias, y), (*x.shape, weight.shape[-1], dilation))
-    return y, (x, weight)
-
-
-def _depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, *, dilation: int) -> tuple[Tensor, ...]:
-    found = torch.empty_like(x), torch.empty_like(weight), x.new_empty(len(x))
-    _call("depthwise_backward", (x, weight, grad, None, *found), (*x.shape, weight.shape[-1], dilation))
+def _filled(name: str, inputs: tuple[Any, ...], like: Sequence[Tensor], numbers: tuple[Any, ...]) -> list[Tensor]:
+    """New tensors of the shapes of `like`, which a function in C fills."""
+    found = [torch.empty_like(tensor) for tensor in like]
+    _call(name, (*inputs, *found), numbers)
     return found
 
 
+def _depthwise(x: Tensor, weight: Tensor, bias: Tensor, *, dilation: int) -> Any:
+    (y,) = _filled("depthwise_forward", (x, weight, bias), [x], (*x.shape, weight.shape[-1], dilation))
+    return y, (x, weight)
+
+
+def _depthwise_backward(grad: Tensor, x: Tensor, weight: Tensor, *, dilation: int) -> list[Tensor]:
+    like, sizes = [x, weight, weight[:, 0, 0]], (*x.shape, weight.shape[-1], dilation)
+    return _filled("depthwise_backward", (x, weight, grad, None), like, sizes)
+
+
 def _mlp(x: Tensor, *weights: Tensor, eps: float) -> Any:
-    y = torch.empty_like(x)
-    _call("mlp_forward", (x, *weights, None, y), (*_mlp_sizes(x, weights), eps))
+    (y,) = _filled("mlp_forward", (x, *weights, None), [x], (*_mlp_sizes(x, weights), eps))
     return y, (x, *weights)
 
 
 def _mlp_backward(grad: Tensor, x: Tensor, *weights: Tensor, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(value) for value in (x, *weights)]
-    _call("mlp_backward", (x, *weights[:-1], grad, *found), (*_mlp_sizes(x, weights), eps))
-    return found
+    inputs = x, *weights[:-1], grad
+    return _filled("mlp_backward", inputs, [x, *weights], (*_mlp_sizes(x, weights), eps))
 
 
 def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
@@ -255,8 +223,7 @@ def _mlp_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 def _blocks(x: Tensor, *weights: Tensor, eps: float, keep: bool) -> Any:
     sizes = _block_sizes(x, weights)
     kept = x.new_empty(2 * sizes[0] * x.numel()) if keep else None
-    y = torch.empty_like(x)
-    _call("blocks_forward", (x, weights, kept, y), (*sizes, eps))
+    (y,) = _filled("blocks_forward", (x, weights, kept), [x], (*sizes, eps))
     return y, (kept, *weights)
 
 
@@ -273,56 +240,45 @@ def _block_sizes(x: Tensor, weights: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _mixing(x: Tensor, weight: Tensor, bias: Tensor, gain: Tensor, shift: Tensor, *, dilation: int, eps: float) -> Any:
-    inner, y, mean, factor = torch.empty_like(x), torch.empty_like(x), x.new_empty(len(x)), x.new_empty(len(x))
-    tensors = (x, weight, bias, gain, shift, inner, y, mean, factor)
-    _call("mixing_forward", tensors, (*x.shape, weight.shape[-1], dilation, eps))
-    return y, (x, weight, inner, gain, mean, factor)
+    sizes = (*x.shape, weight.shape[-1], dilation, eps)
+    inner, y, *moments = _filled("mixing_forward", (x, weight, bias, gain, shift), [x, x, gain, gain], sizes)
+    return y, (x, weight, inner, gain, *moments)
 
 
 def _mixing_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inner: Tensor, *norm: Tensor, dilation: int, eps: float
 ) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(weight), *(torch.empty_like(norm[0]) for _ in range(3))]
-    _call("mixing_backward", (x, weight, inner, *norm, grad, *found), (*x.shape, weight.shape[-1], dilation))
-    return found
+    like, sizes = [x, weight, *[norm[0]] * 3], (*x.shape, weight.shape[-1], dilation)
+    return _filled("mixing_backward", (x, weight, inner, *norm, grad), like, sizes)
 
 
 def _norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> Any:
-    y = torch.empty_like(x)
-    _call("norm_forward", (x, gain, shift, y), (*x.shape, eps))
-    return y, (x, gain)
+    return *_filled("norm_forward", (x, gain, shift), [x], (*x.shape, eps)), (x, gain)
 
 
 def _norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
-    _call("norm_backward", (x, gain, grad, *found), (*x.shape, eps))
-    return found
+    return _filled("norm_backward", (x, gain, grad), [x, gain, gain], (*x.shape, eps))
 
 
 def _gelu_norm(x: Tensor, gain: Tensor, shift: Tensor, more: Tensor | None, *, eps: float) -> Any:
-    y, mean, factor = torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)
-    _call("gelu_norm_forward", (x, gain, shift, more, y, mean, factor), (gain.numel(), x.shape[2], eps))
-    return y, (x, gain, mean, factor)
+    sizes = gain.numel(), x.shape[2], eps
+    y, *moments = _filled("gelu_norm_forward", (x, gain, shift, more), [x, gain, gain], sizes)
+    return y, (x, gain, *moments)
 
 
 def _gelu_norm_backward(grad: Tensor, x: Tensor, gain: Tensor, *moments: Tensor, eps: float) -> list[Tensor]:
-    found = [torch.empty_like(x), torch.empty_like(gain), torch.empty_like(gain)]
-    _call("gelu_norm_backward", (x, gain, *moments, grad, *found), (gain.numel(), x.shape[2]))
-    return [*found, grad]  # the last one is the residual's
+    inputs, sizes = (x, gain, *moments, grad), (gain.numel(), x.shape[2])
+    return [*_filled("gelu_norm_backward", inputs, [x, gain, gain], sizes), grad]  # the last one is the residual's
 
 
 def _attention(qkv: Tensor) -> Any:
-    t, _, h, k, n, b = qkv.shape
-    y = qkv.new_empty(t, h, k, n, b)
-    _call("attention_forward", (qkv, y), (t, h, k, n, b))
-    return y, (qkv,)
+    t, _, *sizes = qkv.shape
+    return *_filled("attention_forward", (qkv,), [qkv[:, 0]], (t, *sizes)), (qkv,)
 
 
 def _attention_backward(grad: Tensor, qkv: Tensor) -> list[Tensor]:
-    found = torch.empty_like(qkv)
-    t, _, h, k, n, b = qkv.shape
-    _call("attention_backward", (qkv, grad, found), (t, h, k, n, b))
-    return [found]
+    t, _, *sizes = qkv.shape
+    return _filled("attention_backward", (qkv, grad), [qkv], (t, *sizes))
 
 
 def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None:
