@@ -3,7 +3,7 @@
 Frameworks initialise as well: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. Two public libraries
 overwrote Mamba's initialisation in this way for months without an error. Within `track`, every in-place operation on
 the model's memory is recorded with the code that called it. Tensors written by an initialiser (or within
-`t.initialising(...)`) are copied, which takes their memory again, and later changes are reported by name, file and line.
+`t.initialising(...)`) are copied, which takes their memory again; later changes are reported by name, file and line.
 """
 
 import sys
