@@ -611,14 +611,11 @@ def test_wrong_shapes_names_and_types():
 
 
 def test_no_bias():
-    (part,) = [p for p in anatomy.attention(FAMILIES["hf-llama"].build()) if p.layer == 0]
-    assert part.read_bias("q") is None
-    with pytest.raises(SpecError, match="no bias for q"):
-        part.write_bias("q", torch.zeros(4, 12))
-    (mlp, _) = anatomy.mlps(FAMILIES["hf-llama"].build())
-    assert mlp.read_bias("fc1") is None
-    with pytest.raises(SpecError, match="no bias for fc1"):
-        mlp.write_bias("fc1", torch.zeros(HIDDEN))
+    model = built("hf-llama")
+    for part, name in ((anatomy.attention(model)[0], "q"), (anatomy.mlps(model)[0], "fc1")):
+        assert part.read_bias(name) is None
+        with pytest.raises(SpecError, match=f"no bias for {name}"):
+            part.write_bias(name, torch.zeros(4, 12))
 
 
 def test_values_that_overflow_in_half_precision_are_refused():

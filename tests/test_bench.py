@@ -353,6 +353,8 @@ def test_the_result_is_for_further_work(tmp_path: Path) -> None:
     frame = result.to_pandas()
     assert list(frame["init"]) == ["default", "mimetic_mlp"] * 2
     assert frame["difference"].iloc[1] == pytest.approx(0.015)
+    assert frame["difference_holm_low"].iloc[1] < 0.015 < frame["difference_holm_high"].iloc[1]
+    assert not any(isinstance(value, list | dict) for value in frame.to_numpy().flat), "one value in each cell"
     assert "<td>mimetic_mlp</td>" in result._repr_html_()
     result.plot(tmp_path / "bench.png", title="Two arms")
     assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tomli_w
-from click.testing import CliRunner
 from pictures import PAIRED, PLAIN, Collector, bars_of, ends_of, heights_of, points_of_bars, texts_of, words
 from pictures import runs_of as rows_of
 from scipy import stats
@@ -22,7 +20,6 @@ from weightscope.benchmarking.gain import curve_of
 from weightscope.benchmarking.pictures import finding, from_controls
 from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import mean_interval, paired
-from weightscope.cli import cli
 from weightscope.data import metrics
 from weightscope.data.metrics import ACCURACY, ACCURACY_2X, ACCURACY_4X, BITS, LOSS, METRICS, PERPLEXITY, Metric
 from weightscope.errors import DataError, UsageError
@@ -419,18 +416,13 @@ def test_titles_say_what_the_pictures_show(seeds: range) -> None:
 def test_pictures_have_the_unit_and_count_the_better_seeds(planted: BenchResult) -> None:
     assert list(planted.figures()) == ["convergence", "differences", "curves"]
     pictures = {name: draw(None).axes[0] for name, draw in planted.figures().items()}
-    texts = {name: texts_of(ax) for name, ax in pictures.items()}
     assert "test cross entropy (bits per token) after 2 epochs; lower is better; mean of 8 seeds" in (
         pictures["convergence"].get_xlabel().replace("\n", " ")
     )
-    assert f"{planted.arms[0]['mean']:.3f}" in texts["convergence"]
-    assert points_of_bars(pictures["convergence"]) == pytest.approx([row["mean"] for row in planted.arms])
-    label = pictures["differences"].get_xlabel().replace("\n", " ")
-    assert label == "cross entropy minus that of default on the same seed (bits per token); lower is better"
-    assert [text for text in texts["differences"] if text.endswith("of 8")] == ["8 of 8", "0 of 8"]
+    assert f"{planted.arms[0]['mean']:.3f}" in texts_of(pictures["convergence"])
+    assert [text for text in texts_of(pictures["differences"]) if text.endswith("of 8")] == ["8 of 8", "0 of 8"]
     drawn = points_of_bars(pictures["differences"])
     assert drawn == pytest.approx([row["difference"] for row in planted.arms[1:]])
-    assert pictures["curves"].get_ylabel() == "test cross entropy (bits per token); lower is better"
     lines = {line.get_label(): line.get_ydata() for line in pictures["curves"].lines}
     np.testing.assert_allclose(lines["default"], [BASE.mean() + 1, BASE.mean()])
 
@@ -508,7 +500,7 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
     with pytest.raises(UsageError, match="expected rows at two lengths or more, found 1"):
         plots.accuracy_by_length({1: result.arms})
     with pytest.raises(UsageError, match="`default` occurs twice at 2x"):
-        plots.accuracy_by_length({1: result.arms, 2: result.arms * 2})
+        plots.accuracy_by_length({1: result.arms, 2: [*result.arms, dict(result.arms[0])]})
 
 
 # A benchmark of a task with other metrics
@@ -584,23 +576,6 @@ def test_files_that_are_no_results_are_refused(
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(DataError, match=message):
         BenchResult.load(tmp_path / "results.json")
-
-
-@pytest.mark.slow
-def test_another_metric_is_compared_without_training_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("tiny.toml").write_text(tomli_w.dumps(RECIPE.replace({"training.epochs": 2}).to_dict()))
-    arguments = ["bench", "tiny.toml", "--init", "default", "--init", "mimetic_mlp", "--workers", "1", "-o", "out"]
-    shards: list[dict[Path, int]] = []
-    for metric in (LOSS, ACCURACY):
-        found = CliRunner().invoke(cli, [*arguments, "--metric", metric.name, "--device", "cpu"])
-        assert found.exit_code == 0, found.output
-        result = BenchResult.load("out")
-        assert result.metric == metric
-        shards.append({path: path.stat().st_mtime_ns for path in Path("out").rglob("*.h5")})
-        assert all(run["curve"][-1] == pytest.approx(run[metric.key]) for run in result.runs)
-        assert ("test loss (nats); lower is better" in found.output) == (metric is LOSS)
-    assert shards[0] == shards[1]
 
 
 # Gains

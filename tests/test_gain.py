@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -178,9 +177,6 @@ def test_the_curve_is_drawn_with_error_bars_and_one_mark() -> None:
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "30"]
     assert ax.get_xlabel() == "gain of the correlations"
     assert "percentage points" in ax.get_ylabel()
-    plt.close(ax.figure)
-    with pytest.raises(UsageError, match="expected one chosen gain, found 0"):
-        plots.gain_curve([row | {"chosen": False} for row in rows])
 
 
 SPEC = WeightSpec([TensorSpec("a", (12,)), TensorSpec("b", (12,)), TensorSpec("c", (20,)), TensorSpec("d", (20,))])

@@ -50,7 +50,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
         "covariance of groups": lambda: plots.covariance_map(
             spd(80), blocks_of(LONG, 20), groups={n: np.tile(np.arange(5), 4) for n in LONG}, title=title
         ),
-        "training curves": lambda: plots.training_curves(every, label="train", title=title),
+        "training curves": lambda: plots.training_curves(every, title=title),
         "stripes": lambda: plots.stripe_ratios(STRIPES, title=title),
         "held out": lambda: plots.heldout_scores(SCORES, title=title),
         "convergence": lambda: plots.convergence(

@@ -1,12 +1,9 @@
 """Read a pickle as data: nothing that it names is imported, called or instantiated.
 
-The standard library's unpickler follows the instructions that build dictionaries, lists, tuples, strings and numbers.
-Each call in the pickle becomes a `Call(name, arguments, state)` for the caller to interpret, and any other instruction
-is refused. It is the unpickler in Python: the one in C allocates 64 GB for a memo if four bytes ask for it.
-
-`torch.load(weights_only=True)` runs no code, but is no replacement (torch 2.13). A file can end or stop the process by
-a tuple nested a million times as a key, by 60 tuples that hold each other twice, or by `bytearray(10**11)`, which it
-calls; and files of `torch.save(pickle_protocol=4)` are refused.
+The standard library's unpickler follows the instructions that build data. Each call in the pickle becomes a
+`Call(name, arguments, state)` for the caller to interpret, and any other instruction is refused. It is the unpickler in
+Python: the one in C allocates 64 GB for a memo if four bytes ask for it. `torch.load(weights_only=True)` runs no code,
+but is no replacement (torch 2.13): nested tuples as keys or `bytearray(10**11)` end the process.
 """
 
 import io

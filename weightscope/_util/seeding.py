@@ -1,8 +1,4 @@
-"""Random streams that depend on (root seed, network, purpose) only.
-
-The initial weights, batch order and augmentation of network k come from its own streams, so its bits do not depend on
-how many networks are trained with it, on which worker, or in which order.
-"""
+"""Random streams that depend on (root seed, network, purpose) only, and not on what is trained beside a network."""
 
 from enum import IntEnum
 

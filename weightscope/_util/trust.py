@@ -1,7 +1,7 @@
 """Whose code runs: a module of a user's runs if this user trusts its source; see docs/what-runs-when.md.
 
-The source is known by its SHA-256. It may run if the caller passed the object itself, or says `trust`, or did one of
-these before on this machine, which a private file in the user's state folder records.
+It may run if the caller passed the object itself, or says `trust`, or did one of these before on this machine, which a
+private file in the user's state folder records by the SHA-256 of the source.
 """
 
 import contextlib

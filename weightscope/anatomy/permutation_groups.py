@@ -29,11 +29,8 @@ def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None
 
     With example inputs, that of any module, from the operations of its forward pass: see
     `weightscope.anatomy.permutation_graph`. Without, that of a network whose tensors have known names: a module, which
-    also tells which units are of one head, or a spec, of all tensors or some.
-
-    Renumbering keeps the function. Whether it also keeps the distribution of trained weights depends on their initial
-    values: sinusoidal positions tell channels apart, GPSA's position vectors tell heads apart, and its W_V = 1 ties
-    coordinates to channels.
+    also tells which units are of one head, or a spec, of all tensors or some. Renumbering keeps the function; whether
+    it keeps the distribution of trained weights depends on their initial values, such as sinusoidal positions.
 
     Args:
         network: a module, or the spec of its tensors.
@@ -96,10 +93,9 @@ def _heads(module: nn.Module, permutations: PermutationSpec) -> dict[str, tuple[
 def apply_permutation(
     module: nn.Module, permutations: PermutationSpec | None = None, *, rng: np.random.Generator
 ) -> nn.Module:
-    """Renumber a network's units at random, in place, such that its function stays the same.
+    """Renumber a network's units at random, in place, such that its function stays the same; returns the module.
 
-    The joint permutation of hidden units that thesis 4.1 asks for as a control: it changes where weights are, not what
-    the network does. By default by the specification of its names; returns the module.
+    By default by the specification of its names. Source: thesis 4.1, as a control.
     """
     permutations = permutations or permutation_spec(module)
     state = module.state_dict()
@@ -119,7 +115,7 @@ def check_permutations(
     """How much a network's outputs change, at most, when its units are renumbered at random; its weights are put back.
 
     The largest absolute difference over the largest absolute value: in float64 and evaluation mode about 1e-15 for a
-    right specification, of the order of 1 for a wrong one. `inputs` are as for `permutation_spec`.
+    right specification. `inputs` are as for `permutation_spec`.
     """
     before = [output.clone() for output in tensors_in(call(module, inputs))]
     state = module.state_dict()

@@ -385,9 +385,8 @@ def places(
 ) -> list[Place]:
     """Where the names of a scheme are, in order, with the parts that `build(prefix, scheme)` reads, tied ones once.
 
-    A prefix has the first scheme of which all tensors `prefix + name` are there, readable or not; `build` returns None
-    if shapes are those of something else. A prefix that differs from that of a part in numbers only, and has some of
-    its tensors, is a place where others are missing.
+    A prefix has the first scheme of which all tensors are there, readable or not; `build` returns None if shapes are
+    those of something else. A prefix that differs from a part's in numbers only is a place where some are missing.
     """
     anchors = {(key, scheme) for scheme, keys in schemes.items() for key in keys}
     found: dict[str, tuple[int, set[Any]]] = {}  # prefix -> place in the order of names, schemes

@@ -12,7 +12,7 @@ from weightscope._util.controls import CONTROLS, FROZEN
 from weightscope._util.names import unknown
 from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 from weightscope.statistics.multiplicity import holm
 
@@ -173,9 +173,6 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     its first row). A difference that is not finite is a DataError.
     """
     groups, rows = by_arm(runs), []
-    for run in runs:
-        if run.get(metric.key) is not None and not np.isfinite(run[metric.key]):
-            raise DataError(f"`{run['init']}` after {run['epochs']:g} epochs: {metric.label} is not finite")
     compared = {(cell_key(row), row["epochs"], row["init"]): row for row in summarise(runs, metric)}
     lost = {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
     for place, group in groups.items():

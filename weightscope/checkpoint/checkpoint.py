@@ -28,7 +28,6 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
 _STATISTICS = ("running_mean", "running_var")
-_KEPT_BYTES = 32 << 20
 
 
 class MissingTensor(DataError, KeyError):
@@ -82,7 +81,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._files.commit
         self.nonfinite: dict[str, int] = {}
-        self._kept: tuple[str, Tensor | None] | None = None
 
     @cached_property
     def skipped(self) -> dict[str, str]:
@@ -175,13 +173,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """
         if name not in self._weights:
             raise self._missing(name)
-        # A fused tensor is read once for each of its parts, so the second read keeps a copy; most are read only once.
-        if self._kept is not None and self._kept[0] == name and self._kept[1] is not None:
-            return self._kept[1].clone()
-        value = self._read(name, wide=True)
-        again = self._kept is not None and self._kept[0] == name and value.nbytes <= _KEPT_BYTES
-        self._kept = (name, value.clone() if again else None)
-        return value
+        return self._read(name, wide=True)
 
     def read_into(self, names: Iterable[str], out: np.ndarray) -> None:
         """Read weights, one after the other, into a float32 array (D,); those that are so in their file at once."""

@@ -64,13 +64,19 @@ class Catalogue(Result):
     def text(self) -> str:
         """Signature, description and source of every entry, under headings."""
         lines: list[str] = []
-        for kind in dict.fromkeys(entry.kind for entry in self.entries):
+        for kind, entries in self._by_kind().items():
             lines += ([""] if lines else []) + [kind]
-            for entry in (entry for entry in self.entries if entry.kind == kind):
+            for entry in entries:
                 lines += _wrapped(entry.signature, "  ", " " * 8)
                 for text in (entry.description, f"source: {entry.source}" if entry.source else ""):
                     lines += _wrapped(text, " " * 6, " " * 6)
         return "\n".join(lines)
+
+    def _by_kind(self) -> dict[str, list[Entry]]:
+        kinds: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            kinds.setdefault(entry.kind, []).append(entry)
+        return kinds
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per entry: `kind`, `name`, `signature`, `description`, `source`."""
@@ -79,13 +85,11 @@ class Catalogue(Result):
 
     def summary(self) -> str:
         """The number of entries of each kind."""
-        kinds = [entry.kind for entry in self.entries]
-        return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+        return ", ".join(f"{len(entries)} {kind}" for kind, entries in self._by_kind().items())
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types: kind -> entries."""
-        kinds = dict.fromkeys(entry.kind for entry in self.entries)
-        return {kind: [entry.to_dict() for entry in self.entries if entry.kind == kind] for kind in kinds}
+        return {kind: [entry.to_dict() for entry in entries] for kind, entries in self._by_kind().items()}
 
 
 def catalogue(kind: str | None = None) -> Catalogue:

@@ -90,10 +90,9 @@ class AugmentConfig(Section):
 
 @SECTIONS.register(IMAGES)
 class DataConfig(Task, SourceConfig):
-    """The data set by name or reference; `train` and `test` limit the number of images.
+    """The data set by name or reference, see `SourceConfig`; `train` and `test` limit the number of images.
 
-    `size` resizes the images. With `name = "folder"` they are those of `path`, see `SourceConfig`. With `validation`,
-    the last so many training images are not trained on; networks are evaluated on them in place of the test images.
+    With `validation`, networks are evaluated on the last so many training images in place of the test images.
     """
 
     what: ClassVar[str] = "images"

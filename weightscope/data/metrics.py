@@ -1,8 +1,4 @@
-"""What a task reports about a trained network: names, units, ranges and directions. Does not import torch.
-
-The names are those of `Population.metrics`. A section of a recipe that says what networks are trained on lists its
-metrics in the property `metrics`, the primary one first.
-"""
+"""What a task reports about a trained network: names, units, ranges and directions. Does not import torch."""
 
 import math
 import re
@@ -96,8 +92,7 @@ METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X
 def same_differences(values: np.ndarray, others: np.ndarray | float = 0.0) -> bool:
     """Whether the differences `values - others` (n,) are all equal up to the rounding of float32, as metrics have it.
 
-    Accuracies are multiples of one over the number of images or tokens, so a few differences may be equal by
-    coincidence; computed in float64, they then differ by rounding, which is no spread.
+    Accuracies are multiples of one over the number of examples, so a few differences may be equal by coincidence.
     """
     largest = max(float(np.abs(values).max()), float(np.abs(others).max()))
     return bool(np.ptp(values - others) <= 4 * np.finfo(np.float32).eps * largest)

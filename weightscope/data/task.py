@@ -1,7 +1,7 @@
 """`Task`: the section [data] of a recipe, which says what networks are trained on and what is asked of them.
 
-What tells images from sequences is a member of `Task`, so another kind of task is one file: a subclass that is
-registered in `SECTIONS`, the source that it reads, and its batches. Does not import torch.
+Another kind of task is one file: a subclass that is registered in `SECTIONS`, the source that it reads, and its
+batches. Does not import torch.
 """
 
 import hashlib

@@ -262,8 +262,6 @@ def gain_curve(
     """
     rows = list(curve)
     chosen = [i for i, row in enumerate(rows) if row["chosen"]]
-    if len(chosen) != 1:
-        raise UsageError(f"gain curve: expected one chosen gain, found {len(chosen)}")
     canvas, ax = theme.canvas(ax, 5.6, 3.8)
     columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
     y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
@@ -326,11 +324,8 @@ def accuracy_by_length(
     lengths, found = sorted(by_length), dict[str, dict[int, Row]]()
     for length in lengths:
         for row in by_length[length]:
-            mine = found.setdefault(row["init"], {})
-            if length in mine:
+            if found.setdefault(row["init"], {}).setdefault(length, row) is not row:
                 raise UsageError(f"accuracy by length: `{row['init']}` occurs twice at {length}x; expected one cell")
-            ACCURACY.check([row["mean"]], f"`{row['init']}` at {length}x, mean")
-            mine[length] = row
     if len(lengths) < 2 or not found:
         raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
     styles = styles_of(found)
@@ -528,46 +523,41 @@ def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
 def training_curves(
     per_epoch: Any,
     ax: Axes | None = None,
-    label: str | None = None,
     *,
     metric: Metric = ACCURACY,
-    band: tuple[float, float] = (0.05, 0.95),
     chance: float | None = None,
     title: str | None = None,
 ) -> Axes:
-    """The median over networks at each epoch, with a band of quantiles. Call again on the same axes to add a curve.
+    """The median over networks at each epoch, with the central 90 % shaded.
 
     `per_epoch` (N, E) has the values after each epoch; networks with values that are not finite are excluded and
-    counted. `label` names the curve, `band` are the lower and upper quantile, `chance` is the metric's chance level.
+    counted. `chance` is the metric's chance level.
     """
     values = np.asarray(per_epoch, dtype=np.float64)
     if values.ndim != 2 or values.size == 0:
         raise DataError(f"training curves: expected (networks, epochs), found {values.shape}")
-    if not 0 <= band[0] < band[1] <= 1:
-        raise UsageError(f"band: expected two increasing quantiles between 0 and 1, found {band}")
     kept = values[np.isfinite(values).all(axis=1)]
     if not len(kept):
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
     metric.check(kept.ravel(), "training curves")
     canvas, ax = theme.canvas(ax, 6.4, 3.9)
-    drawn = sum(line.get_gid() == "curve" for line in ax.lines)
-    epochs, style = np.arange(1, values.shape[1] + 1), theme.look(drawn, lw=1.6)
-    low, median, high = np.quantile(kept, [band[0], 0.5, band[1]], axis=0)
-    text = (f"{label}: " if label else "") + f"median of {len(kept):,}"
-    text += f", {100 * band[0]:g} to {100 * band[1]:g} % shaded" if len(kept) > 1 else ""
-    text += f", {len(values) - len(kept):,} diverged" if len(kept) < len(values) else ""
+    epochs, style = (
+        np.arange(1, values.shape[1] + 1),
+        theme.look(0, lw=1.6, marker="o" if values.shape[1] == 1 else None),
+    )
+    low, median, high = np.quantile(kept, [0.05, 0.5, 0.95], axis=0)
+    text = f"median of {len(kept):,}"
     if len(kept) > 1:
-        ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0, zorder=2 + 0.01 * drawn)
-    style |= {"marker": "o" if len(epochs) == 1 else None, "zorder": 3 + 0.01 * drawn}
-    ax.plot(epochs, median, label=text, gid="curve", **style)
+        ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0)
+        text += ", 5 to 95 % shaded"
+    text += f", {len(values) - len(kept):,} diverged" if len(kept) < len(values) else ""
+    ax.plot(epochs, median, label=text, gid="curve", zorder=3, **style)
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch" + chance_line(ax, [{"chance": chance}]))
     ax.set_ylabel(metric.title.removeprefix("test "))
     value_axis(ax.yaxis, metric.factor)
-    longest = max(np.size(line.get_xdata()) for line in ax.lines if line.get_gid() == "curve")
-    if longest > 1:
-        ax.set_xlim(1 - 0.02 * longest, longest * 1.02)
+    ax.margins(x=0.02)
     ax.legend(loc="best")
     return canvas.finish(title)
 

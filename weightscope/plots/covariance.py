@@ -27,26 +27,24 @@ def covariance_map(
     title: str | None = None,
     diagonal: Literal["show", "mask"] = "show",
     groups: Mapping[str, Any] | None = None,
-    quantile: float | None = None,
     cells: int = CELLS,
 ) -> Axes:
     """A joint covariance or correlation matrix with its blocks marked and named (MLP paper, Fig. 1; thesis, Fig. 3.39).
 
-    Variances are much larger than covariances, so the colour scale ends at the `quantile` of the off-diagonal absolute
-    values, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more than `cells`
-    coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then show the
-    mean variance. Constant coordinates, whose correlations are NaN, are grey.
+    Variances are much larger than covariances, so the colour scale ends at the 99 % quantile of the off-diagonal
+    absolute values, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more than
+    `cells` coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then
+    show the mean variance. Constant coordinates, whose correlations are NaN, are grey.
 
     With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
     cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
     v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
-    single covariances (1/sqrt(N) as correlations).
+    single covariances (1/sqrt(N) as correlations); the colours then hold all of them.
 
     `blocks` are the coordinates of each tensor, which together cover 0 to D without overlap, and `groups` the group of
     each coordinate of a tensor: `np.tile(np.arange(n), p)` for the columns of W (p, n), `np.repeat(np.arange(p), n)`
     for its rows; a tensor that is not listed is one group. A diagonal of `"mask"` leaves the variances of single
-    coordinates out: it is white or, when averaging, the mean over pairs of different coordinates. `quantile` is the
-    fraction of the values within the colour scale, by default 0.99, with `groups` 1.
+    coordinates out: it is white or, when averaging, the mean over pairs of different coordinates.
 
     Example:
         >>> found = covariance(population, "*.mlp.fc?.weight")
@@ -54,9 +52,7 @@ def covariance_map(
     """
     if kind not in ("covariance", "correlation") or diagonal not in ("show", "mask"):
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
-    quantile = (0.99 if groups is None else 1.0) if quantile is None else quantile
-    if not 0 < quantile <= 1 or cells < 2:
-        raise UsageError(f"expected 0 < quantile <= 1 and cells >= 2, found {quantile} and {cells}")
+    quantile = 0.99 if groups is None else 1.0
     array = checked_square(matrix, f"{kind} matrix")
     names, bounds = _bounds(blocks, len(array))
     missing = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)

@@ -26,19 +26,20 @@ class Curve:
 
     label: str
     depth: Any  # (L,) horizontal positions
-    values: Mapping[str, Any]  # statistic -> (L,), NaN where missing
-    errors: Mapping[str, Any]  # statistic -> (L,) standard errors, where known
+    values: dict[str, Any]  # statistic -> (L,), NaN where missing
+    errors: dict[str, Any]  # statistic -> (L,) standard errors, where known
     kinds: Sequence[str] = ()  # (L,) kind of each layer, such as "5 × 5", each with its own marker; empty for one kind
 
 
 @dataclass(frozen=True)
 class Statistic:
-    """A panel of `depth_curves`: key in `Curve.values`, label, value for independent entries, logarithmic scale."""
+    """A panel of `depth_curves`: key in `Curve.values`, label, value for independent entries, scale."""
 
     key: str
     label: str
     even: float | None = None
-    log: bool = False
+    log: bool = False  # logarithmic
+    linear: float | None = None  # the size up to which a scale is linear, and logarithmic beyond
 
 
 @theme.themed()
@@ -58,9 +59,11 @@ def depth_curves(
     if not curves or not statistics:
         raise UsageError(f"expected curves and statistics, found {len(curves)} and {len(statistics)}")
     kinds = list(dict.fromkeys(kind for curve in curves for kind in curve.kinds))
-    figure, (axes,) = theme.subplots(1, len(statistics), width=max(4.4 * len(statistics), 6.0), height=4.0)
+    across = len(statistics) if len(statistics) <= 3 else 2
+    down = -(-len(statistics) // across)
+    figure, grid = theme.subplots(down, across, width=max(4.4 * across, 6.0), height=0.7 + 3.3 * down)
     even: dict[str, Any] = {"color": theme.MUTED, "lw": 1.0, "ls": (0, (4, 2))}
-    for ax, statistic in zip(axes, statistics, strict=True):
+    for ax, statistic in zip(chain(*grid), statistics, strict=False):
         drawn = np.concatenate([_curve(ax, curve, statistic, i, kinds) for i, curve in enumerate(curves)])
         if statistic.even is not None:
             ax.axhline(statistic.even, zorder=1, gid="even", **even)
@@ -70,6 +73,11 @@ def depth_curves(
             ax.set_yscale("log")
             ax.set_ylim(low / 1.25, high * 1.25)
             theme.log_ticks(ax.yaxis, low, high)
+        if statistic.linear is not None:
+            ax.set_yscale("symlog", linthresh=statistic.linear)
+            ax.margins(y=0.08)
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+            ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(axis)
         if axis == "layer":  # integer ticks, even for a single layer
             places = np.concatenate([curve.depth for curve in curves])
@@ -106,7 +114,7 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequ
     if depth.shape != values.shape or depth.ndim != 1 or (curve.kinds and len(curve.kinds) != len(depth)):
         raise DataError(f"{curve.label}: expected {statistic.key} at {depth.shape} depths, found {values.shape}")
     style, order = theme.look(index, marker=None), np.argsort(depth, kind="stable")
-    ax.plot(depth[order], values[order], zorder=2, **style)
+    ax.plot(depth[order], values[order], zorder=2, gid="mean", **style)
     ends = values
     if (errors := curve.errors.get(statistic.key)) is not None:
         half = 1.96 * np.asarray(errors, dtype=np.float64)
@@ -118,11 +126,10 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequ
     return ends[np.isfinite(ends)]
 
 
-@theme.themed()
 def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Figure:
     """Alpha and beta of M ~ alpha Z + beta I against depth, for queries and keys and for values and outputs.
 
-    Lines connect the layers' means over heads; small points are single heads. Sources with different numbers of layers
+    Lines connect the layers' means over heads, with 95 % intervals over these. Sources with different numbers of layers
     are drawn against relative depth. A layer without finite values leaves a gap. Where the magnitudes of sources differ
     by more than a factor of 8, the axis is logarithmic (for beta: linear between the first ticks on either side of
     zero). Rows have `source`, `part`, `layer`, `head` (None for whole layers), `alpha`, `beta`.
@@ -130,52 +137,35 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
     Example:
         >>> save(products_by_depth(found.rows), "depth.png")
     """
-    if not rows:
-        raise DataError("products by depth: expected rows, found none")
-    sources = list(dict.fromkeys(row["source"] for row in rows))
-    parts = [part for part in _PARTS if any(row["part"] == part for row in rows)]
-    figure, grid = theme.subplots(len(parts), 2, width=10.5, height=3.3 * len(parts), title=title)
-    same = len({len({row["layer"] for row in rows if row["source"] == source}) for source in sources}) == 1
-    for (part, quantity), ax in zip(product(parts, ("beta", "alpha")), chain(*grid), strict=True):
-        sizes = []
-        for i, source in enumerate(sources):
-            mine = [r for r in rows if (r["source"], r["part"], r["head"] is None) == (source, part, part == "vo")]
-            means = _source(ax, mine, quantity, theme.look(i), relative=not same) if mine else np.empty(0)
-            sizes += [float(np.nanmedian(means))] if np.isfinite(means).any() else []
+    layers: dict[str, dict[int, None]] = {}
+    numbers: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+    for row in rows:
+        layers.setdefault(row["source"], {})[row["layer"]] = None
+        for quantity in ("beta", "alpha"):
+            if (row["head"] is None) == (row["part"] == "vo") and row[quantity] is not None:
+                place = numbers.setdefault((row["source"], row["part"], quantity), {})
+                place.setdefault(row["layer"], []).append(row[quantity])
+    same, statistics = len({len(found) for found in layers.values()}) == 1, []
+    curves = [
+        Curve(source, np.array(sorted(found)) if same else np.linspace(0, 1, len(found)), {}, {})
+        for source, found in layers.items()
+    ]
+    for part, quantity in product((p for p in _PARTS if any(row["part"] == p for row in rows)), ("beta", "alpha")):
+        key, sizes = f"{quantity} of {_PARTS[part]}", []
+        for curve in curves:
+            found = numbers.get((curve.label, part, quantity), {})
+            values = [np.array(found.get(layer, [np.nan])) for layer in sorted(layers[curve.label])]
+            curve.values[key] = np.array([v.mean() for v in values])
+            if any(len(v) > 1 for v in values):
+                curve.errors[key] = np.array([v.std(ddof=1) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values])
+            sizes += [float(np.nanmedian(np.abs(curve.values[key])))] if found else []
+        apart = len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes)
+        even = linear = None
         if quantity == "beta":
-            ax.axhline(0, color=theme.MUTED, lw=0.8, zorder=1)
-        if len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes):
-            linear = 10.0 ** math.floor(math.log10(min(sizes)))
-            ax.set_yscale(**{"value": "log"} if quantity == "alpha" else {"value": "symlog", "linthresh": linear})
-            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-            ax.yaxis.set_minor_formatter(NullFormatter())
-            low, high = ax.get_ylim()
-            ax.set_ylim(low * (1.6 if low < 0 else 0.6), high * (1.6 if high > 0 else 0.6))  # markers are drawn whole
-        elif quantity == "alpha":
-            ax.set_ylim(bottom=0)
-        ax.grid(axis="y")
-        ax.set_title(f"{quantity} of {_PARTS[part]}")
-        ax.set_xlabel("layer" if same else "depth (first layer 0, last layer 1)")
-        if same:
-            ax.xaxis.set_major_locator(MaxNLocator(12, integer=True, min_n_ticks=1))
-    handles = [Line2D([], [], label=source, **theme.look(i)) for i, source in enumerate(sources)]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)))
-    return figure
-
-
-def _source(
-    ax: Axes, rows: Sequence[Mapping[str, Any]], quantity: str, style: dict[str, Any], *, relative: bool
-) -> np.ndarray:
-    """Draw one source: a point for each row, a line through the layers' means; returns the sizes of these."""
-    layers = sorted({row["layer"] for row in rows})
-    places = np.arange(len(layers)) / max(1, len(layers) - 1) if relative else np.array(layers)
-    values = [[r[quantity] for r in rows if r["layer"] == layer and r[quantity] is not None] for layer in layers]
-    means = np.array([np.mean(v) if v else np.nan for v in values])
-    if any(len(v) > 1 for v in values):
-        points = np.array([(place, value) for place, v in zip(places, values, strict=True) for value in v])
-        ax.plot(*points.T, zorder=2, gid="heads", **style | {"ls": "", "alpha": 0.28, "ms": 2.6, "mew": 0})
-    ax.plot(places, means, zorder=3, gid="mean", **style)
-    return np.abs(means)
+            even, linear = 0.0, 10.0 ** math.floor(math.log10(min(sizes))) if apart else None
+        statistics.append(Statistic(key, key, even, log=apart and quantity == "alpha", linear=linear))
+    axis = "layer" if same else "depth (first layer 0, last layer 1)"
+    return depth_curves(curves, statistics, axis=axis, title=title)
 
 
 @theme.themed()

@@ -16,6 +16,7 @@ from weightscope.plots.grids import averaged, beside, missing, panel_figure
 from weightscope.plots.text import SMALL, number, rounded_up, wrap
 
 _SIDE = 1.62  # inches of a panel; eight in a row are 14 inches wide
+_SHOWN = 0.98  # of the values of a panel, within its colours
 _FINE = 4  # cells per weight
 _CELLS = 240  # cells across a panel: 1.62 inches at 150 dots per inch
 _ACROSS = 5.6  # inches: width of a single grid of filters
@@ -108,7 +109,6 @@ def covariance_page(
     rows: Sequence[Sequence[Panel | None]],
     *,
     row_labels: Sequence[str] = (),
-    quantile: float = 0.98,
     note: str = "",
     title: str | None = None,
 ) -> Figure:
@@ -116,19 +116,17 @@ def covariance_page(
 
     Block (i, j) of a panel is the k x k map of the covariances of pixel (i, j) with every pixel; heavier lines separate
     the channels of a patch embedding. Each panel has its own colour scale, centred at zero, whose limit is printed
-    below it: the `quantile` of its absolute values, rounded up. A matrix that is not of filters is averaged over cells
-    if it has more than 240 coordinates. None leaves a gap.
+    below it: the 98 % quantile of its absolute values, rounded up. A matrix that is not of filters is averaged over
+    cells if it has more than 240 coordinates. None leaves a gap.
 
     Example:
         >>> panels = [Panel(row.covariance, row.name, (1, *row.kernel)) for row in filter_covariances(path)]
         >>> save(covariance_page([panels[:8], panels[8:]]), "covariances.png")
     """
-    if not 0 < quantile <= 1:
-        raise UsageError(f"quantile: expected above 0 and at most 1, found {quantile}")
 
     def draw(ax: Axes, panel: Panel) -> str:
         blocks, borders = _blocks(panel)
-        limit, shown = theme.colour_limit(blocks, quantile), averaged(blocks, _factor(panel))
+        limit, shown = theme.colour_limit(blocks, _SHOWN), averaged(blocks, _factor(panel))
         extent = (0, blocks.shape[1], blocks.shape[0], 0)
         ax.imshow(shown, **theme.colours(limit), interpolation="nearest", aspect="auto", extent=extent)
         for at, width, upright in borders:
@@ -137,7 +135,7 @@ def covariance_page(
 
     drawn = [p for row in rows for p in row if p is not None and p.values is not None]
     blocks = "block (i, j): covariance of pixel (i, j) with every pixel" * any(p.shape is not None for p in drawn)
-    text = f"each panel has its own colours, zero is white; ± below it holds {100 * quantile:g} % of its values"
+    text = f"each panel has its own colours, zero is white; ± below it holds {100 * _SHOWN:g} % of its values"
     coarse = sorted({f for p in drawn if (f := _factor(p)) > 1})
     cells = f"cells are means over {' or '.join(f'{f} × {f}' for f in coarse)}" if coarse else ""
     across = max((len(row) for row in rows), default=0)
@@ -150,15 +148,13 @@ def filter_page(
     rows: Sequence[Sequence[Panel | None]],
     *,
     row_labels: Sequence[str] = (),
-    columns: int | None = None,
     note: str = "",
     title: str | None = None,
 ) -> Figure:
     """Filters, layer by layer (thesis, Fig. 2.4-2.6), on colour scales centred at zero.
 
     The filters of a panel share one scale, which holds 98 % of their weights and is printed below it. Three channels
-    are drawn as colours, each filter on its own scale; other numbers of channels are summed. None leaves a gap;
-    `columns` is the number of filters per row of a panel, roughly a square if None.
+    are drawn as colours, each filter on its own scale; other numbers of channels are summed. None leaves a gap.
 
     Example:
         >>> save(filter_page([[Panel(filters[:, None], "layer 0")]]), "filters.png")
@@ -169,14 +165,14 @@ def filter_page(
         if array.ndim != 4 or 0 in array.shape:
             raise DataError(f"filter page: expected filters (m, c, kh, kw), found {array.shape}")
         array = np.where(np.isfinite(array).all(axis=(1, 2, 3), keepdims=True), array, 0.0)
-        colour, across = array.shape[1] == 3, min(columns or math.ceil(math.sqrt(len(array))), len(array))
+        colour, across = array.shape[1] == 3, math.ceil(math.sqrt(len(array)))
         array = np.moveaxis(_normalised(array), 1, -1) if colour else array.sum(axis=1)
         around = [(1, 1), (1, 1)] + [(0, 0)] * colour
         picture = np.pad(mosaic(array, across, fine=_FINE), around, constant_values=np.nan)
         if colour:
             ax.imshow(_coloured(picture), interpolation="nearest", aspect="equal")
             return "each on its own scale"
-        limit = theme.colour_limit(array, 0.98)
+        limit = theme.colour_limit(array, _SHOWN)
         ax.imshow(np.ma.masked_invalid(picture), **theme.colours(limit), interpolation="nearest", aspect="equal")
         return f"±{number(limit)}"
 
@@ -191,6 +187,8 @@ def filter_page(
 def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     """The matrix in block form, and its borders: position, line width, whether vertical."""
     array = checked_square(np.asarray(panel.values, dtype=np.float64), panel.label)
+    if not np.isfinite(array).all():
+        raise DataError(f"{panel.label}: expected finite covariances, found others")
     if panel.shape is None:
         return array, []
     c, h, w = panel.shape

@@ -13,6 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from weightscope._util.checks import choice
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
@@ -22,7 +23,8 @@ _GAP = 10  # pixels
 _FOOT = 0.3  # inches from the panels to the note
 _SEQUENTIAL = "magma"
 _FLOOR = 0.25  # lower end of the colour scale of attention maps, relative to uniform attention
-_QUANTILE = 0.998
+_QUANTILE = 0.998  # of the weights, where it ends
+_TYPICAL = 0.995  # of the entries of a matrix, within the colours of the median one
 _Side = Literal["left", "right", "above", "below"]
 _Panels = list[list[np.ndarray | None]]
 
@@ -123,7 +125,6 @@ def matrix_grid(
     column_labels: Sequence[str] = (),
     clip: int | None = 64,
     share: Literal["row", "all"] = "row",
-    quantile: float = 0.995,
     quantity: str = "value",
     title: str | None = None,
 ) -> Figure:
@@ -131,7 +132,7 @@ def matrix_grid(
 
     `matrices` (R, C, m, n), or R sequences of C matrices and None, are shown up to row and column `clip`. A `"row"`, or
     `"all"`, share one colour scale, centred at zero and printed beside it. It ends at the median over the matrices of
-    the `quantile` of their absolute values, rounded up, so that one outlying layer does not wash out the others.
+    the 99.5 % quantile of their absolute values, rounded up, so that one outlying layer does not wash out the others.
     Entries are drawn as whole pixels. Matrices that are too large after clipping are averaged over cells of f x f
     entries, which keeps the contrast of a diagonal; a note says so, with the `quantity`. A matrix that is not finite is
     drawn as a grey panel and ignored by the colour scale.
@@ -141,11 +142,10 @@ def matrix_grid(
     """
     panels, full = _clipped(matrices, clip)
     rows, columns = len(panels), len(panels[0])
-    if share not in ("row", "all") or not 0 < quantile <= 1:
-        raise UsageError(f"expected share row or all and 0 < quantile <= 1, found {share} and {quantile}")
+    choice("share", share, ("row", "all"))
     panels, factor, size = _sized(panels, 1500, 24)
-    limits = _limits(panels, share, quantile)
-    note = f"{quantity}; colours hold {100 * quantile:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
+    limits = _limits(panels, share)
+    note = f"{quantity}; colours hold {100 * _TYPICAL:g} % of a typical matrix{' of the row' if share == 'row' else ''}"
     if clip is not None and clip < max(full):
         note += f"; upper left {min(full[0], clip)} × {min(full[1], clip)} of {full[0]} × {full[1]}"
     note += f"; cells are means over {factor} × {factor}" if factor > 1 else ""
@@ -199,14 +199,14 @@ def averaged(panel: np.ndarray, factor: int) -> np.ndarray:
     return sums / np.outer(heights, widths)
 
 
-def _limits(panels: _Panels, share: str, quantile: float) -> list[float]:
+def _limits(panels: _Panels, share: str) -> list[float]:
     """One colour limit for each row; 0 for a row without a finite matrix."""
     finite = [[np.abs(p) for p in line if p is not None and np.isfinite(p).all()] for line in panels]
     if share == "all":
         finite = [[p for line in finite for p in line]] * len(panels)
     out = []
     for line in finite:
-        limit = float(np.median([np.quantile(p, quantile) for p in line])) if line else 0.0
+        limit = float(np.median([np.quantile(p, _TYPICAL) for p in line])) if line else 0.0
         out.append(rounded_up(limit or max((float(p.max()) for p in line), default=0.0) or float(bool(line))))
     return out
 
