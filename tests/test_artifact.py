@@ -447,19 +447,3 @@ def test_a_file_cannot_have_anything_imported(tmp_path, monkeypatch):
         load_artifact(path, structures=["pathlib:Path"])
     with pytest.raises(DataError, match="does not match"):
         load_artifact(rewritten(path, in_group(structure="diagonal", source_hash="")))
-
-
-def test_layers_of_one_shape_are_drawn_with_the_correlation_that_auto_finds(tmp_path):
-    """The planted correlation of -0.8 between two layers is chosen by `auto`, stored, and drawn by the initialiser."""
-    spec = WeightSpec(TensorSpec(f"{i}.weight", (4, 5)) for i in range(2))
-    rng = np.random.default_rng(0)
-    mixing = np.linalg.cholesky(np.kron([[1, -0.8], [-0.8, 1]], np.eye(20)))
-    result = fit(WeightArray(rng.standard_normal((200, 40)) @ mixing.T, spec), "*", joint="all")
-    assert result.groups[0].label == "tensor_normal"
-    init = load_init(result.save(tmp_path / "layers.safetensors"))
-    network, draws = nn.Sequential(nn.Linear(5, 4), nn.Linear(5, 4)), []
-    for seed in range(40):
-        init(network, generator=torch.Generator().manual_seed(seed))
-        draws.append([layer.weight.detach().numpy().ravel().copy() for layer in network])
-    first, second = np.swapaxes(draws, 0, 1)
-    assert np.corrcoef(first.ravel(), second.ravel())[0, 1] == pytest.approx(-0.8, abs=0.08)

@@ -211,6 +211,7 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert plan.seconds == pytest.approx(sum(row["seconds"] for row in plan.cells), abs=5)
     assert plan.summary().startswith("2 cells, 4 arms, 8 networks in 4 tiles; expected time ")
     assert not any(tmp_path.iterdir()), "nothing is written"
+    assert [_makespan([3.0, 1.0, 1.0, 1.0], 2), _makespan([1.0] * 5, 2), _makespan([], 2)] == [3, 3, 0]
     bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
     plan = plan_bench(RECIPE, inits, tmp_path, **given, **options, measure=False)
     assert [row["done"] for row in plan.cells] == [2, 0]
@@ -253,12 +254,6 @@ def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatc
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
     plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)
     assert len(asked) == 1
-
-
-def test_the_time_of_workers_is_that_of_the_one_that_ends_last() -> None:
-    assert _makespan([3.0, 1.0, 1.0, 1.0], 2) == 3
-    assert _makespan([1.0] * 5, 2) == 3
-    assert _makespan([], 2) == 0
 
 
 @pytest.fixture

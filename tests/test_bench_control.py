@@ -177,9 +177,10 @@ def test_a_control_keeps_the_default_weights_that_the_initialiser_adds_to(mode: 
 
 
 def test_the_uncorrelated_control_has_the_moments_of_every_part_and_no_correlations() -> None:
-    """Filters of 64 networks: pixels keep their variances, which the scale control pools; neighbours do not correlate.
+    """Of 64 networks pixels of filters and column means keep their variances; neighbouring pixels do not correlate.
 
-    Variances of 64 x 8 entries have a relative standard error of 0.06 each; the largest is 30 times the smallest.
+    Variances of 64 x 8 entries have a relative standard error of 0.06 each; the largest is 30 times the smallest. Rows
+    added to fc1 are column means 5 times as large as those of independent entries, which the scale control has.
     """
     build, function = CONTROLLED["conv_covariance"]
     draw, name = drawn_from(build), "stages.0.blocks.1.conv_dw.weight"
@@ -198,19 +199,14 @@ def test_the_uncorrelated_control_has_the_moments_of_every_part_and_no_correlati
 
     assert neighbours(arm) > 0.2
     assert abs(neighbours(parts)) < 5 / arm.numel() ** 0.5
-
-
-def test_parts_of_a_matrix_keep_their_variances() -> None:
-    """Rows added to fc1 are column means 5 times as large as those of independent entries, also in the control."""
-    function = init.get("mimetic_mlp", mode="rows", sigma=2.0)
-    draw, name = drawn_from(convnext), "stages.0.blocks.0.mlp.fc1.weight"
-    means = {}
-    for kind in (ScaleControl.of(function, draw), UncorrelatedControl.of(function, draw, permutation_spec(convnext()))):
-        drawn = torch.stack([applied(kind, draw, k)[name] for k in range(100, 164)])
-        means[type(kind)] = float(drawn.mean(1).var())
-    arm = float(torch.stack([applied(function, draw, k)[name] for k in range(100, 164)]).mean(1).var())
-    assert means[UncorrelatedControl] == pytest.approx(arm, rel=5 * (2 / (64 * 8)) ** 0.5 * 2**0.5)
-    assert means[ScaleControl] < arm / 5
+    function, name = init.get("mimetic_mlp", mode="rows", sigma=2.0), "stages.0.blocks.0.mlp.fc1.weight"
+    controls = (ScaleControl.of(function, draw), UncorrelatedControl.of(function, draw, permutation_spec(build())))
+    arm, scale, parts = (
+        float(torch.stack([applied(f, draw, k)[name] for k in range(100, 164)]).mean(1).var())
+        for f in (function, *controls)
+    )
+    assert parts == pytest.approx(arm, rel=5 * (2 / (64 * 8)) ** 0.5 * 2**0.5)
+    assert scale < arm / 5
 
 
 def mamba(version: int) -> Draw:

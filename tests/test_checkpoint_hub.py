@@ -221,18 +221,6 @@ def test_a_dead_endpoint_is_known_within_seconds(monkeypatch, kind):
     assert "\n" not in str(error.value)
 
 
-def test_verify_downloads_and_compares_what_was_read_in_ranges(hub):
-    checkpoint = Checkpoint(SOURCE)
-    name = checkpoint.names[2]
-    checkpoint[name]
-    assert len(checkpoint.unverified) == 2
-    assert checkpoint.verify() == 4  # shards, index and config.json
-    assert checkpoint.unverified == ()
-    count = len(hub.ranges())
-    assert torch.equal(Checkpoint(SOURCE)[name], TENSORS[name].float())
-    assert len(hub.ranges()) == count, "the whole files are in huggingface_hub's cache now"
-
-
 def test_a_download_that_does_not_match_its_hash_is_refused_and_removed(hub):
     hub.files = single()
     hub.corrupt = True

@@ -163,7 +163,7 @@ def test_totals_add_the_groups_up():
 def test_candidates_that_cannot_be_fitted_are_shown_with_the_reason():
     result = fit(WeightArray(population(), SPEC), "*.mlp.fc1.*", joint="block")
     failed = {row["structure"]: row["failed"] for row in result.table if row["failed"]}
-    assert set(failed) == {"kronecker", "tensor_normal", "exchangeable"}
+    assert set(failed) == {"kronecker", "exchangeable"}
     assert "no permutation specification" in failed["exchangeable"]
     assert "two or more axes, found `stages." in failed["kronecker"]
     assert "two or more axes" in result.text()

@@ -1,7 +1,6 @@
 """Networks that were trained elsewhere, imported into a population."""
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -413,16 +412,6 @@ def test_a_table_or_pattern_without_networks(tmp_path, name, text, match):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=match):
         sources_of([str(tmp_path / name)])
-
-
-def test_a_damaged_npz_allocates_nothing(tmp_path):
-    header = np.lib.format.header_data_from_array_1_0(np.zeros(1)) | {"shape": (10**12,)}
-    with open(tmp_path / "a.npy", "wb") as file:
-        np.lib.format.write_array_header_1_0(file, header)
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.write(tmp_path / "a.npy", "a.npy")
-    with pytest.raises(DataError, match="expected 8000000000000 bytes as its header says, found 0"):
-        Population.of([tmp_path / "a.npz"], tmp_path / "a.pop")
 
 
 def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):

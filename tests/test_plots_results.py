@@ -80,14 +80,6 @@ def test_the_forest_of_stripe_ratios_has_intervals_and_the_reference() -> None:
     assert "1.50 (1.35–1.80)" in texts_of(ax)
 
 
-def test_a_ratio_of_zero_is_an_arrow_at_the_edge() -> None:
-    ax = plots.stripe_ratios([("w", "rows", 0.0, 0.0, 0.0), ("w", "columns", 80.0, 60.0, 100.0)])
-    arrow = next(line for line in ax.lines if line.get_gid() == "zero")
-    assert arrow.get_xdata()[0] == pytest.approx(ax.get_xlim()[0])
-    assert "0 exactly" in texts_of(ax)
-    assert ax.get_xlim()[1] > 100
-
-
 def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:
     ax = plots.heldout_scores(SCORES)
     names = ["dense", "low_rank(rank=8)", "diagonal", "isotropic", "kronecker"]

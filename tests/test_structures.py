@@ -16,7 +16,6 @@ from weightscope.fits import (
     Isotropic,
     Kronecker,
     LowRank,
-    TensorNormal,
     structure_class,
 )
 from weightscope.fits.structure import fit_mean, structure_reference
@@ -28,13 +27,6 @@ MATRICES = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc2.weight"
 MIXED = WeightSpec([TensorSpec("conv.weight", (4, 1, 2, 2)), TensorSpec("bias", (5,)), TensorSpec("scale", ())])
 VECTOR = WeightSpec([TensorSpec("bias", (6,))])
 MLP = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc1.bias", (5,)), TensorSpec("fc2.weight", (3, 5))])
-LAYERS = WeightSpec(
-    [
-        TensorSpec(f"blocks.{i}.{name}", shape)
-        for i in range(3)
-        for name, shape in (("fc1.weight", (2, 3)), ("bias", (2,)))
-    ]
-)
 COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
 
 SMALL = WeightSpec([TensorSpec("conv", (3, 1, 2)), TensorSpec("fc2", (3, 4)), TensorSpec("q", (2, 3)), MLP.tensors[1]])
@@ -52,7 +44,6 @@ CASES = [
     *[(LowRank, {"rank": rank}, spec) for rank in (1, 3) for spec in (MATRICES, MIXED, VECTOR)],
     (Kronecker, {}, MATRICES),
     (Kronecker, {}, COLUMN),
-    (TensorNormal, {}, LAYERS),
     (Exchangeable, {}, MLP),
     (Exchangeable, {"permutations": SIGNED}, SMALL),
     (Exchangeable, {"permutations": SIGNED, "gain": 3.0}, SMALL),
@@ -192,8 +183,6 @@ def test_fewer_networks_than_entries(cls):
 @pytest.mark.parametrize("cls", STRUCTURES.values())
 def test_bad_data(cls):
     spec = WeightSpec([TensorSpec("fc1.weight", (3, 2))])
-    if cls is TensorNormal:
-        spec = WeightSpec([TensorSpec(f"blocks.{i}.fc1.weight", (3, 1)) for i in range(2)])
     with pytest.raises(DataError, match=r"expected weight vectors \(N, 6\), found \(9, 5\)"):
         cls.fit(np.ones((9, 5)), spec)
     with pytest.raises(DataError, match="at least 2 networks, found 1"):
@@ -283,12 +272,11 @@ def test_group_means_with_less_variation_than_independence():
         (GroupMeans, {}, 30),
         (LowRank, {"rank": 2}, 200),
         (Kronecker, {}, 30),
-        (TensorNormal, {}, 12),
     ],
 )
 def test_a_fit_by_maximum_likelihood_is_a_maximum(cls, options, n):
     spec = WeightSpec([TensorSpec("w", (4, 6))])
-    x, spec = planted_layers(n)[:2] if cls is TensorNormal else (data_of(spec, n), spec)
+    x = data_of(spec, n)
     fitted, rng = cls.fit(x, spec, **options), np.random.default_rng(3)
     best, arrays = fitted.log_prob(x).sum(), fitted.to_tensors()
     for _ in range(100):
@@ -329,48 +317,6 @@ def test_kronecker_order_and_shapes():
     np.testing.assert_allclose(fitted.covariance(), np.kron(rows, columns), atol=0.1)
     with pytest.raises(UsageError, match="two or more axes, found `bias`"):
         Kronecker.fit(data_of(MIXED), MIXED)
-
-
-def planted_layers(n):
-    """Networks whose fc2 has one covariance over layers, rows and columns, and a bias without any."""
-    rng = np.random.default_rng(0)
-    layers = np.array([[1.0, 0.2, -0.6], [0.2, 1.0, 0.0], [-0.6, 0.0, 1.0]])
-    rows, columns = naive.random_covariance(4, rng), naive.random_covariance(5, rng)
-    rows, columns = rows * 4 / np.trace(rows), columns * 5 / np.trace(columns)
-    spec = WeightSpec(
-        t
-        for i in range(3)
-        for t in (TensorSpec(f"blocks.{i}.bias", (4,)), TensorSpec(f"blocks.{i}.fc2.weight", (4, 5)))
-    )
-    draw = rng.standard_normal((n, 60)) @ np.linalg.cholesky(np.kron(layers, np.kron(rows, columns))).T
-    data = rng.standard_normal((n, spec.size))
-    for i in range(3):
-        data[:, spec.slices[f"blocks.{i}.fc2.weight"]] = draw[:, 20 * i : 20 * (i + 1)]
-    return data, spec, (layers, rows, columns)
-
-
-def test_a_tensor_normal_recovers_planted_factors():
-    """Errors of a correlation are below 1/sqrt(N p n), 0.5 % here; 4 % is more than six of them."""
-    data, spec, planted = planted_layers(2000)
-    fitted = TensorNormal.fit(data, spec)
-    assert [array.shape for array in fitted.arrays] == [(3, 1, 4), (3, 4, 5)]
-    for root, factor in zip(fitted.roots[1], planted, strict=True):
-        np.testing.assert_allclose(root @ root.T, factor, atol=0.04 * np.abs(factor).max())
-    biases = fitted.roots[0][0] @ fitted.roots[0][0].T
-    assert np.abs(biases - np.eye(3)).max() < 6 / np.sqrt(2000 * 4 / 2)
-    sampled = fitted.sample(np.random.default_rng(1), 4000)
-    first, last = (sampled[:, spec.slices[f"blocks.{i}.fc2.weight"]] for i in (0, 2))
-    assert np.corrcoef(first.ravel(), last.ravel())[0, 1] == pytest.approx(-0.6, abs=0.03)
-
-
-def test_a_tensor_normal_needs_layers_and_networks():
-    with pytest.raises(UsageError, match="in several layers, found no two of them among 2 tensors"):
-        TensorNormal.fit(data_of(MATRICES), MATRICES)
-    spec = WeightSpec([TensorSpec(f"blocks.{i}.w", (30, 2)) for i in range(2)])
-    data = np.random.default_rng(0).standard_normal((20, 120))
-    with pytest.raises(DataError, match=r"shape \(2, 30, 2\): expected more samples, found 7; at least 8 are"):
-        TensorNormal.fit(data[:7], spec)
-    assert np.isfinite(TensorNormal.fit(data, spec).log_prob(data)).all()
 
 
 def test_the_mean_is_scalar_unless_entries_differ():

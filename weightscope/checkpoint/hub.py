@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urljoin, urlsplit
@@ -32,9 +32,10 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFound
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
+from weightscope._util.sources import read_regular
 from weightscope._version import __version__
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, Folder, check_file, open_folder, plain
-from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store, read_bytes
+from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store
 from weightscope.errors import DataError, UsageError
 
 T = TypeVar("T")
@@ -47,7 +48,6 @@ _SOURCE = re.compile(rf"hf://((?:{_NAME}/)?{_NAME})(?:@([\w][\w./-]{{0,200}}))?"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_FILE = 2**50
 _MAX_NOTE = 100 << 20
-_PIECE = 1 << 20
 _RANGE = 16 << 20  # bytes of a request, at most: what is fetched again after a failure
 _TRANSIENT = {408, 429, 500, 502, 503, 504}
 _ADVICE = {
@@ -68,10 +68,6 @@ log = logging.getLogger(__name__)
 
 class _Unreachable(DataError):
     """No answer: the endpoint is down, or there is no network."""
-
-
-class _Dropped(Exception):
-    """A transfer that ended early; no OSError, since those of writing the file mean a full disk."""
 
 
 def open_hub(address: str, key: str | None = None) -> Store:
@@ -267,19 +263,16 @@ class HubFile:
     def read_into(self, buffer: memoryview, start: int) -> None:
         for first in range(0, len(buffer), _RANGE):
             piece = buffer[first : first + _RANGE]
-            self._range(start + first, start + first + len(piece)).read_into(piece, start + first)
+            piece[:] = self._range(start + first, start + first + len(piece))
 
-    def _range(self, start: int, stop: int) -> LocalFile:
-        """These bytes in the cache, fetched if they are not there."""
-        file = self._cached(start, stop)
-        if file is None:
+    def _range(self, start: int, stop: int) -> bytes:
+        """These bytes, from the cache, or fetched and put there with their SHA-256."""
+        if (body := self._cached(start, stop)) is None:
             if not 0 <= start < stop <= self.size:
                 raise DataError(f"{self.where}: bytes {start}-{stop} are outside a file of {self.size} bytes")
-            _tried(self.where, lambda: self._fetch(start, stop))
-            file = self._cached(start, stop)
-            if file is None:
-                raise DataError(f"{self.where}: bytes {start}-{stop} changed while they were cached")
-        return file
+            body = _tried(self.where, lambda: self._fetch(start, stop))
+            atomic.write(self._path(start, stop), body + hashlib.sha256(body).digest())
+        return body
 
     def damage(self) -> str:
         """What is wrong with the cached ranges, which are removed then; empty if nothing is."""
@@ -306,25 +299,21 @@ class HubFile:
     def _path(self, start: int, stop: int) -> Path:
         return self._folder.path(self._folder.commit, self._name, f".{start}-{stop}")
 
-    def _cached(self, start: int, stop: int) -> LocalFile | None:
+    def _cached(self, start: int, stop: int) -> bytes | None:
         """These bytes, compared with their digest; a damaged range is removed with a warning."""
         path = self._path(start, stop)
         if not path.exists():
             return None
-        file = LocalFile(path, self.where, base=start)
-        with contextlib.suppress(DataError):  # truncated
-            digest, buffer = hashlib.sha256(), memoryview(bytearray(min(_PIECE, stop - start)))
-            for first in range(start, stop, _PIECE):
-                file.read_into(buffer[: stop - first], first)
-                digest.update(buffer[: stop - first])
-            if digest.digest() == read_bytes(file, stop, stop + digest.digest_size):
-                return file
+        with contextlib.suppress(OSError):  # longer than it was, or unreadable
+            raw = read_regular(path, stop - start + hashlib.sha256().digest_size)
+            if hashlib.sha256(raw[: stop - start]).digest() == raw[stop - start :]:
+                return raw[: stop - start]
         log.warning("%s: checksum mismatch of cached bytes %d-%d; they were removed", self.where, start, stop)
         path.unlink(missing_ok=True)
         return None
 
-    def _fetch(self, start: int, stop: int) -> None:
-        """Write the bytes of one answer into the cache, and then their SHA-256."""
+    def _fetch(self, start: int, stop: int) -> bytes:
+        """The bytes of one answer."""
         url = self._direct or self._url
         headers = build_hf_headers(token=self._folder.token if url == self._url else False, user_agent=USER_AGENT)
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
@@ -340,19 +329,13 @@ class HubFile:
                     f"{self.where}: asked for {expected}{self.size}, and the server ignores ranges: it answered "
                     f"{response.status_code} {ascii(stated)[:60]} where 206 was expected; download the model instead"
                 )
-            atomic.write(self._path(start, stop), self._body(response.iter_raw(), stop - start))
-
-    def _body(self, pieces: Iterator[bytes], missing: int) -> Iterator[bytes]:
-        digest = hashlib.sha256()
-        for piece in pieces:
-            piece = piece[:missing]
-            missing -= len(piece)
-            self._folder.fetched += len(piece)
-            digest.update(piece)
-            yield piece
-        if missing:
-            raise _Dropped(f"the connection was dropped {missing} bytes before the end")
-        yield digest.digest()
+            body = bytearray()
+            for piece in response.iter_raw():
+                body += piece[: stop - start - len(body)]
+                self._folder.fetched += len(piece)
+        if len(body) < stop - start:
+            raise ConnectionError(f"the connection was dropped {stop - start - len(body)} bytes before the end")
+        return bytes(body)
 
 
 def _tried(what: str, call: Callable[[], T], advice: Mapping[int, str] = _ADVICE) -> T:
@@ -368,7 +351,7 @@ def _tried(what: str, call: Callable[[], T], advice: Mapping[int, str] = _ADVICE
                 shown = f"{status} {code}" if re.fullmatch(r"\w{1,40}", code) else status
                 step = advice.get(403 if code == "GatedRepo" else status, "it was refused; try again later")
                 raise DataError(f"{what}: the hub answered {shown}: {step}") from error
-        except (HTTPError, ConnectionError, LocalEntryNotFoundError, _Dropped) as error:
+        except (HTTPError, ConnectionError, LocalEntryNotFoundError) as error:
             if pause is None:
                 text = " ".join(ascii(str(error))[1:-1].split())[:150] or type(error).__name__
                 raise _Unreachable(

@@ -54,14 +54,12 @@ class ByteReader(Protocol):
 class LocalFile:
     """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
 
-    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash. `base` is the
-    position of its first byte in the file that it is a cached part of.
+    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash.
     """
 
-    def __init__(self, path: str | Path, where: str | None = None, base: int = 0) -> None:
+    def __init__(self, path: str | Path, where: str | None = None) -> None:
         self.where = where or str(path)
         self.bytes_read = 0
-        self._base = base
         try:
             self.stream = open_regular(path)
         except OSError as error:
@@ -73,7 +71,7 @@ class LocalFile:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(self.stream.fileno(), [buffer[done:]], start - self._base + done)
+                count = os.preadv(self.stream.fileno(), [buffer[done:]], start + done)
             except OSError as error:
                 raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
             if count == 0:

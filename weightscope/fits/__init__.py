@@ -3,7 +3,7 @@
 structure          the contract of a fitted distribution (`Structure`); one file for each kind:
   gaussian         isotropic, diagonal, low rank, dense
   group_means      shared random effects of rows and columns
-  separable        Kronecker products: matrix normal and tensor normal
+  separable        Kronecker products, the matrix normal
   exchangeable     whole networks; `resizing` takes it to other widths and depths
 fitting            `fit`: structures fitted to a population, compared by held-out likelihood; `fit_init`
 one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
@@ -18,7 +18,7 @@ from weightscope.fits.group_means import GroupMeans
 from weightscope.fits.population_fit import PopulationFit as PopulationFit
 from weightscope.fits.population_fit import load_artifact as load_artifact
 from weightscope.fits.resizing import resized_fit as resized_fit
-from weightscope.fits.separable import Kronecker, TensorNormal
+from weightscope.fits.separable import Kronecker
 from weightscope.fits.standalone import write_standalone as write_standalone
 from weightscope.fits.structure import STRUCTURES
 from weightscope.fits.structure import Accumulator as Accumulator
@@ -30,7 +30,6 @@ STRUCTURES.register("isotropic", source="maximum likelihood")(Isotropic)
 STRUCTURES.register("group_means", source="MLP paper: stripes")(GroupMeans)
 STRUCTURES.register("diagonal", source="maximum likelihood")(Diagonal)
 STRUCTURES.register("kronecker", source="Dutilleul 1999")(Kronecker)
-STRUCTURES.register("tensor_normal", source="Hoff 2011; Manceur and Dutilleul 2013")(TensorNormal)
 STRUCTURES.register("low_rank", source="Rubin and Thayer 1982; Tipping and Bishop 1999, Eq. 7")(LowRank)
 STRUCTURES.register("dense", source="Ledoit and Wolf 2004")(Dense)
 STRUCTURES.register("exchangeable", source="Shah and Chandrasekaran 2012")(Exchangeable)

@@ -27,8 +27,7 @@ def stripe_ratios(
     """Variances of group means relative to those of independent entries, with 95 % intervals.
 
     Above 1, group means vary more than those of independent entries: the matrix is striped (MLP paper, Fig. 1). The
-    axis is logarithmic, so that 1/2 and 2 are equally far from 1. A ratio of 0 (means removed exactly) is an arrow at
-    the left edge.
+    axis is logarithmic, so that 1/2 and 2 are equally far from 1.
 
     Rows are (label, group, ratio, low, high): a tensor's name, the kind of mean, and the ratio with its interval. Rows
     of one label are adjacent; a group has one colour and marker.
@@ -38,28 +37,22 @@ def stripe_ratios(
     at = [i + gap * labels.index(row[0]) for i, row in enumerate(rows)]
     mine = {label: [y for y, row in zip(at, rows, strict=True) if row[0] == label] for label in labels}
     canvas, ax = theme.canvas(ax, 7.4, 1.35 + 0.23 * (at[-1] + 1))
-    positive = [v for row in rows for v in row[2:] if v > 0]
-    low, high = min([*positive, 0.8]), max([*positive, 1.25])
-    edge = low / (high / low) ** 0.05
+    low, high = min(0.8, *(row[3] for row in rows)), max(1.25, *(row[4] for row in rows))
     for i, group in enumerate(groups):
-        style = theme.look(i, ls="none", ms=5)
-        drawn = [(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group]
-        for y, ratio, *_ in drawn:
-            if ratio == 0:
-                ax.plot([edge], [y], marker="<", color=style["color"], ms=6, clip_on=False, gid="zero")
-        where, at_ratio, least, most = np.array([row for row in drawn if row[1] > 0]).reshape(-1, 4).T
-        error = [at_ratio - np.maximum(least, edge), most - at_ratio]
-        ax.errorbar(at_ratio, where, xerr=error, capsize=2.5, elinewidth=1.4, label=group, **style)
+        drawn = np.array([(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group])
+        where, ratio, least, most = drawn.T
+        style = theme.look(i, ls="none", ms=5, label=group, capsize=2.5, elinewidth=1.4)
+        ax.errorbar(ratio, where, xerr=[ratio - least, most - ratio], **style)
     theme.reference(ax, 1)
     ax.set_xscale("log")
-    ax.set_xlim(edge, high * (high / low) ** 0.05)
+    ax.set_xlim(low / (high / low) ** 0.05, high * (high / low) ** 0.05)
     theme.log_ticks(ax.xaxis, *ax.get_xlim())
     for label in labels[1::2]:
         ax.axhspan(mine[label][0] - 0.75, mine[label][-1] + 0.75, color="#f3f5f7", lw=0, zorder=0)
     short, remark = short_names(labels)
     theme.list_axis(ax, [float(np.mean(mine[label])) for label in labels], short, at[-1] + 1)
     ax.set_xlabel("variance of the means ÷ that of independent entries (log scale)" + (f"\n{remark}" if remark else ""))
-    texts = ["0 exactly" if r[2] == 0 else f"{r[2]:.2f} ({r[3]:.2f}–{r[4]:.2f})" for r in rows]
+    texts = [f"{ratio:.2f} ({low:.2f}–{high:.2f})" for *_, ratio, low, high in rows]
     theme.columns(ax, at, -0.9, [("ratio (95 % CI)", texts)])
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)

@@ -187,6 +187,7 @@ class ExchangeableMoments:
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
+        self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
         self._centre = np.empty(0)  # (D,), the median of the first networks, which is subtracted
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
@@ -196,12 +197,24 @@ class ExchangeableMoments:
             return self
         if not finite_rows(block).all():
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
-        tensors = self.spec.unpack(block)  # views of the block
-        views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
-        self.index.update(views)
-        if not self.n:
+        tensors = self.spec.unpack(block)
+        self.index.update({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
+        self.n += len(block)
+        self._waiting.append(block)
+        if self.n >= _CENTRE:
+            self._add()
+        return self
+
+    def _add(self) -> None:
+        """Add the waiting networks to the sums."""
+        if not self._waiting:
+            return
+        block = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
+        self._waiting = []
+        if not self._centre.size:
             self._centre = np.median(block[:_CENTRE], axis=0)  # unlike the mean not that of a few large networks
         block -= self._centre
+        tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
         averages = _Averages(views)
         for key, kind in self._types.items():
@@ -235,8 +248,6 @@ class ExchangeableMoments:
                 self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0)
                 self._units[key] = self._units.get(key, 0.0) + units
                 self._traces[key][0] += _moments_of(traces)
-        self.n += len(block)
-        return self
 
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
         """One for each type, from the means of everything upwards.
@@ -249,6 +260,7 @@ class ExchangeableMoments:
         least = 2 if about == "networks" else 1
         if self.n < least:
             raise DataError(f"expected at least {least} networks for covariances about {about}, found {self.n}")
+        self._add()
         out = []
         centres = invariant_parts(self._centre[None], self.spec, self.permutations)
         for (key, kind), centre in zip(self._types.items(), centres, strict=True):
