@@ -10,25 +10,54 @@ from weightscope.plots import theme
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "pretrained_law"
-TITLES = {"digits": "Digits, width 32", "fashion": "Fashion-MNIST, width 48"}
+TITLES = {
+    "digits": "Digits",
+    "digits, parts": "Digits, other seeds",
+    "fashion": "Fashion-MNIST, width 48",
+    "fashion, parts": "Fashion-MNIST, width 32",
+    "cifar10, parts": "CIFAR-10 at 16 x 16",
+}
+WORDS = {
+    "mimetic": "mimetic attention",
+    "population": "law of ViTs trained on the digits",
+    "population, uncorrelated": "... without correlations",
+    "law": "law of DINOv2, gain 4",
+    "law, gain 1": "... gain 1",
+    "law, gain 10": "... gain 10",
+    "scale only": "... its scale only",
+    "uncorrelated": "... without correlations",
+    "law, first block": "... of its block 0, in all blocks",
+    "law, QK only": "... queries and keys only",
+    "law, VO only": "... values and outputs only",
+    "law, MLP only": "... MLPs only",
+    "law, QK turned": "... queries and keys, sign turned",
+    "law, VO turned": "... values and outputs, sign turned",
+}
+
+
+def kind(arm: str) -> int:
+    """Colour and marker: the law of DINOv2 and its controls, that of a population, mimetic attention."""
+    return 2 if arm == "mimetic" else 1 if arm.startswith("population") else 0
 
 
 def main(study: Path = STUDY, out: Path = HERE / "pretrained_law.png") -> None:
     results = json.loads((study / "results.json").read_text())
     found = [name for name in TITLES if name in results]
-    arms = list(dict.fromkeys(arm for name in found for arm in results[name]["over_default"]))
-    figure, axes = plots.subplots(1, len(found), width=3.4 * len(found) + 1, height=2.4)
+    over = {
+        name: {arm.replace(", gain 4", ""): row for arm, row in results[name]["over_default"].items()} for name in found
+    }
+    rows = [arm for arm in WORDS if any(arm in over[name] for name in found)]
+    figure, axes = plots.subplots(1, len(found), width=2.4 * len(found) + 2.4, height=0.3 * len(rows) + 1)
     for i, (ax, name) in enumerate(zip(axes[0], found, strict=True)):
-        for arm, row in results[name]["over_default"].items():
-            y = arms.index(arm)
-            style = {"color": theme.PALETTE[arm.startswith("law")]}
+        for arm, row in over[name].items():
+            y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
             ax.plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
-            ax.plot(100 * row["difference"], y, theme.MARKERS[arm.startswith("law")], ms=5, **style)
+            ax.plot(100 * row["difference"], y, theme.MARKERS[kind(arm)], ms=5, **style)
         ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
-        ax.set(yticks=range(len(arms)), ylim=(len(arms) - 0.4, -0.6), xlabel="points over the default start")
-        ax.set_yticklabels(arms if i == 0 else [""] * len(arms))
+        ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6), xlabel="points over the default start")
+        ax.set_yticklabels([WORDS[arm] for arm in rows] if i == 0 else [""] * len(rows))
         base = 100 * np.mean(results[name]["accuracies"]["default"])
-        ax.set_title(f"{TITLES[name]}\n{results[name]['n']} networks an arm, default {base:.1f} %", fontsize=9)
+        ax.set_title(f"{TITLES[name]}\nn = {results[name]['n']}, default {base:.1f} %", fontsize=9)
         ax.grid(axis="y", lw=0.4, alpha=0.4)
     plots.save(figure, out)
 

@@ -7,17 +7,24 @@ Trains the arms (it resumes), and writes `results.json`.
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from initialisers import law_parts_
+from torch import nn
 
+from weightscope import load_init
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
+from weightscope.anatomy import self_attention
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.fits.fitting import fit_init
+from weightscope.init import mimetic_attention_
+from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
 
@@ -43,6 +50,7 @@ SECOND = (
     ("law, first block", "law"),
     ("population", "population, uncorrelated"),
 )
+THIRD = (("law, VO only", "law"), ("mimetic", "law, VO only"), ("law, QK turned", "law"))
 SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
@@ -50,6 +58,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
     "fashion": (FASHION | WIDER, 7_300_000, 32, FIRST),
     "fashion, parts": (FASHION | SMALL, 7_400_000, 64, SECOND),
     "cifar10, parts": (CIFAR | SMALL, 7_400_000, 64, SECOND),
+    "digits, parts": ({}, 7_600_000, 32, THIRD),
 }
 
 
@@ -74,7 +83,7 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
     population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
     own = law("population", population, POPULATION_GAIN, select=MATRICES, joint="all")
     part = {"name": reference_to(law_parts_), "law": four.artifact}
-    return {
+    found = {
         "law": four,
         "scale only": control(four, "scale"),
         "uncorrelated": control(four, "uncorrelated"),
@@ -84,13 +93,25 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         "population": own,
         "population, uncorrelated": control(own, "uncorrelated"),
     }
+    return {arm: found[arm] for arm in sum(THIRD, ())} if SETTINGS[name][3] is THIRD else found
+
+
+def drawn(init: Callable[..., nn.Module]) -> dict[str, list[float]]:
+    """The correlations of W_Q with W_K and of W_V with W_O in each block of one network."""
+    torch.manual_seed(0)
+    network = init(build_for(Recipe.load(RECIPE)), generator=torch.Generator().manual_seed(0))
+    out: dict[str, list[float]] = {"QK": [], "VO": []}
+    for part in self_attention(network):
+        for what, a, b in (("QK", part.read("q"), part.read("k")), ("VO", part.read("v"), part.read("o").mT)):
+            out[what].append(float(torch.cosine_similarity(a.flatten(), b.flatten(), dim=0)))
+    return out
 
 
 def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int, **options: Any) -> dict[str, Any]:
     """The accuracy of each seed (0 to 1) by arm, the contrasts, and the differences to the default."""
     changes, seed, _, contrasts = SETTINGS[name]
     recipe = Recipe.load(RECIPE).replace(changes | {"training.epochs": 4})
-    found = bench(recipe, {"default": "default"} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
+    found = bench(recipe, {"default": InitConfig()} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
     accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
     rows = [
         {"arm": one, "against": other} | paired(np.array(accuracy[one]), np.array(accuracy[other]))
@@ -99,7 +120,11 @@ def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int,
     rows = [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
     others = [arm for arm in accuracy if arm != "default"]
     over = {arm: paired(np.array(accuracy[arm]), np.array(accuracy["default"])) for arm in others}
-    return {"n": seeds, "contrasts": rows, "over_default": over, "accuracies": accuracy}
+    own = {"mimetic": mimetic_attention_} | {
+        arm: load_init(init.artifact) for arm, init in configs.items() if init.artifact and not init.control
+    }
+    drawings = {arm: drawn(init) for arm, init in own.items()}
+    return {"n": seeds, "drawn": drawings, "contrasts": rows, "over_default": over, "accuracies": accuracy}
 
 
 def main() -> None:

@@ -81,7 +81,9 @@ def trained(
     recipe: Recipe, arms: dict[str, InitConfig], folder: Path, seeds: int, **options: Any
 ) -> tuple[dict[str, list[float]], dict[str, Population]]:
     """The accuracy of each seed, in %, and the population, by arm and for the default."""
-    plan = plan_bench(recipe, {"default": "default"} | arms, folder, measure=False, seeds=seeds, seed=SEED, **options)
+    plan = plan_bench(
+        recipe, {"default": InitConfig()} | arms, folder, measure=False, seeds=seeds, seed=SEED, **options
+    )
     accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(plan.run().runs).items()}
     return accuracy, dict(zip(accuracy, (Population(request.path) for request in plan.requests), strict=True))
 
