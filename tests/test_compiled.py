@@ -16,9 +16,7 @@ from other_machines import PLAINEST, run_tests
 
 from weightscope.errors import UsageError
 from weightscope.networks import ConvNeXt, ViT
-from weightscope.training import kernel_choice
 from weightscope.training.collection import collect
-from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build, functions
 from weightscope.training.many_networks import BatchedNetworks
 
@@ -356,13 +354,3 @@ def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkey
     monkeypatch.setattr(build, "_content", removed)
     build._built.cache_clear()
     assert build.library() is not None
-
-
-def test_recipes_say_what_cannot_be(monkeypatch):
-    with pytest.raises(UsageError, match="compute in float32"):
-        choose_kernels(RECIPE.replace({"training.precision": "bfloat16"}), torch.device("cpu"))
-    with pytest.raises(UsageError, match="are for a CPU or CUDA"):
-        choose_kernels(RECIPE, torch.device("meta"))
-    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
-    with pytest.raises(UsageError, match=r"need Triton on a GPU.*use kernels = 'torch'"):
-        choose_kernels(RECIPE, torch.device("cuda"))

@@ -216,8 +216,18 @@ def test_adamw_agrees_for_millions_of_weights():
     kernel_choice.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
-def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog):
-    assert choose_kernels(recipe(precision="bfloat16"), CPU).kernels == "torch"
-    assert choose_kernels(recipe(engine="loop"), CPU).kernels == "torch"
-    assert choose_kernels(recipe(), torch.device("meta")).kernels == "torch"
+@pytest.mark.parametrize(
+    ("changes", "device", "message"),
+    [
+        ({"precision": "bfloat16"}, "cpu", "compute in float32"),
+        ({}, "meta", "are for a CPU or CUDA"),
+        ({}, "cuda", r"need Triton on a GPU.*use kernels = 'torch'"),
+    ],
+)
+def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog, monkeypatch, changes, device, message):
+    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
+    assert choose_kernels(recipe(**changes), torch.device(device)).kernels == "torch"
+    assert choose_kernels(recipe(engine="loop"), torch.device(device)).kernels == "torch"
     assert not caplog.records
+    with pytest.raises(UsageError, match=message):
+        choose_kernels(recipe(kernels="compiled", **changes), torch.device(device))

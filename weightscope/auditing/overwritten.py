@@ -3,7 +3,7 @@
 Frameworks initialise as well: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. Two public libraries
 overwrote Mamba's initialisation in this way for months without an error. Within `track`, every in-place operation on
 the model's memory is recorded with the code that called it. Tensors written by an initialiser (or within
-`t.initialising(...)`) are copied, and later changes of them are reported by name, file and line.
+`t.initialising(...)`) are copied, which takes their memory again; later changes are reported by name, file and line.
 """
 
 import sys
@@ -41,11 +41,10 @@ def _changed(before: Tensor, after: Tensor) -> float:
     if before.shape != after.shape:
         return 1.0
     mine, theirs = (tensor.detach().cpu().double() for tensor in (before, after))
-    allowed = torch.zeros(())
-    if before.dtype != after.dtype:
-        limits = [torch.finfo(tensor.dtype) for tensor in (before, after)]
-        allowed = max(x.eps for x in limits) * mine.abs() + max(x.tiny for x in limits)
-    return float(((mine - theirs).abs() > allowed).double().mean()) if mine.numel() else 0.0
+    limits = [torch.finfo(tensor.dtype) for tensor in (before, after)] if before.dtype != after.dtype else []
+    rtol, atol = max((x.eps for x in limits), default=0.0), max((x.tiny for x in limits), default=0.0)
+    same = torch.isclose(theirs, mine, rtol=rtol, atol=atol, equal_nan=True)
+    return 1 - float(same.double().mean()) if same.numel() else 0.0
 
 
 class track(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weightscope._util.results import Result, text_table
+from weightscope._util.results import Result
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shards import expected_bytes
@@ -32,6 +32,7 @@ class Plan(Result):
     workers: int  # how many were timed, all at the same time
     tile_seconds: tuple[float, ...]  # expected, of one tile on each worker: start, all epochs and evaluations
     hours: float  # expected, until all tiles are trained
+    left = (0, 1)
 
     def summary(self) -> str:
         """Path, tiles to train, and hours."""
@@ -54,13 +55,12 @@ class Plan(Result):
         """JSON types."""
         return asdict(self)
 
-    def text(self) -> str:
-        """A table, and how the time was measured."""
-        how = (
+    def notes(self) -> list[str]:
+        """How the time was measured."""
+        return [
             f"measured: each of {self.workers} workers, at the same time, trained tile 0 for a few steps and evaluated "
             "it once; nothing was kept"
-        )
-        return text_table(("", self.path), [tuple(row.values()) for row in self.rows()], left=(0, 1)) + "\n" + how
+        ]
 
 
 def plan(
