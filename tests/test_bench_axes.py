@@ -26,8 +26,7 @@ from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import kernel_choice
-from weightscope.training.measuring import TileCost
-from weightscope.training.planning import tile_costs
+from weightscope.training.planning import TileCost, tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 

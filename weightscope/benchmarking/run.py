@@ -35,9 +35,8 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.measuring import TileCost, choose_tile
-from weightscope.training.planning import tile_costs
-from weightscope.training.request import Request, check_sources
+from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training.request import Request, check_sources, choose_tile
 from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000

@@ -10,13 +10,18 @@ from typing import Any
 import torch
 
 from weightscope._util.results import Result
+from weightscope.data.task import Source
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shards import expected_bytes
-from weightscope.recipe import Recipe
-from weightscope.training.measuring import TileCost, time_tile
-from weightscope.training.request import Request
+from weightscope.recipe import Recipe, TrainingConfig
+from weightscope.training.devices import current, one_thread
+from weightscope.training.engine import TileRun
+from weightscope.training.kernels.functions import Kernels
+from weightscope.training.request import Request, timed
 from weightscope.training.workers import Workers, chosen_workers, on_each, spread
+
+_TIMED_SECONDS, _MOST_STEPS = 2.0, 64  # on each worker
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,6 +114,41 @@ def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
         enough = sum(math.floor(middle / e) for e in each) >= tiles
         low, high = (low, middle) if enough else (middle, high)
     return high
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """Measured seconds of a tile."""
+
+    start: float  # until its networks are initialised
+    step: float  # one step of all networks
+    steps: int  # number of steps of an epoch
+    evaluation: float  # one evaluation of all networks
+
+    def seconds(self, training: TrainingConfig) -> float:
+        """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""
+        evaluations = training.epochs if training.evaluate == "epoch" else 1
+        return self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
+
+
+def time_tile(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels) -> TileCost:
+    """What tile 0 of a recipe costs in this process, from a few steps; nothing is kept.
+
+    Each part is done once before it is timed: code is compiled and memory is allocated on first use.
+    """
+    with one_thread(), current(device):
+        run = TileRun(recipe, 0, data, device, kernels)
+        run.evaluate()
+        whole, steps = run.steps_per_epoch, min(2, run.steps_per_epoch)
+        while True:  # longer and longer, until it can be timed
+            few = data.shortened(steps * run.batch)
+            start, short = timed(partial(TileRun, recipe, 0, few, device, kernels))
+            short.epoch(0)
+            seconds, _ = timed(partial(short.epoch, 0))
+            if seconds > _TIMED_SECONDS / 4 or steps >= min(whole, _MOST_STEPS):
+                break
+            steps = min(2 * steps, whole, _MOST_STEPS)
+        return TileCost(start, seconds / steps, whole, timed(run.evaluate)[0])
 
 
 def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
