@@ -226,7 +226,7 @@ def find(tensors: NamedTensors) -> Parts[AttentionPart]:
         return slots and _part(tensors, prefix, *slots)
 
     schemes = {scheme: tuple(dict.fromkeys((scheme.q, scheme.k, scheme.v))) for scheme in SCHEMES}
-    return in_layers(places(tensors, schemes, build), _same_block)
+    return in_layers(places(tensors, schemes, build), tensors, _same_block)
 
 
 def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
