@@ -177,12 +177,10 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
-        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for
-        alpha and beta of mimetic attention, `accuracy-by-length` where the task evaluates sequences of several lengths.
-        By default each has a title of its own; `only` is how many of them are wanted.
+        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
+        evaluates sequences of several lengths. By default each has a title of its own; `only` is how many are wanted.
         """
-        network = self.environment.get("recipe", {}).get("network", {})
-        found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
+        found = pictures.of(self.runs, self.arms, self.metric, self.metrics)
         return {name: partial(_drawn, draw, title or said) for name, (draw, said) in list(found.items())[:only]}
 
 

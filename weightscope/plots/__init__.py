@@ -13,7 +13,6 @@ not finite, of the wrong shape or outside the metric's bounds.
 
 from weightscope.plots.comparisons import (
     accuracy_by_length,
-    alpha_beta_frontier,
     convergence,
     difference_map,
     gain_curve,
@@ -35,7 +34,6 @@ __all__ = [
     "Panel",
     "Statistic",
     "accuracy_by_length",
-    "alpha_beta_frontier",
     "attention_grid",
     "convergence",
     "covariance_map",
