@@ -14,7 +14,7 @@ from pictures import runs_of as rows_of
 from scipy import stats
 
 from weightscope import plots
-from weightscope._util.controls import CONTROLS
+from weightscope._util.arms import CONTROLS
 from weightscope.benchmarking import BenchResult, bench, mean_curves, summarise
 from weightscope.benchmarking.gain import curve_of
 from weightscope.benchmarking.pictures import finding, from_controls

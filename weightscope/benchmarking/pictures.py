@@ -5,8 +5,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.controls import CONTROLS, Control
-from weightscope._util.divergence import divergence
+from weightscope._util.arms import CONTROLS, Control, divergence
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric

@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightscope._util.arms import CONTROLS, count_range, divergence
 from weightscope._util.checks import choice
-from weightscope._util.controls import CONTROLS
-from weightscope._util.divergence import count_range, divergence
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason

@@ -14,8 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.controls import FROZEN
-from weightscope._util.divergence import count_range, divergence
+from weightscope._util.arms import FROZEN, count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme

@@ -97,8 +97,7 @@ def plan(
     manifest, done = request.manifest, 0
     if (request.path / manifests.NAME).exists():
         manifests.match(Path(path), manifests.read(request.path), manifest)
-        there = shards.tiles_on_disk(request.path, manifest)
-        done = sum(shards.state(request.path, manifest, tile).kind == "done" for tile in there)
+        done = shards.tiles_done(request.path, manifest)
     costs = on_each(partial(_time, [request]), chosen.on_device(request.device, manifest.tiles), manifest.tiles)
     seconds = tuple(cost.seconds(request.recipe.training) for cost in costs)
     hours = _until_finished(manifest.tiles - done, seconds) / 3600
