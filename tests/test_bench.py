@@ -106,6 +106,15 @@ def test_differences_that_are_equal_up_to_rounding_have_no_t_test(n: int, dtype:
     assert again["p"] == 1, "no difference"
 
 
+@pytest.mark.parametrize("loss", [0.5, 0.25])
+def test_an_arm_that_equals_its_reference_is_named(loss: float) -> None:
+    """Accuracies may be equal by chance, the loss as well only if nothing was changed."""
+    runs = rows({"default": [0.5, 0.6], "x": [0.5, 0.6]})
+    for run in runs:
+        run["loss"] = 0.5 if run["init"] == "default" else loss
+    assert ("x: the results of default on every seed" in BenchResult(runs, summarise(runs)).text()) == (loss == 0.5)
+
+
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:
     values = {"default": [0.5, 0.6], "x": [0.6, 0.8], "default (frozen)": [0.1, 0.2], "x (frozen)": [0.4, 0.5]}
     found = {(r["epochs"], r["init"]): r for r in summarise(rows(values) + rows(values, epochs=9))}

@@ -139,7 +139,7 @@ class PopulationContents(Result):
         columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
         seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
         origin = [f"root seed {self.root_seed}{seeds}"] if self.imported is None else [self._origin(self.imported)]
-        origin += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
+        origin += [f"shards made with {made}: {count}" for made, count in self.made_on.items()]
         for key, value in self.environment.items():
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             origin.append(f"{key}: {text}")

@@ -396,7 +396,7 @@ def _heads(
         if not width:
             raise AnatomyError(
                 f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
-                "pass config={'num_attention_heads': H}, on the command line --num-heads H"
+                "give the module an attribute num_heads, pass config={'num_attention_heads': H}, or --num-heads H"
             )
         heads = query_rows // width
     k = query_rows // heads

@@ -72,14 +72,15 @@ class BenchResult(Result):
         return cls(values["runs"], values["summary"], values["environment"], metric, metrics, contrasts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`arms`, with a column for each field or number that varies."""
+        """`arms`, with a column for each field or number that varies, without columns that are empty."""
         axes = dict.fromkeys(name for row in self.arms for name in (*row["cell"], *row["numbers"]))
         out = []
         for row in self.arms:
             place = {**row["cell"], **row["numbers"]}
             plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
             out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
-        return out
+        empty = {key for key in out[0] if all(row.get(key) is None for row in out)} if out else ()
+        return [{key: value for key, value in row.items() if key not in empty} for row in out]
 
     def summary(self) -> str:
         recipe = self.environment.get("recipe", {})
@@ -105,6 +106,10 @@ class BenchResult(Result):
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         if metric.unit == "%" and any(row["mean"] is not None and row["difference"] is not None for row in self.arms):
             table += f"\n{self._conditional(arms)}"
+        for row in self.arms:
+            base = arms.get((cell_key(row), row["epochs"], row["reference"]))
+            if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
+                table += f"\n{row['init']}: the results of {base['init']} on every seed; does it change any weight?"
         for one in CONTROLS.values():
             lines = []
             for row in (row for row in self.arms if row.get(one.arm) is not None):

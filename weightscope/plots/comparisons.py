@@ -44,15 +44,16 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
 
     The adjusted interval of a paired difference is drawn around the mean of its arm, so that it holds the mean of the
-    reference exactly where the adjusted p-value is not below 0.05. The reference has none; means that are compared with
-    nothing have their own.
+    reference exactly where the adjusted p-value is not below 0.05. The reference has none, nor has an
+    interval as wide as the bounds; means that are compared with nothing have their own.
     """
     compared = any(row.get("difference") is not None for row in everything)
     found = []
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        if row["n"] == 1 or interval is None:
+        wide = compared and interval is not None and interval[1] - interval[0] >= metric.bounds[1] - metric.bounds[0]
+        if row["n"] == 1 or interval is None or wide:
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))

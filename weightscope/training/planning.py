@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from weightscope._util.results import Result
+from weightscope._util.results import Result, duration
 from weightscope.data.task import Source
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -40,7 +40,8 @@ class Plan(Result):
     left = (0, 1)
 
     def summary(self) -> str:
-        return f"{self.path}: {self.tiles - self.done} of {self.tiles} tiles to train, about {self.hours:.2g} hours"
+        left = duration(3600 * self.hours)
+        return f"{self.path}: {self.tiles - self.done} of {self.tiles} tiles to train, about {left}"
 
     def rows(self) -> list[dict[str, Any]]:
         seconds = sorted(self.tile_seconds)
@@ -50,7 +51,7 @@ class Plan(Result):
             "bytes on disk": f"{self.bytes_on_disk:,}",
             "workers": self.workers,
             "seconds for a tile": " to ".join(dict.fromkeys(f"{each:,.3g}" for each in (seconds[0], seconds[-1]))),
-            "hours left": f"{self.hours:,.3g}",
+            "time left": duration(3600 * self.hours),
         }
         return [{"quantity": name, "value": value} for name, value in values.items()]
 
