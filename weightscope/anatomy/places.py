@@ -83,7 +83,7 @@ _OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
 # Model types of transformers whose norms multiply by 1 + weight (`_text` of those with images is left out).
 _UNIT_OFFSET = {
     *("gemma", "gemma2", "gemma3", "paligemma", "recurrent_gemma", "t5gemma", "t5gemma2", "vaultgemma", "nemotron"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7"),
 }
 
 
