@@ -426,7 +426,7 @@ def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):
 
 def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     found = states(3)
-    files = [tmp_path / f"{k}.pt" for k in range(3)]
+    files = [tmp_path / name for name in ("0.pt", "1.pth", "checkpoints")]
     for file, state in zip(files, found, strict=True):
         wrapped = {"model": state, "optimizer": {"state": {0: torch.zeros(3)}, "lr": 0.1}, "epoch": 3}
         torch.save(wrapped, file)

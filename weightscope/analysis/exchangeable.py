@@ -231,7 +231,6 @@ class Emergence(Result):
         return [{self.unit: moment} | row for moment, one in self.found.items() for row in one.rows()]
 
     def summary(self) -> str:
-        """Counts."""
         n = next(iter(self.found.values())).n
         return f"{n} networks at {len(self.found)} moments of training, {len(self.curves)} strong entries"
 

@@ -51,6 +51,12 @@ def row(statistic: str, found: float, expected: Law, wrong: Mapping[str, Law] | 
     return statistic, found, limits, power
 
 
+def zero_biases(part: Any, names: Iterable[str]) -> list[Row]:
+    """The largest entry of the biases of a part's matrices, which an initialiser sets to zero, if it has any."""
+    found = [bias.flatten() for name in names if (bias := part.read_bias(name)) is not None]
+    return [row("largest bias", float(torch.cat(found).abs().max()), 0.0)] if found else []
+
+
 def interval(law: Law, slack: float = 0.0, level: float = LEVEL) -> Interval:
     """The quantiles level / 2 and 1 - level / 2, moved apart by the slack."""
     ends = (law.ppf(level / 2), law.isf(level / 2)) if hasattr(law, "ppf") else (law, law)

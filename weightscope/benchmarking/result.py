@@ -83,7 +83,6 @@ class BenchResult(Result):
         return [{key: value for key, value in row.items() if key not in empty} for row in out]
 
     def summary(self) -> str:
-        """The number of arms and networks, and the data set."""
         recipe = self.environment.get("recipe", {})
         data = f" on {recipe['data']['name']}" if recipe else ""
         return f"{len(self.arms)} arms, {len(self.runs)} networks{data}"
@@ -167,7 +166,6 @@ class BenchResult(Result):
         return between_cells(self.runs, field, self.metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         described = {metric.name: metric.to_dict() for metric in self.metrics}
         compared = {"metric": self.metric.name, "metrics": described}
         found = {"contrasts": self.contrasts} if self.contrasts else {}

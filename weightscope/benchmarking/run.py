@@ -132,16 +132,13 @@ class BenchPlan(Result):
         return self.design.result([(p.metrics, p.environment, s) for p, s in zip(populations, seconds, strict=True)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The cells."""
         return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         contrasts = [contrast.text for contrast in self.design.contrasts]
         return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
 
     def summary(self) -> str:
-        """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
         counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
         words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
@@ -158,7 +155,6 @@ class BenchPlan(Result):
         return text
 
     def text(self) -> str:
-        """A line for each cell, and the sum."""
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
         header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")

@@ -175,6 +175,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
             raise self._missing(name)
         return self._read(name, wide=True)
 
+    @np.errstate(over="ignore")  # a float64 that float32 cannot hold is infinite
     def read_into(self, names: Iterable[str], out: np.ndarray) -> None:
         """Read weights, one after the other, into a float32 array (D,); those that are so in their file at once."""
         at, runs = 0, list[list[Any]]()  # of each run: file, its first byte, first and last entry in `out`
@@ -209,7 +210,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return id(self)
 
     def summary(self) -> str:
-        """One line: the source and its size."""
         numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         unverified = f", {len(self.unverified)} files unverified" if self.unverified else ""
@@ -223,7 +223,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
     def text(self) -> str:
-        """The table of `rows`, for the terminal."""
         header = ("name", "shape", "dtype", "bytes")
         return text_table(header, [[row[key] for key in header] for row in self.rows()], left=(0, 1, 2))
 

@@ -62,7 +62,6 @@ class AffineGaussian(Structure):
         return out + terms.pop(0) @ self.factor.T if terms else out
 
     def covariance(self) -> np.ndarray:
-        """The dense covariance (D, D)."""
         dense = self.factor @ self.factor.T
         dense[np.diag_indices_from(dense)] += self.variance
         return dense

@@ -204,7 +204,6 @@ class Population(Result):
         return data_frame(columns | kept)
 
     def summary(self) -> str:
-        """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         made = self.manifest.made
         what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
@@ -582,8 +581,16 @@ def open_network(source: Any) -> Any:
 
     The tensors of a network of a population, if its code is not here, not trusted or has changed
     (`Population.opened`). UsageError if the population, which may be incomplete, has no network k; DataError for a
-    whole population or the artifact of an initialiser.
+    whole population or the artifact of an initialiser, or if adapters (LoRA) change the network's weights.
     """
+    from weightscope.anatomy.effective import refuse_adapters  # torch
+
+    found = _opened(source)
+    refuse_adapters(found)
+    return found
+
+
+def _opened(source: Any) -> Any:
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:

@@ -40,12 +40,10 @@ class Plan(Result):
     left = (0, 1)
 
     def summary(self) -> str:
-        """Path, tiles to train, and hours."""
         left = duration(3600 * self.hours)
         return f"{self.path}: {self.tiles - self.done} of {self.tiles} tiles to train, about {left}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each quantity."""
         seconds = sorted(self.tile_seconds)
         values = {
             "networks": f"{self.networks:,}",
@@ -58,11 +56,9 @@ class Plan(Result):
         return [{"quantity": name, "value": value} for name, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         return asdict(self)
 
     def notes(self) -> list[str]:
-        """How the time was measured."""
         return [
             f"measured: each of {self.workers} workers, at the same time, trained tile 0 for a few steps and evaluated "
             "it once; nothing was kept"

@@ -137,7 +137,6 @@ class Status(Result):
         return 0 < self.networks <= self.trained
 
     def summary(self) -> str:
-        """One line: networks, rate, expected end, metrics."""
         if not self.networks:
             return f"{self.path}: cannot be read"
         states = [m["state"] for m in self.marks]
@@ -164,7 +163,6 @@ class Status(Result):
         ]  # fmt: skip
 
     def notes(self) -> list[str]:
-        """Which of the last shards are damaged."""
         return self.damaged
 
     def to_dict(self) -> dict[str, Any]:
