@@ -16,6 +16,7 @@ from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import Matrix, fans, matrices
+from weightscope.anatomy.tensors import cast
 from weightscope.errors import UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
@@ -76,7 +77,7 @@ def running(name: str) -> Iterator[None]:
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
     keep(tensor)
-    tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
+    tensor.copy_(cast(f"a weight of shape {tuple(tensor.shape)}", value, tensor))
 
 
 def selected(module: nn.Module, select: str) -> list[Matrix]:
