@@ -393,12 +393,12 @@ def test_refusals_change_nothing(init, make, arguments, error, message):
 
 @pytest.mark.parametrize("init", [select_weights_, transfer_])
 @pytest.mark.parametrize(
-    ("value", "message"), [(float("nan"), "are NaN or infinite"), (1e6, "overflow in torch.float16")]
+    ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
 )
 def test_numbers_that_the_student_cannot_hold_are_refused(init, value, message):
     teacher, student = ViT(8, 4, 8, 1, 2, 3), ViT(8, 4, 8, 1, 2, 3).half()
     torch.nn.init.constant_(teacher.blocks[0].mlp.fc1.weight, value)
     before = copy.deepcopy(student.state_dict())
-    with pytest.raises(DataError, match=f"a weight of shape .*: the values {message}"):
+    with pytest.raises(DataError, match=f"a weight of shape .*: {message}"):
         init(student, teacher)
     assert all(torch.equal(found, before[name]) for name, found in student.state_dict().items())

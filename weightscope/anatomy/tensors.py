@@ -339,12 +339,10 @@ def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...])
 
 
 def cast(name: str, value: Tensor, target: Tensor) -> Tensor:
-    """A value in the type and on the device of the weight that it replaces; a DataError unless it is finite there."""
+    """A value in the type and on the device of the weight that it replaces; a DataError if it overflows there."""
     out = value.detach().to(device=target.device, dtype=target.dtype)
-    if not bool(out.isfinite().all()):
-        finite = bool(value.isfinite().all())
-        why = f"overflow in {out.dtype}; use a wider type or a smaller scale" if finite else "are NaN or infinite"
-        raise DataError(f"{name}: the values {why}")
+    if out.dtype != value.dtype and bool((out.isinf() & value.to(out.device).isfinite()).any()):
+        raise DataError(f"{name}: the values overflow in {target.dtype}; use a wider type or a smaller scale")
     return out
 
 
