@@ -75,12 +75,7 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(stages\.\d+\.blocks\.\d+\.)norm\.weight", ("mlp.fc1",), 1, None),
     (r"(stages\.\d+\.blocks\.\d+\.)gamma", ("mlp.fc2",), 0, None),
     (r"(.*layers\.\d+\.)input_layernorm\.weight", _SEPARATE, 1, None),
-    (
-        r"(.*layers\.\d+\.)(?:post_attention|pre_feedforward)_layernorm\.weight",
-        ("mlp.gate_proj", "mlp.up_proj"),
-        1,
-        None,
-    ),
+    (r"(.*layers\.\d+\.)(?:post_attention|pre_feedforward)_layernorm\.weight", _GATED, 1, None),
     (r"(.*layers\.\d+\.)self_attn\.q_norm\.weight", ("self_attn.q_proj",), 0, None),
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
