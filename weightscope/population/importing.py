@@ -196,6 +196,11 @@ class _Run:
             for name, why in skipped.items()
             if name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)
         }
+        refused |= {
+            name: f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
+            for name in chosen
+            if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names
+        }
         types = {name: checkpoint.dtype(names[name]) for name in chosen}
         refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
         lacking = [name for name in spec.names if name not in names and name not in refused]

@@ -584,19 +584,13 @@ def open_network(source: Any) -> Any:
     whole population or the artifact of an initialiser, or if adapters (LoRA) change the network's weights.
     """
     from weightscope.anatomy.effective import refuse_adapters  # torch
+    from weightscope.checkpoint import open_checkpoint
 
-    found = _opened(source)
-    refuse_adapters(found)
-    return found
-
-
-def _opened(source: Any) -> Any:
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        return Population(member[0], partial=True).opened(member[1])
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import open_checkpoint
-
-        return open_checkpoint(source)
+        source = Population(member[0], partial=True).opened(member[1])
+    elif isinstance(source, str | Path):
+        source = open_checkpoint(source)
+    refuse_adapters(source)
     return source
