@@ -36,11 +36,12 @@ def main(out: Path = HERE / "initialisers.png") -> None:
         title="Mimetic attention: one product towards the identity, the other away from it",
     )
     plots.save(figure, out.with_name(f"{out.stem}_attention{out.suffix}"))
-    figure, axes = plots.subplots(2, 2, width=9, height=9.4)
-    for row, (name, filters) in enumerate((("default", filters_before), ("conv covariance", filters_after))):
-        for column, layer in enumerate((0, len(filters) - 1)):
-            title = f"{name}, layer {layer + 1} of {len(filters)}"
-            plots.filter_grid(filters[layer][:36], axes[row][column], columns=6, scale="each", title=title)
+    last = len(filters_before) - 1
+    panels = [
+        [plots.Panel(filters[layer][:36, None], f"layer {layer + 1} of {last + 1}") for layer in (0, last)]
+        for filters in (filters_before, filters_after)
+    ]
+    figure = plots.filter_page(panels, row_labels=("default", "conv covariance"))
     plots.save(figure, out.with_name(f"{out.stem}_filters{out.suffix}"))
 
 

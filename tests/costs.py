@@ -1,17 +1,21 @@
 """Multiply-adds of recipes and of the benchmarks that commands ask for."""
 
+import copy
 import shlex
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig, sequence_length
 from weightscope.networks import building
+from weightscope.networks.layers import Attention
+from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, Recipe
 
 # of the texts that recipes name, which are not here: of their training parts, with <eos>
@@ -31,18 +35,56 @@ def forward_cost(recipe: Recipe) -> tuple[int, int]:
     return _forward(recipe.network, info.channels, info.size, info.classes)
 
 
+def multiply_adds(module: nn.Module, inputs: Tensor) -> int:
+    """Multiply-adds of one forward pass in the convolutions, linear maps, attention products and state spaces.
+
+    `outputs * inputs per output` for convolutions and linear maps, `2 N^2 d` for the two products of attention over N
+    tokens (a causal mask is not deducted), `2 n k d` for linear attention with keys of width k, and `3 n p N` for a
+    state-space layer of p channels and N states. Normalisation, activations and residuals are not counted; padded
+    pixels are.
+    """
+    total = 0
+
+    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal total
+        match layer:
+            case nn.Conv1d() | nn.Conv2d() | nn.Linear():
+                total += output.numel() * layer.weight[0].numel()
+            case Attention():
+                total += 2 * output.shape[1] * output.numel()
+            case CausalAttention():
+                total += output.shape[1] ** 2 * (layer.q_proj.out_features + layer.v_proj.out_features)
+            case LinearAttention():
+                total += 2 * output.shape[1] * layer.q_proj.out_features * layer.v_proj.out_features
+            case MambaMixer():
+                total += 3 * output.shape[1] * layer.A_log.numel()
+            case Mamba2Mixer():
+                total += 3 * output.shape[1] * layer.out_proj.in_features * layer.state_size
+
+    shapes = copy.deepcopy(module).to("meta").eval()  # computes shapes only, and leaves the module unchanged
+    for layer in shapes.modules():
+        layer.register_forward_hook(count)
+    dtype = next(shapes.parameters()).dtype
+    shapes(inputs.to(dtype) if inputs.is_floating_point() else inputs)
+    return total
+
+
 @cache
 def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> tuple[int, int]:
     with torch.device("meta"):
         model = networks.build(network, in_channels=channels, image_size=size, num_classes=classes)
-    return sum(p.numel() for p in model.parameters()), networks.multiply_adds(model, channels, size)
+    return sum(p.numel() for p in model.parameters()), multiply_adds(
+        model, torch.zeros(1, channels, size, size, device="meta")
+    )
 
 
 @cache
 def _forward_of_tokens(network: NetworkConfig, vocabulary: int, tokens: int) -> tuple[int, int]:
     with torch.device("meta"):
         model = building._build(network, {"vocabulary": vocabulary})
-    return sum(p.numel() for p in model.parameters()), networks.multiply_adds_of_sequence(model, tokens)
+    return sum(p.numel() for p in model.parameters()), multiply_adds(
+        model, torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    )
 
 
 def training_cost(recipe: Recipe, forward: int) -> int:

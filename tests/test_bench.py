@@ -24,7 +24,7 @@ from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.pictures import finding
-from weightscope.benchmarking.statistics import Chance, above_chance, chance_of, holm, mean_interval
+from weightscope.benchmarking.statistics import above_chance, holm, mean_interval
 from weightscope.cli import cli
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
@@ -104,6 +104,15 @@ def test_differences_that_are_equal_up_to_rounding_have_no_t_test(n: int, dtype:
     assert found["difference_ci95"] == ([pytest.approx(0.03)] * 2 if known else [-1, 1])
     again = summarise(rows({"default": list(default), "x": list(default + 1e-9)}))[1]
     assert again["p"] == 1, "no difference"
+
+
+@pytest.mark.parametrize("loss", [0.5, 0.25])
+def test_an_arm_that_equals_its_reference_is_named(loss: float) -> None:
+    """Accuracies may be equal by chance, the loss as well only if nothing was changed."""
+    runs = rows({"default": [0.5, 0.6], "x": [0.5, 0.6]})
+    for run in runs:
+        run["loss"] = 0.5 if run["init"] == "default" else loss
+    assert ("x: the results of default on every seed" in BenchResult(runs, summarise(runs)).text()) == (loss == 0.5)
 
 
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:
@@ -409,7 +418,7 @@ def test_an_initialiser_that_does_not_apply_is_known_before_any_arm_is_trained(t
 def test_guesses_are_called_better_than_chance_as_rarely_as_stated() -> None:
     """In 4000 benchmarks of 6 networks that guess 50 shared labels of 10 classes; a real difference is found."""
     rng = np.random.default_rng(0)
-    level = Chance(0.1, 50)
+    level = (0.1, 50)
     p = [
         above_chance((rng.integers(10, size=(6, 50)) == rng.integers(10, size=50)).mean(1), level) for _ in range(4000)
     ]
@@ -418,8 +427,8 @@ def test_guesses_are_called_better_than_chance_as_rarely_as_stated() -> None:
     assert np.mean(np.array(constant) < 0.05) < 0.08, "all networks give the same answer, and share the labels' luck"
     assert above_chance(np.array([0.3, 0.35, 0.25, 0.3, 0.32, 0.29]), level) < 0.05
     assert above_chance(np.array([0.3]), level) < 0.05
-    assert above_chance(np.array([0.118, 0.119]), Chance(0.1, 10_000)) < 1e-6, "two networks are more than one"
-    level, values = Chance(0.05, 20), np.arange(21) / 20
+    assert above_chance(np.array([0.118, 0.119]), (0.1, 10_000)) < 1e-6, "two networks are more than one"
+    level, values = (0.05, 20), np.arange(21) / 20
     called = [above_chance(values[k : k + 1], level) < 0.05 for k in range(21)]
     assert stats.binom.pmf(np.arange(21), 20, 0.05)[called].sum() < 0.08, "of one network that guesses few labels"
 
@@ -440,7 +449,7 @@ def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
         RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}
         for f in (one_class_of_three, one_class)
     ]
-    found = [chance_of(Recipe.parse(recipe), ACCURACY) for recipe in recipes]
+    found = [Recipe.parse(recipe).data.chance(ACCURACY) for recipe in recipes]
     assert found == [(one_class_of_three()[3].tolist().count(1) / 10, 10), None]
 
 
@@ -462,14 +471,14 @@ def test_the_chance_of_a_task_is_that_of_a_constant_guess(name: str) -> None:
     data = {"name": name, "length": 4, "vocabulary": 10, "test": 400, "lengths": [1, 2]}
     task = Recipe.parse({**RECIPE.to_dict(), "network": {"type": "mamba", "width": 8, "depth": 1}, "data": data})
     for metric in task.data.metrics[:2]:
-        level = chance_of(task, metric)
+        level = task.data.chance(metric)
         assert level is not None
         found = TASKS[name](torch.Generator().manual_seed(0), 400, 4 * metric.length, 10)
         answer = found.targets[found.mask]
-        assert len(answer) == level.examples
+        assert len(answer) == level[1]
         shares = np.bincount(answer.numpy(), minlength=10) / len(answer)
-        assert shares[shares > 0] == pytest.approx(level.accuracy, abs=5 * np.sqrt(level.accuracy / level.examples))
-    assert chance_of(task, task.data.metrics[-1]) is None
+        assert shares[shares > 0] == pytest.approx(level[0], abs=5 * np.sqrt(level[0] / level[1]))
+    assert task.data.chance(task.data.metrics[-1]) is None
 
 
 def test_the_title_of_the_pictures_tells_scale_from_structure() -> None:

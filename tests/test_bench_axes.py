@@ -26,8 +26,7 @@ from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import kernel_choice
-from weightscope.training.measuring import TileCost
-from weightscope.training.planning import tile_costs
+from weightscope.training.planning import TileCost, tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
@@ -380,27 +379,6 @@ def test_no_value_is_all_images_or_none() -> None:
     ax.figure.canvas.draw()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "none"]
     assert [rest for _, rest in plots.comparisons._lines(rows, "data.train")] == ["layer_scale=none", "layer_scale=0.1"]
-
-
-def test_a_grid_of_alpha_and_beta_is_drawn_where_their_products_are(swept: BenchResult) -> None:
-    """Attention paper, Fig. 3, with the accuracy of each point."""
-    assert not any(name.startswith("frontier") for name in swept.figures()), "the widths are not known"
-    known = BenchResult(swept.runs, swept.arms, {"recipe": {"network": {"width": 24, "heads": 3}}})
-    names = [name for name in known.figures() if name.startswith("frontier-qk")]
-    assert len(names) == 2, "one for each kernel size"
-    ax = known.figures()[names[0]](None).axes[0]
-    asked = [row for row in swept.arms if row["numbers"] and row["cell"] == {"network.kernel_size": 3}]
-    drawn = next(points for points in ax.collections if points.get_array() is not None)
-    np.testing.assert_allclose(drawn.get_array(), [100 * row["difference"] for row in asked])
-    reached = np.asarray(drawn.get_offsets())
-    values = np.array([list(row["numbers"].values()) for row in asked])
-    assert np.abs(reached[values.sum(1) == 0]).max() == 0
-    assert (reached[values[:, 1] == 1, 1] > reached[values[:, 1] == 0, 1].max()).all()
-    best = max(range(len(asked)), key=lambda i: asked[i]["difference"])
-    frame = next(points for points in ax.collections if points.get_gid() == "largest")
-    np.testing.assert_allclose(np.asarray(frame.get_offsets())[0], reached[best])
-    slopes = [line.get_ydata()[-1] / line.get_xdata()[-1] for line in ax.lines]
-    np.testing.assert_allclose(slopes, [1, (8 / 24) ** 0.5], rtol=0.1)  # full rank; the rank of a head
 
 
 def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:

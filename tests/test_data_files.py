@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from scipy.io import savemat
 
-from weightscope.benchmarking.statistics import chance_of
 from weightscope.data import SourceConfig, images, load, readers, registry
 from weightscope.data.folder import PARTS
 from weightscope.data.image_section import dataset_info
@@ -313,12 +312,12 @@ def test_the_chance_of_a_folder_is_over_its_own_test_images(tmp_path: Path) -> N
     classes_in(tmp_path / "elsewhere" / "pets", each=8)
     mine = recipe().completed(tmp_path / "elsewhere")
     test = len(load(mine.data, tmp_path / "elsewhere").test_labels)
-    assert chance_of(mine, ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
+    assert mine.data.chance(ACCURACY, tmp_path / "elsewhere") == (1 / 3, test)
     for held, count in (("test", 2), ("validation", 5)):
         part = mine.replace({f"data.{held}": count})
         found = part.data.load(tmp_path / "elsewhere").test_labels.bincount().max()
-        assert chance_of(part, ACCURACY, tmp_path / "elsewhere") == (int(found) / count, count)
-    assert chance_of(mine, ACCURACY) is None, "the folder is not there"
+        assert part.data.chance(ACCURACY, tmp_path / "elsewhere") == (int(found) / count, count)
+    assert mine.data.chance(ACCURACY) is None, "the folder is not there"
     counts = mine.data.validating(None, tmp_path / "elsewhere")[1]
     assert counts == {"train": 15, "validation": 3}, "a fifth of the training images is held back"
 

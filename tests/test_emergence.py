@@ -9,8 +9,7 @@ from programs import run
 from test_exchangeable import planted
 from tiny import recipe
 
-from weightscope.analysis.emergence import Emergence
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import Emergence, exchangeable_covariance
 from weightscope.fits import load_artifact
 from weightscope.population import Population
 from weightscope.statistics.samples import WeightArray

@@ -444,6 +444,11 @@ def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     assert np.array_equal(in_memory.weights(), averaged.weights())
     with pytest.raises(DataError, match=r"3 of 3 networks do not fit a network: .* no dictionary of tensors 'x'"):
         Population.of(files, tmp_path / "d.pop", key="x")
+    with pytest.raises(DataError, match=r"1 of 4 networks do not fit .* network 3: cannot be read: .* found NoneType"):
+        Population.of([*found, None], tmp_path / "d.pop")
+    with pytest.raises(UsageError, match="expected 4 networks, found 3"):
+        Population.of(iter(found), tmp_path / "d.pop", count=4)
+    assert not (tmp_path / "d.pop").exists()
 
 
 def test_integers_called_weight_and_an_empty_source_are_refused(tmp_path):

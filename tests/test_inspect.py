@@ -25,8 +25,8 @@ def test_a_complete_population(tmp_path: Path) -> None:
     found, population = inspect(path), Population(path)
     assert (found.networks, found.done, found.diverged, found.missing_tiles) == (20, 20, 2, ())
     assert found.dimension == fake.SPEC.size
-    assert [t.name for t in found.tensors] == list(fake.SPEC.names)
-    assert found.tensors[-1].stop == fake.SPEC.size
+    assert [t["name"] for t in found.tensors] == list(fake.SPEC.names)
+    assert found.tensors[-1]["stop"] == fake.SPEC.size
     kept = population.metrics["learning_rate"][~population.diverged]
     assert found.quantiles["learning_rate"]["0.5"] == pytest.approx(np.median(kept))
     assert "test_accuracy" not in found.quantiles  # (n, E)

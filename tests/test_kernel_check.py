@@ -15,7 +15,7 @@ import torch
 from tiny import NETWORKS
 
 from weightscope.errors import UsageError
-from weightscope.training import kernel_choice, measuring, train_tile
+from weightscope.training import kernel_choice, request, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
@@ -187,12 +187,12 @@ def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, m
     (timed,) = (tmp_path / "cache").rglob("timed-*")
     assert timed.read_text() == ""
 
-    class Slow(measuring.TileRun):
+    class Slow(request.TileRun):
         def epoch(self, epoch):
             time.sleep(0.05 * (self.nets.kernels == "c"))
             super().epoch(epoch)
 
-    monkeypatch.setattr(measuring, "TileRun", Slow)
+    monkeypatch.setattr(request, "TileRun", Slow)
     again = collect(recipe(), tmp_path / "again.pop", workers=1, device="cpu")
     timed.unlink()
     found = [collect(recipe(), tmp_path / f"{k}.pop", workers=1, device="cpu") for k in range(2)]

@@ -6,7 +6,7 @@ from sklearn.covariance import LedoitWolf
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.gram import _TorchGram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
-from weightscope.statistics.shrinkage import ledoit_wolf, shrunk_covariance
+from weightscope.statistics.shrinkage import shrunk_covariance
 
 
 def relative(found, expected):
@@ -61,7 +61,7 @@ def test_chunking_does_not_change_a_bit(rows, precision):
     for other in (pieces, singles):
         np.testing.assert_array_equal(whole.covariance(), other.covariance())
         np.testing.assert_array_equal(whole.mean, other.mean)
-        assert ledoit_wolf(whole) == ledoit_wolf(other)
+        assert shrunk_covariance(whole)[1] == shrunk_covariance(other)[1]
 
 
 def test_reading_in_between_changes_only_rounding(rows):
@@ -127,7 +127,7 @@ def test_destroy_gives_the_same_matrix_once(rows):
     moments = Moments(40).update(rows)
     kept = moments.covariance()
     np.testing.assert_array_equal(kept, moments.covariance(destroy=True))
-    for use in (moments.covariance, moments.variance, lambda: ledoit_wolf(moments), lambda: moments.update(rows)):
+    for use in (moments.covariance, moments.variance, lambda: shrunk_covariance(moments), lambda: moments.update(rows)):
         with pytest.raises(UsageError, match="destroyed by destroy=True"):
             use()
 
@@ -153,7 +153,7 @@ def test_a_torch_device_gives_the_same(rows, precision):
     bound = 1e-12 if precision == "float64" else 1e-6
     assert isinstance(found._gram, _TorchGram)
     assert relative(found.covariance(), expected.covariance()) < bound
-    assert ledoit_wolf(found).intensity == pytest.approx(ledoit_wolf(expected).intensity, rel=bound)
+    assert shrunk_covariance(found)[1].intensity == pytest.approx(shrunk_covariance(expected)[1].intensity, rel=bound)
     assert isinstance(found.covariance(destroy=True), np.ndarray)
 
 
@@ -178,16 +178,16 @@ def test_equals_scikit_learn(n, size, mean):
     data = rng.standard_normal((n, size)) @ naive.random_covariance(size, rng) + mean
     expected = LedoitWolf().fit(data)
     moments = Moments(size).update(data)
-    shrinkage = ledoit_wolf(moments)
+    matrix, shrinkage = shrunk_covariance(moments)
     assert shrinkage.intensity == pytest.approx(expected.shrinkage_, abs=1e-10)
-    np.testing.assert_allclose(shrunk_covariance(moments), expected.covariance_, rtol=0, atol=1e-10)
-    in_place = shrunk_covariance(moments, destroy=True)
+    np.testing.assert_allclose(matrix, expected.covariance_, rtol=0, atol=1e-10)
+    in_place, _ = shrunk_covariance(moments, destroy=True)
     np.testing.assert_allclose(in_place, expected.covariance_, rtol=0, atol=1e-10)
 
 
 def test_nothing_to_shrink():
     rng = np.random.default_rng(2)
-    assert ledoit_wolf(Moments(1).update(rng.standard_normal((9, 1)))).intensity == 0
+    assert shrunk_covariance(Moments(1).update(rng.standard_normal((9, 1))))[1].intensity == 0
     # Exactly white: S is the identity already.
     white = np.concatenate([np.eye(4), -np.eye(4)])
-    assert ledoit_wolf(Moments(4).update(white)).intensity == 0
+    assert shrunk_covariance(Moments(4).update(white))[1].intensity == 0

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import shims
 import torch
+from costs import multiply_adds
 from torch import nn
 
 from weightscope import networks
@@ -428,14 +429,14 @@ def test_impossible_networks_are_refused(make, match: str) -> None:
 
 
 def test_multiply_adds_by_hand() -> None:
-    d, layers, n, tokens = 8, 2, 5, 16
+    d, layers, n, tokens, images = 8, 2, 5, 16, torch.zeros(1, 3, 16, 16, device="meta")
     per_block = tokens * (4 * d * d + 8 * d * d) + 2 * tokens**2 * d
-    assert networks.multiply_adds(ViT(16, 4, d, layers, 2, n), 3, 16) == tokens * 48 * d + layers * per_block + d * n
+    assert multiply_adds(ViT(16, 4, d, layers, 2, n), images) == tokens * 48 * d + layers * per_block + d * n
     h, d, k, p, c, n, size = 8, 2, 3, 4, 3, 5, 16
     pixels = (size // p) ** 2
     expected = pixels * (c * p**2 * h + d * (k**2 * h + h * h)) + h * n
     model = ConvMixer(h, d, k, p, n).train()
-    assert networks.multiply_adds(model, 3, size) == expected
+    assert multiply_adds(model, images) == expected
     assert model.training
     assert all(not layer._forward_hooks for layer in model.modules())
     assert torch.equal(model.stem[2].running_mean, torch.zeros(h))

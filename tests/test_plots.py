@@ -24,6 +24,7 @@ from pictures import (
     figure_of,
     spd,
 )
+from programs import script
 
 from weightscope import plots
 from weightscope.benchmarking import seed_differences
@@ -43,7 +44,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
     every = np.abs(g.normal(0, 0.05, (40, 6))).cumsum(axis=1)
     many, one = g.normal(size=(3, 7, 40, 40)), g.normal(size=(1, 1, 3, 3))
     runs, longer = bench_runs(["default", INIT, "digits-mlp"], [3]), bench_runs(["default", INIT], [3, 9])
-    grey, colour = g.normal(size=(40, 7, 7)), g.normal(size=(10, 3, 4, 4))
+    grey, colour = g.normal(size=(40, 1, 7, 7)), g.normal(size=(10, 3, 4, 4))
     return {
         "covariance": lambda: plots.covariance_map(spd(80), blocks_of(LONG, 20), title=title),
         "covariance of everything": lambda: plots.covariance_map(spd(int(stops[-1])), thin, cells=200, title=title),
@@ -51,7 +52,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
             spd(80), blocks_of(LONG, 20), groups={n: np.tile(np.arange(5), 4) for n in LONG}, title=title
         ),
         "training curves": lambda: plots.training_curves(every, title=title),
-        "stripes": lambda: plots.stripe_ratios(STRIPES, title=title),
+        "stripes": lambda: script("figures/mlp_stripes.py").stripe_ratios(STRIPES, title=title),
         "held out": lambda: plots.heldout_scores(SCORES, title=title),
         "convergence": lambda: plots.convergence(
             bench_summary(["default", INIT, "default (frozen)"], [1, 2, 4, 8, 15, 16]), title=title
@@ -74,8 +75,7 @@ def gallery() -> dict[str, Callable[[], Axes | Figure]]:
             title=title,
         ),
         "small grid": lambda: plots.matrix_grid(one, row_labels=["before"], title=title),
-        "filters": lambda: plots.filter_grid(grey, title=title),
-        "colour filters": lambda: plots.filter_grid(colour, scale="each", title=title),
+        "filters": lambda: plots.filter_page([[plots.Panel(grey), plots.Panel(colour)]], title=title),
     }
 
 
@@ -108,7 +108,7 @@ def test_every_text_is_large_enough_inside_the_picture_and_alone(name: str, monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["covariance", "convergence", "held out", "small grid", "colour filters"])
+@pytest.mark.parametrize("name", ["covariance", "convergence", "held out", "small grid", "filters"])
 def test_the_users_settings_do_not_change_the_picture(name: str) -> None:
     def saved() -> bytes:
         buffer = io.BytesIO()
@@ -152,7 +152,7 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     assert plots.covariance_map(spd(8), {"w": slice(0, 8)}, a, title="finding") is a
     assert plots.convergence(bench_summary(["default", "x"], [1, 8]), b, title="finding") is b
     assert plots.heldout_scores(SCORES, c) is c
-    assert plots.filter_grid(np.eye(3)[None], d) is d
+    assert plots.rank_condition([np.ones(2)], 9, d) is d
     assert a.get_title(loc="left") == b.get_title(loc="left") == "finding"
     assert tuple(figure.get_size_inches()) == size
     assert figure.get_suptitle() == "Four"
@@ -160,7 +160,7 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     legend, title = b.get_legend().get_window_extent(), b.title
     assert title.get_text() == "" or not legend.overlaps(title.get_window_extent())
     with pytest.raises(UsageError, match="expected matplotlib Axes or None, found Figure"):
-        plots.filter_grid(np.eye(3)[None], figure)  # type: ignore[arg-type]
+        plots.heldout_scores(SCORES, figure)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="at least 1 row"):
         plots.subplots(0)
 

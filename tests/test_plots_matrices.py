@@ -275,31 +275,3 @@ def test_missing_and_broken_matrices_of_a_grid() -> None:
         plots.matrix_grid(np.zeros((2, 2, 3, 3)), row_labels=["a"])
     with pytest.raises(UsageError, match="clip"):
         plots.matrix_grid(np.zeros((2, 2, 3, 3)), clip=0)
-
-
-def test_filters_lie_side_by_side_with_gaps() -> None:
-    filters = np.random.default_rng(0).normal(size=(7, 3, 4))
-    ax = plots.filter_grid(filters, columns=3)
-    mosaic = ax.images[0].get_array()
-    assert mosaic.shape == (3 * 4 - 1, 3 * 5 - 1)
-    np.testing.assert_array_equal(mosaic[4:7, 5:9], filters[4])
-    assert np.ma.getmaskarray(mosaic)[3].all()
-    norm = ax.images[0].norm
-    assert norm.vmin == -norm.vmax
-    assert norm.vmax >= np.abs(filters).max()
-    each = plots.filter_grid(filters, columns=3, scale="each").images[0].get_array()
-    assert np.abs(each[4:7, 5:9]).max() == pytest.approx(1)
-
-
-def test_colour_filters_show_zero_as_grey() -> None:
-    filters = np.zeros((2, 3, 2, 2))
-    filters[1, 0] = 1.0
-    image = plots.filter_grid(filters, columns=2).images[0].get_array()
-    np.testing.assert_allclose(image[:2, :2], 0.5)
-    np.testing.assert_allclose(image[0, 3], [1.0, 0.5, 0.5])
-    for wrong in (np.zeros((2, 2)), np.zeros((2, 2, 2, 2)), np.zeros((0, 2, 2))):
-        with pytest.raises(DataError, match="expected"):
-            plots.filter_grid(wrong)
-    filters[1, 1, 0, 0] = np.nan
-    with pytest.raises(DataError, match="filter 1 is not finite"):
-        plots.filter_grid(filters)

@@ -21,6 +21,7 @@ from pictures import (
     score_row,
     texts_of,
 )
+from programs import script
 from scipy import stats
 
 from weightscope import plots
@@ -63,7 +64,7 @@ def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: st
 
 
 def test_the_forest_of_stripe_ratios_has_intervals_and_the_reference() -> None:
-    ax = plots.stripe_ratios(STRIPES)
+    ax = script("figures/mlp_stripes.py").stripe_ratios(STRIPES)
     assert ax.get_xscale() == "log"
     assert next(line for line in ax.lines if line.get_gid() == "reference").get_xdata()[0] == 1
     bars = {bar.get_label(): bar for bar in bars_of(ax)}

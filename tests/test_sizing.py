@@ -12,7 +12,7 @@ from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training import devices, measuring, request
+from weightscope.training import devices, request
 from weightscope.training.collection import collect
 from weightscope.training.engine import TileRun
 
@@ -28,11 +28,11 @@ RECIPE = Recipe.parse(
 
 def test_it_is_the_largest_power_of_two_that_fits():
     for networks, tile in ((1, 1), (3, 4), (64, 64), (65, 128), (10**6, 1024)):
-        assert measuring.largest_tile(1e12, 0, 1, networks) == tile
-    assert measuring.largest_tile(100, 20, 5, 10**6) == 16  # 20 + 16 * 5 = 100
-    assert measuring.largest_tile(99, 20, 5, 10**6) == 8
+        assert request.largest_tile(1e12, 0, 1, networks) == tile
+    assert request.largest_tile(100, 20, 5, 10**6) == 16  # 20 + 16 * 5 = 100
+    assert request.largest_tile(99, 20, 5, 10**6) == 8
     with pytest.raises(UsageError, match=r"one network takes 2 MiB to train, and 1 MiB"):
-        measuring.largest_tile(1 << 20, 1 << 20, 1 << 20, 1)
+        request.largest_tile(1 << 20, 1 << 20, 1 << 20, 1)
 
 
 @pytest.mark.parametrize(("kernels", "tile"), [("torch", 128), ("inductor", 64)])
@@ -46,17 +46,17 @@ def test_on_a_gpu_it_follows_from_two_small_tiles(kernels, tile, monkeypatch):
             super().__init__(recipe, tile, data, torch.device("cpu"), "torch")
             runs.append((recipe.population.tile, len(data.train_images)))
 
-    monkeypatch.setattr(measuring, "TileRun", Run)
-    monkeypatch.setattr(measuring, "current", lambda device: nullcontext())
-    monkeypatch.setattr(measuring, "choose_kernels", lambda *_: SimpleNamespace(kernels=kernels))
+    monkeypatch.setattr(request, "TileRun", Run)
+    monkeypatch.setattr(request, "current", lambda device: nullcontext())
+    monkeypatch.setattr(request, "choose_kernels", lambda *_: SimpleNamespace(kernels=kernels))
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 40e6 + 3e6 * runs[-1][0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 10**9))
-    assert measuring.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
+    assert request.choose_tile(RECIPE.replace({"population.networks": 10**4}), data, torch.device("cuda")) == tile
     assert runs == [(1, 32), (4, 32), (8, 32)]  # two batches each, the first to have what is allocated once
-    assert measuring.choose_tile(RECIPE, data, torch.device("cpu")) == 32
+    assert request.choose_tile(RECIPE, data, torch.device("cpu")) == 32
 
 
 @pytest.mark.parametrize("case", range(20))

@@ -30,13 +30,13 @@ def age(path: Path, tile: int, seconds: float):
 
 
 def test_a_tile_in_training(tmp_path, monkeypatch):
-    """Tile 0 is trained, tile 1 half way after an hour, tile 2 has lost its worker: 8 networks of 20, 4 an hour."""
+    """Tile 0 is trained, tile 1 half way after an hour, tile 2 has lost its worker: 8 networks of 20."""
     path, seen = tmp_path / "a.pop", []
 
     def train_tile(recipe, tile, *, progress, **options):
         if tile == 1:
             file = path / RUNNING / "00001.json"
-            mark = json.loads(file.read_text()) | {"begun": time.time() - 3600, "done": 0.5}
+            mark = json.loads(file.read_text()) | {"begun": time.time() - 3600, "start": 0.1, "done": 0.5}
             file.write_text(json.dumps(mark))
             (path / RUNNING / "00002.json").write_text(json.dumps(mark | {"tile": 2}))
             age(path, 2, 120)
@@ -51,8 +51,8 @@ def test_a_tile_in_training(tmp_path, monkeypatch):
         (1, "running", 0.5),
         (2, "silent", 0.5),
     ]
-    assert found.per_hour == pytest.approx(4, rel=0.01)
-    assert found.hours_left == pytest.approx((20 - 8 - 4) / 4, rel=0.01)
+    assert found.per_hour == pytest.approx(0.4 * 8, rel=0.01)  # without what was done before the first step
+    assert found.hours_left == pytest.approx((20 - 8 - 4) / 3.2, rel=0.01)
     assert found.metrics["test_accuracy"] == pytest.approx(
         Population(path).metrics["test_accuracy"][[*range(5), 6, 7], -1].mean()
     )

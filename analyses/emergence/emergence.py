@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.environment import environment
-from weightscope.analysis.emergence import Emergence, emergence
+from weightscope.analysis.exchangeable import Emergence, emergence
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
 from weightscope.benchmarking.statistics import by_arm, paired

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from filter_mlp import filter_mlp_correlation
 
-from weightscope._util.controls import CONTROLS
+from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import bench, choose_gain

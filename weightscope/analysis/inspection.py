@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tomli_w
@@ -69,19 +69,10 @@ def inspect(
     return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint), groups)
 
 
-class TensorRow(NamedTuple):
-    """One tensor of the spec: its name, shape, role, and its place in the flat vector."""
-
-    name: str
-    shape: tuple[int, ...]
-    role: str
-    start: int
-    stop: int
-
-
-def _tensors(spec: WeightSpec) -> tuple[TensorRow, ...]:
+def _tensors(spec: WeightSpec) -> list[dict[str, Any]]:
+    """One record for each tensor: its name, shape, role, and its columns of the weight matrix."""
     places = zip(spec.tensors, spec.slices.values(), strict=True)
-    return tuple(TensorRow(t.name, t.shape, t.role, part.start, part.stop) for t, part in places)
+    return [asdict(tensor) | {"start": part.start, "stop": part.stop} for tensor, part in places]
 
 
 def _with_sizes(tensors: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -122,7 +113,7 @@ class PopulationContents(Result):
     tile: int | None  # T
     root_seed: int | None  # of the population; None of imported networks, which have no seeds
     first_seeds: tuple[int, ...]  # the torch seeds of the first few networks' initial weights
-    tensors: tuple[TensorRow, ...]  # the spec
+    tensors: list[dict[str, Any]]  # name, shape, role, and columns `start` to `stop` of the weight matrix
     quantiles: dict[str, dict[str, float]]  # metric -> {"0.05": value, ...} over the networks that did not diverge
     made_on: dict[str, int]  # "torch VERSION on DEVICE" -> number of shards
     bytes_on_disk: int  # of all its files
@@ -138,17 +129,17 @@ class PopulationContents(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor of the spec: name, shape, role, and its columns of the weight matrix."""
-        return _with_sizes(row._asdict() for row in self.tensors)
+        return _with_sizes(self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"tensors": [row._asdict() for row in self.tensors]}
+        return asdict(self)
 
     def text(self) -> str:
         """Everything as text for a terminal, sections separated by blank lines."""
         columns = {"tensor": "{name}", "shape": "{shape}", "role": "{role}", "columns": "{start}:{stop}"}
         seeds = f"; seeds of the first networks {', '.join(map(str, self.first_seeds))}" if self.first_seeds else ""
         origin = [f"root seed {self.root_seed}{seeds}"] if self.imported is None else [self._origin(self.imported)]
-        origin += [f"{count} shards made with {made}" for made, count in self.made_on.items()]
+        origin += [f"shards made with {made}: {count}" for made, count in self.made_on.items()]
         for key, value in self.environment.items():
             text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
             origin.append(f"{key}: {text}")
@@ -246,15 +237,14 @@ class ExportContents(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, role, and its columns of the weight matrix."""
-        return _with_sizes(row._asdict() for row in _tensors(self.exported.spec))
+        return _with_sizes(_tensors(self.exported.spec))
 
     def notes(self) -> list[str]:
         return ["", self.exported.recipe.rstrip()]
 
     def to_dict(self) -> dict[str, Any]:
         found = self.exported
-        tensors = [row._asdict() for row in _tensors(found.spec)]
-        values = {"path": self.path, "networks": found.networks, "tensors": tensors}
+        values = {"path": self.path, "networks": found.networks, "tensors": _tensors(found.spec)}
         values |= {"quantiles": _quantiles(found.metrics), "environment": found.environment}
         return values | {"recipe": tomllib.loads(found.recipe)}
 

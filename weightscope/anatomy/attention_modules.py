@@ -226,7 +226,7 @@ def find(tensors: NamedTensors) -> Parts[AttentionPart]:
         return slots and _part(tensors, prefix, *slots)
 
     schemes = {scheme: tuple(dict.fromkeys((scheme.q, scheme.k, scheme.v))) for scheme in SCHEMES}
-    return in_layers(places(tensors, schemes, build), _same_block)
+    return in_layers(places(tensors, schemes, build), tensors, _same_block)
 
 
 def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
@@ -396,7 +396,7 @@ def _heads(
         if not width:
             raise AnatomyError(
                 f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
-                "pass config={'num_attention_heads': H}, on the command line --num-heads H"
+                "give the module an attribute num_heads, pass config={'num_attention_heads': H}, or --num-heads H"
             )
         heads = query_rows // width
     k = query_rows // heads

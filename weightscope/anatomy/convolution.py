@@ -3,12 +3,11 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from weightscope.anatomy.tensors import MappingTensors, NamedTensors, OneTensor, Parts, Place, in_layers, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -102,37 +101,11 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
         dilation = given[-1] if isinstance(given, tuple) else 1
         part = DepthwisePart(0, 0, stage, path, shape[0], kernel, dilation, ndim, tensors, name)
         rows.append((ndim, Place(path, part)))
-    if isinstance(tensors, MappingTensors):  # a module has all of its blocks
-        rows = _with_absent(rows, tensors)
-    found = {ndim: in_layers(place for n, place in rows if n == ndim) for ndim in (1, 2)}
+    found = {ndim: in_layers((place for n, place in rows if n == ndim), tensors) for ndim in (1, 2)}
     numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}
     out = Parts(numbered[place.path] for _, place in rows if place.part is not None)
     out.unread, out.layers = found[1].unread + found[2].unread, found[1].layers + found[2].layers
     return out
-
-
-def _with_absent(rows: Sequence[tuple[int, Place]], tensors: NamedTensors) -> list[tuple[int, Place]]:
-    """The places, and one for each block that is absent between them, where blocks are numbered one by one."""
-    gaps = [_gap(one.path, other.path) for (_, one), (_, other) in pairwise(rows)]
-    if min((len(gap) for gap in gaps if gap is not None), default=1):
-        return list(rows)
-    out = list(rows[:1])
-    for gap, (ndim, place) in zip(gaps, rows[1:], strict=True):
-        for block, path in gap or ():
-            if not any(name.startswith(f"{block}.") for name in tensors.every):
-                out.append((ndim, Place(path, None, "is absent", path, sure=True)))
-        out.append((ndim, place))
-    return out
-
-
-def _gap(one: str, other: str) -> list[tuple[str, str]] | None:
-    """(block, path) of the numbers between two paths that differ in one number; None if they differ otherwise."""
-    a, b = one.split("."), other.split(".")
-    apart = [i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]]
-    if len(a) != len(b) or len(apart) != 1 or not (a[apart[0]].isdecimal() and b[apart[0]].isdecimal()):
-        return None
-    i, numbers = apart[0], range(int(a[apart[0]]) + 1, int(b[apart[0]]))
-    return [(".".join([*a[:i], str(n)]), ".".join([*a[:i], str(n), *a[i + 1 :]])) for n in numbers]
 
 
 def _template(name: str) -> str:

@@ -116,7 +116,7 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
     schemes = {scheme: tuple(f"{n}.weight" for n in dict.fromkeys(three) if n) for scheme, three in names.items()}
     found = places(tensors, schemes, build)
     returning = {template(p.path) for p in found if p.part is not None and p.part.width == p.part.shape("fc2")[0]}
-    return in_layers(_returned(place) if template(place.path) in returning else place for place in found)
+    return in_layers((_returned(p) if template(p.path) in returning else p for p in found), tensors)
 
 
 def _returned(place: Place) -> Place:
@@ -234,7 +234,7 @@ def find_filter_mlps(tensors: NamedTensors) -> Parts[FilterMLP]:
             blocks.append(Place(row.name, None, lost[0].why, lost[0].name, sure=True))
         elif len(inside) == 1 and row.channels == inside[0].width == inside[0].shape("fc2")[0]:
             blocks.append(Place(row.name, FilterMLP(0, row, inside[0])))
-    return in_layers(blocks)
+    return in_layers(blocks, tensors)
 
 
 def _one_block(filters: str, other: str) -> bool:

@@ -76,7 +76,7 @@ def find(tensors: NamedTensors) -> Parts[SSMPart]:
             missing = ", ".join(f"`{path}.{k}`" for k in mine if f"{path}.{k}".lstrip(".") not in tensors)
             why = f"`{name}` belongs to a Mamba layer, but {missing} is missing"
             found.append(Place(path, None, f"({why})", name, error=why))
-    return in_layers(found)
+    return in_layers(found, tensors)
 
 
 def _common(tensors: NamedTensors, prefix: str) -> dict[str, Slot]:

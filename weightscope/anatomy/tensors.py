@@ -457,7 +457,9 @@ def template(path: str) -> str:
 
 
 def in_layers(
-    found: Iterable[Place], together: Callable[[Place, Place], bool] = lambda last, place: False
+    found: Iterable[Place],
+    tensors: NamedTensors,
+    together: Callable[[Place, Place], bool] = lambda last, place: False,
 ) -> Parts[Any]:
     """The parts, each with the number of its place; `together` says whether a place is in the layer of the last one."""
     given = list(found)
@@ -465,6 +467,8 @@ def in_layers(
     kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
     if not good and (wrong := [place.error for place in given if place.error]):
         raise AnatomyError(wrong[0])
+    if isinstance(tensors, MappingTensors):  # a module has all of its blocks
+        kept = _with_absent(kept, tensors)
     out, unread, last, layer = Parts[Any](), [], None, -1
     for place in kept:
         layer += last is None or not together(last, place)
@@ -475,6 +479,37 @@ def in_layers(
             out.append(replace(place.part, layer=layer))
     out.unread, out.layers = tuple(unread), layer + 1
     return out
+
+
+def _with_absent(places: Sequence[Place], tensors: NamedTensors) -> list[Place]:
+    """The places, and one for each absent block between two of one kind, where blocks are numbered one by one."""
+    last: dict[str, str] = {}  # template -> path
+    gaps: list[list[tuple[str, str]] | None] = []
+    for place in places:
+        kind = template(place.path)
+        gaps.append(_gap(last[kind], place.path, len(places)) if kind in last else None)
+        last[kind] = place.path
+    one_by_one = {template(place.path) for place, gap in zip(places, gaps, strict=True) if gap == []}
+    out, absent = list[Place](), set[str]()
+    for place, gap in zip(places, gaps, strict=True):
+        for block, path in gap or () if template(place.path) in one_by_one else ():
+            if block not in absent and not any(name.startswith(f"{block}.") for name in tensors.every):
+                absent.add(block)
+                out.append(Place(path, None, "is absent", path, sure=True))
+        out.append(place)
+    return out
+
+
+def _gap(one: str, other: str, most: int) -> list[tuple[str, str]] | None:
+    """(block, path) of the numbers between two paths that differ in one number; None otherwise, and for over `most`."""
+    a, b = one.split("."), other.split(".")
+    apart = [i for i, pair in enumerate(zip(a, b, strict=True)) if pair[0] != pair[1]]
+    if len(apart) != 1 or not all(x[apart[0]].isdecimal() and len(x[apart[0]]) < 10 for x in (a, b)):
+        return None
+    i, numbers = apart[0], range(int(a[apart[0]]) + 1, int(b[apart[0]]))
+    if len(numbers) > most:
+        return None
+    return [(".".join([*a[:i], str(n)]), ".".join([*a[:i], str(n), *a[i + 1 :]])) for n in numbers]
 
 
 def unread(tensors: NamedTensors, parts: Iterable[Any]) -> list[str]:

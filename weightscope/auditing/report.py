@@ -163,7 +163,6 @@ class AuditReport(Result):
         return min(1.0, self.level * len(self.checks))
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types: the outcomes, the false-alarm rate, the powers and every check."""
         return {
             "passed": self.passed,
             "verdicts": self.verdicts,
@@ -178,12 +177,10 @@ class AuditReport(Result):
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record for each check."""
         names = [key.name for key in fields(Check) if key.name != "power"]
         return [{n: getattr(check, n) for n in names} | {"passed": check.passed} for check in self.checks]
 
     def summary(self) -> str:
-        """The verdict in one line."""
         if not self.checks:
             return "nothing to audit"
         outcomes = self.outcomes

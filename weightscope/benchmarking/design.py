@@ -16,8 +16,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from weightscope._util.arms import CONTROLS, FROZEN
 from weightscope._util.checks import choice, count
-from weightscope._util.controls import CONTROLS, FROZEN
 from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError

@@ -46,11 +46,9 @@ class GainChoice(Result):
     settings: dict[str, Any]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The curve."""
         return [dict(row) for row in self.curve]
 
     def summary(self) -> str:
-        """The gain, and the budget that chose it."""
         s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
         realised = next(f"{row['realised']:.3g}" for row in self.curve if row["chosen"])
         where = "sequences of the validation part"
@@ -62,7 +60,6 @@ class GainChoice(Result):
         )
 
     def text(self) -> str:
-        """The curve as a table."""
         metric, form = self.trainings.metric, f".{self.trainings.metric.decimals}f"
         rows = self.rows()
         for row in rows:
@@ -86,7 +83,6 @@ class GainChoice(Result):
         return f"{self.summary()}\n{row_table(columns, rows)}\n{rule}"
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types, without the fit."""
         return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":

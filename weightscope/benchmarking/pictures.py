@@ -1,13 +1,11 @@
 """Which pictures the results of a benchmark have, with titles that say the finding."""
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.controls import CONTROLS, Control
-from weightscope._util.divergence import divergence
+from weightscope._util.arms import CONTROLS, Control, divergence
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
@@ -18,9 +16,7 @@ Picture = tuple[Callable[..., Any], str | None]
 _LARGEST_MAPS = 6
 
 
-def of(
-    runs: Rows, arms: Rows, network: Mapping[str, Any], metric: Metric = ACCURACY, metrics: Sequence[Metric] = ()
-) -> dict[str, Picture]:
+def of(runs: Rows, arms: Rows, metric: Metric = ACCURACY, metrics: Sequence[Metric] = ()) -> dict[str, Picture]:
     """The pictures of some results by name, the main one first."""
     from weightscope import plots  # imports matplotlib
 
@@ -56,8 +52,6 @@ def of(
         for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
             said = finding([*rows, *references], metric)
             out[f"map-{pair[0]}-{pair[1]}-{name}"] = partial(plots.difference_map, rows, pair, metric=metric), said
-            if (part := _products(*pair)) and (size := _size(rows, network)):
-                out[f"frontier-{part}-{name}"] = partial(_frontier, rows, pair, (part, *size), metric), said
     return out
 
 
@@ -95,40 +89,6 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
         for length, metric in sorted(lengths.items())
     }
     return found if all(any(row["mean"] is not None for row in rows) for rows in found.values()) else {}
-
-
-def _products(x: str, y: str) -> str | None:
-    """`qk` or `vo`, if the axes are alpha and beta of these products."""
-    found = re.fullmatch(r"mimetic_attention\.alpha_(qk|vo)", x)
-    return found[1] if found and y == f"mimetic_attention.beta_{found[1]}" else None
-
-
-def _size(rows: Rows, network: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Width and number of heads of the networks; None if they have none."""
-    cell = {key.removeprefix("network."): value for key, value in rows[0].get("cell", {}).items()}
-    found = tuple({**network, **cell}.get(key) for key in ("width", "heads"))
-    return found if all(isinstance(value, int) for value in found) else None  # type: ignore[return-value]
-
-
-def _frontier(
-    rows: Rows, axes: tuple[str, str], about: tuple[str, int, int], metric: Metric, *, title: str | None
-) -> Any:
-    """The arms at the alpha and beta that their products reach; `about`: `qk` or `vo` (of full rank), width, heads."""
-    import torch
-
-    from weightscope import plots
-    from weightscope._util.environment import single_threaded
-    from weightscope.init.attention import equal_random_points, svd_point
-
-    generator, (part, width, heads) = torch.Generator().manual_seed(0), about
-    rank = width // heads if part == "qk" else width
-    with single_threaded():
-        points = equal_random_points(width, width, generator)
-        points += equal_random_points(width, rank, generator) if rank < width else []
-        for row in rows:
-            alpha, beta = (float(row["numbers"][axis]) for axis in axes)
-            points.append({**row, **svd_point(width, rank, alpha, beta, generator)})
-    return plots.alpha_beta_frontier(points, part=part, metric=metric, title=title)
 
 
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:

@@ -59,15 +59,19 @@ def publish(
 
 def model_card(fit: Artifact, address: str, result: BenchResult | None = None, licence: str | None = None) -> str:
     """The README.md of an initialiser at the hub, in Markdown with the hub's metadata."""
+    groups = fit.groups if isinstance(fit, PopulationFit) else ()
+    gains = sorted({str(group.options["gain"]) for group in groups if "gain" in group.options})
     facts = {
         "initialises": listing(_tensors(fit), 8),
         "fitted to": _origin(fit),
         "structure": fit.summary(),
-        "gain": ", ".join(_gains(fit)) or "none: as fitted",
+        "gain": ", ".join(gains) or "none: as fitted",
         "SHA-256 of the contents": f"`{fit.fingerprint}`",
     }
     head = [f"license: {licence}"] * (licence is not None) + ["library_name: weightscope", "tags: [initialization]"]
-    rows = "\n".join(f"| {key} | {_cell(value)} |" for key, value in facts.items())
+    # one line each, and no markup but code
+    cells = {key: " ".join(re.sub(r"([|<>\[\]])", r"\\\1", value).split()) for key, value in facts.items()}
+    rows = "\n".join(f"| {key} | {value} |" for key, value in cells.items())
     return f"""---
 {chr(10).join(head)}
 ---
@@ -111,16 +115,6 @@ def _origin(fit: Artifact) -> str:
     of = f": {recipe['network']['type']} on {recipe['data']['name']}" if recipe else ""
     left = f" ({fit.excluded} diverged and left out)" if fit.excluded else ""
     return f"{fit.networks} networks{left} of {source}{of}"
-
-
-def _gains(fit: Artifact) -> list[str]:
-    groups = fit.groups if isinstance(fit, PopulationFit) else ()
-    return sorted({str(group.options["gain"]) for group in groups if "gain" in group.options})
-
-
-def _cell(value: str) -> str:
-    """A value in a table of Markdown: one line, and no markup but code."""
-    return " ".join(re.sub(r"([|<>\[\]])", r"\\\1", value).split())
 
 
 def _shown(result: BenchResult | None) -> str:

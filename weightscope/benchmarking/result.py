@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weightscope._util.arms import CONTROLS, count_range, divergence
 from weightscope._util.checks import choice
-from weightscope._util.controls import CONTROLS
-from weightscope._util.divergence import count_range, divergence
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
@@ -73,17 +72,17 @@ class BenchResult(Result):
         return cls(values["runs"], values["summary"], values["environment"], metric, metrics, contrasts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`arms`, with a column for each field or number that varies."""
+        """`arms`, with a column for each field or number that varies, without columns that are empty."""
         axes = dict.fromkeys(name for row in self.arms for name in (*row["cell"], *row["numbers"]))
         out = []
         for row in self.arms:
             place = {**row["cell"], **row["numbers"]}
             plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
             out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
-        return out
+        empty = {key for key in out[0] if all(row.get(key) is None for row in out)} if out else ()
+        return [{key: value for key, value in row.items() if key not in empty} for row in out]
 
     def summary(self) -> str:
-        """The number of arms and networks, and the data set."""
         recipe = self.environment.get("recipe", {})
         data = f" on {recipe['data']['name']}" if recipe else ""
         return f"{len(self.arms)} arms, {len(self.runs)} networks{data}"
@@ -107,6 +106,10 @@ class BenchResult(Result):
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         if metric.unit == "%" and any(row["mean"] is not None and row["difference"] is not None for row in self.arms):
             table += f"\n{self._conditional(arms)}"
+        for row in self.arms:
+            base = arms.get((cell_key(row), row["epochs"], row["reference"]))
+            if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
+                table += f"\n{row['init']}: the results of {base['init']} on every seed; does it change any weight?"
         for one in CONTROLS.values():
             lines = []
             for row in (row for row in self.arms if row.get(one.arm) is not None):
@@ -163,7 +166,6 @@ class BenchResult(Result):
         return between_cells(self.runs, field, self.metric)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         described = {metric.name: metric.to_dict() for metric in self.metrics}
         compared = {"metric": self.metric.name, "metrics": described}
         found = {"contrasts": self.contrasts} if self.contrasts else {}
@@ -177,12 +179,10 @@ class BenchResult(Result):
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
-        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `frontier-qk` and `frontier-vo` for
-        alpha and beta of mimetic attention, `accuracy-by-length` where the task evaluates sequences of several lengths.
-        By default each has a title of its own; `only` is how many of them are wanted.
+        controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
+        evaluates sequences of several lengths. By default each has a title of its own; `only` is how many are wanted.
         """
-        network = self.environment.get("recipe", {}).get("network", {})
-        found = pictures.of(self.runs, self.arms, network, self.metric, self.metrics)
+        found = pictures.of(self.runs, self.arms, self.metric, self.metrics)
         return {name: partial(_drawn, draw, title or said) for name, (draw, said) in list(found.items())[:only]}
 
 

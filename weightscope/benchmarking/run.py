@@ -25,7 +25,7 @@ from weightscope._util.trust import trusting
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Chance, cell_key, chance_of, summarise
+from weightscope.benchmarking.statistics import Chance, cell_key, summarise
 from weightscope.data.metrics import Metric
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -35,9 +35,8 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.measuring import TileCost, choose_tile
-from weightscope.training.planning import tile_costs
-from weightscope.training.request import Request, check_sources
+from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training.request import Request, check_sources, choose_tile
 from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000
@@ -133,16 +132,13 @@ class BenchPlan(Result):
         return self.design.result([(p.metrics, p.environment, s) for p, s in zip(populations, seconds, strict=True)])
 
     def rows(self) -> list[dict[str, Any]]:
-        """The cells."""
         return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         contrasts = [contrast.text for contrast in self.design.contrasts]
         return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
 
     def summary(self) -> str:
-        """Numbers of cells, arms, networks and tiles, and the expected time."""
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
         counted = [("cell", len(self.cells)), ("arm", arms), ("network", networks), ("tile", tiles)]
         words = [f"{number} {name}{'s' * (number != 1)}" for name, number in counted]
@@ -159,7 +155,6 @@ class BenchPlan(Result):
         return text
 
     def text(self) -> str:
-        """A line for each cell, and the sum."""
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
         header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
@@ -197,7 +192,7 @@ def plan_bench(
     where = {key: given.pop(key) for key in _WHERE if key in given}
     design = Design.of(recipe, inits, out, data=data, **given)
     requests, on = design.requests(**where)
-    missing = [_missing(request) for request in requests]
+    missing = [r.manifest.tiles - shards.tiles_done(r.path, r.manifest) for r in requests]
     on = on.on_device(requests[0].device, sum(missing))
     kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
     timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left)) if measure else []
@@ -386,7 +381,7 @@ class Design:
         """The chance level of each cell that has one; each data set is read once."""
         sections = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
         distinct = {recipe.data.model_dump_json(): recipe for recipe in sections.values()}
-        levels = {key: chance_of(recipe, self.metric, self.data) for key, recipe in distinct.items()}
+        levels = {key: recipe.data.chance(self.metric, self.data) for key, recipe in distinct.items()}
         found = {place: levels[recipe.data.model_dump_json()] for place, recipe in sections.items()}
         return {place: level for place, level in found.items() if level is not None}
 
@@ -457,13 +452,6 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
             share = None
         out += [share] * request.manifest.rows(tile)
     return out
-
-
-def _missing(request: Request) -> int:
-    """The number of tiles that are not on disk."""
-    path, manifest = request.path, request.manifest
-    there = shards.tiles_on_disk(path, manifest) if path.exists() else []
-    return manifest.tiles - sum(shards.state(path, manifest, tile).kind == "done" for tile in there)
 
 
 def _makespan(seconds: Sequence[float], workers: int) -> float:

@@ -2,45 +2,27 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.controls import CONTROLS, FROZEN
+from weightscope._util.arms import CONTROLS, FROZEN
 from weightscope._util.names import unknown
 from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
-from weightscope.recipe import Recipe
 from weightscope.statistics.multiplicity import holm
 
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 Runs = Sequence[dict[str, Any]]
-
-
-class Chance(NamedTuple):
-    """The chance level of a metric."""
-
-    accuracy: float
-    examples: int
-
-
-def chance_of(recipe: Recipe, metric: Metric, root: str | Path | None = None) -> Chance | None:
-    """The chance level of a metric: the share of the most frequent class among the images of the evaluation, or 1 / K
-    of K equally probable tokens of an answer.
-
-    None for metrics other than accuracies, for text and the Markov source, for sorting, where the most probable token
-    depends on its place in the answer, for data that are no longer there, and where every answer is the same.
-    """
-    level = recipe.data.chance(metric, root)
-    return Chance(*level) if level is not None and level[0] < 1 else None
+Chance = tuple[float, int]
+"""The chance level of an accuracy and the number of examples that it is taken over; see `Task.chance`."""
 
 
 def above_chance(values: np.ndarray, chance: Chance) -> float:
-    """The one-sided p-value of a mean accuracy above chance, not corrected for the number of arms.
+    """The one-sided p-value of a mean accuracy above chance c over m examples, not corrected for the number of arms.
 
         a = c (1 - c) / m,   b = s^2 / n,   t = (mean - c - 1 / (2 m)) / sqrt(a + b),   p = P(T > t)
 
@@ -91,7 +73,7 @@ def summarise(
             _compare(row, control.key, values, values_of(groups[place], metric) if place else {}, metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(finite, level) if len(finite) else None
-            row |= {"chance": level.accuracy, "chance_p": p}
+            row |= {"chance": level[0], "chance_p": p}
         rows.append(row)
     _adjust(tests, metric)
     return rows

@@ -209,7 +209,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return id(self)
 
     def summary(self) -> str:
-        """One line: the source and its size."""
         numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         unverified = f", {len(self.unverified)} files unverified" if self.unverified else ""
@@ -223,7 +222,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return [dict(zip(keys, row, strict=True)) for row in rows]
 
     def text(self) -> str:
-        """The table of `rows`, for the terminal."""
         header = ("name", "shape", "dtype", "bytes")
         return text_table(header, [[row[key] for key in header] for row in self.rows()], left=(0, 1, 2))
 

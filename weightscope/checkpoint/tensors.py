@@ -235,8 +235,8 @@ def weights_in(
     inner = {n: value[n] for n, count in counts.items() if count}
     if key is not None:
         if key not in inner:
-            there = ", ".join(ascii(name) for name in list(inner)[:8]) or "none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; expected one of {there}")
+            there = f"expected one of {', '.join(ascii(name) for name in list(inner)[:8])}" if inner else "found none"
+            raise UsageError(f"{where}: no dictionary of tensors {key!r}; {there}")
     elif sum(map(is_tensor, value.values())) >= max(
         (sum(map(is_tensor, d.values())) for d in inner.values()), default=0
     ):

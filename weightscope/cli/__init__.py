@@ -13,8 +13,7 @@ from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
 from weightscope.cli.catalogue import list_
-from weightscope.cli.importing import import_
-from weightscope.cli.training import bench, collect, demo, fit_init, publish, show_status
+from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
 
 INTERRUPTED = 130

@@ -203,7 +203,7 @@ def covariance(
                 f"{named} cannot be combined with --exchangeable, which takes --select and --permutations only"
             )
         if throughout:
-            from weightscope.analysis.emergence import emergence
+            from weightscope.analysis.exchangeable import emergence
             from weightscope.population import population_in
 
             if len(sources) > 1:

@@ -62,7 +62,6 @@ class Catalogue(Result):
         raise UsageError(unknown("entry", name, [entry.name for entry in self.entries]))
 
     def text(self) -> str:
-        """Signature, description and source of every entry, under headings."""
         lines: list[str] = []
         for kind, entries in self._by_kind().items():
             lines += ([""] if lines else []) + [kind]
@@ -84,7 +83,6 @@ class Catalogue(Result):
         return [{key: getattr(entry, key) for key in keys} for entry in self.entries]
 
     def summary(self) -> str:
-        """The number of entries of each kind."""
         return ", ".join(f"{len(entries)} {kind}" for kind, entries in self._by_kind().items())
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
-from weightscope.benchmarking.statistics import chance_of
 from weightscope.cli.report import write_report
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
@@ -88,10 +87,10 @@ def run_demo(
 
     say(f"5/5  the report -> {out / 'report.html'}")
     title = "Covariance over networks of vec W_O, second block"
-    chance = chance_of(population.recipe, ACCURACY, options.get("data"))
+    chance = population.recipe.data.chance(ACCURACY, options.get("data"))
     assert chance is not None  # the digits have several classes
     drawn: dict[str, Any] = {
-        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=chance.accuracy),
+        "training": plots.training_curves(population.metrics["test_accuracy_per_epoch"], chance=chance[0]),
         "raw": plots.covariance_map(raw.matrix, raw.blocks, title=title, diagonal="mask"),
         "whole": found.plot(),
         "scores": plots.heldout_scores(compared.table, title="Held-out log-likelihood, relative to the best"),

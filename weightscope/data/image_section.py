@@ -177,7 +177,8 @@ class DataConfig(Task, SourceConfig):
             labels = self.load(root).test_labels
         except DataError:
             return None
-        return int(labels.bincount().max()) / len(labels), len(labels)
+        most = int(labels.bincount().max())
+        return (most / len(labels), len(labels)) if most < len(labels) else None
 
     def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:
         """Hold back `count` training images, a fifth of them if None."""

@@ -221,7 +221,7 @@ class TaskConfig(SequenceConfig):
             values -= 1
         if self.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored
             values, answer = values - values // 2, answer // 2
-        return 1 / values, self.test * answer
+        return (1 / values, self.test * answer) if values > 1 else None
 
 
 for _name in TASK_SIZES:

@@ -339,7 +339,6 @@ class MarkovSource(Corpus):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens, v."""
         return len(self.transitions)
 
     @property
@@ -379,7 +378,6 @@ class GeneratedTask(Corpus):
 
     @property
     def vocabulary(self) -> int:
-        """The number of tokens, v."""
         return self.config.vocabulary
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:

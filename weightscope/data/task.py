@@ -106,7 +106,10 @@ class Task(Section):
         """Raise RecipeError for what is refused in new populations only, since older ones may have it."""
 
     def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
-        """The chance level c of an accuracy and the number of examples that it is taken over; None if it has none."""
+        """The chance level c < 1 of an accuracy, and the number of examples that it is taken over.
+
+        None if the metric has none, the data are no longer there, or every answer is the same.
+        """
         return None
 
     def validating(self, count: int | None, root: str | Path | None = None) -> tuple[dict[str, Any], dict[str, int]]:

@@ -172,7 +172,6 @@ class NetworkFit(Artifact):
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays, in JSON types; the header of the artifact."""
         numbers = self.numbers.to_dict()
         return {"format": NETWORK_FORMAT, "version": VERSION, "numbers": numbers, "provenance": dict(self.provenance)}
 
@@ -181,15 +180,12 @@ class NetworkFit(Artifact):
         return self.numbers.arrays()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each layer (and product)."""
         return self.numbers.rows()
 
     def summary(self) -> str:
-        """The structure, its origin and the number of layers."""
         return f"{self.numbers.structure} of {len(self.numbers.layers)} layers, fitted to {self._origin}"
 
     def text(self) -> str:
-        """The structure, its origin, and the numbers with their fit."""
         return f"{self.numbers.structure}, fitted to {self._origin}\n{self.numbers.text()}"
 
     @property

@@ -325,7 +325,6 @@ class Exchangeable(Structure):
         return out
 
     def covariance(self) -> np.ndarray:
-        """The dense covariance (D, D)."""
         parts = invariant_parts(np.eye(self.spec.size), self.spec, self.permutations)
         loaded = ((part @ f).reshape(self.spec.size, -1) for f, part in zip(self.factors, parts, strict=True))
         return np.asarray(sum(root @ root.T for root in loaded))

@@ -147,7 +147,6 @@ class FilterFit(Numbers):
         return out
 
     def text(self) -> str:
-        """The layers as a table."""
         kernels = "all kernels" if self.kernel is None else f"kernel {self.kernel} only"
         given = f"kronecker {self.kronecker}, means {self.means}, schedule {self.schedule}, psd {self.psd}, {kernels}"
         used = {x.name for x in self.used}

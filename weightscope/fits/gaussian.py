@@ -21,7 +21,7 @@ from weightscope.fits.structure import (
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments, Moments
-from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_of_rows, shrunk_about
+from weightscope.statistics.shrinkage import LedoitWolf, ledoit_wolf_of_rows, shrunk_covariance
 
 
 class AffineGaussian(Structure):
@@ -62,7 +62,6 @@ class AffineGaussian(Structure):
         return out + terms.pop(0) @ self.factor.T if terms else out
 
     def covariance(self) -> np.ndarray:
-        """The dense covariance (D, D)."""
         dense = self.factor @ self.factor.T
         dense[np.diag_indices_from(dense)] += self.variance
         return dense
@@ -293,7 +292,7 @@ class Dense(AffineGaussian):
         """Fit from moments of order 2 to 4."""
         mean, parameters, kinds = choose_mean(moments.entries(), spec)
         scale = _scales(moments.entries().mean_square(mean), spec)
-        matrix, shrunk = shrunk_about(moments, mean, scale, destroy=True)
+        matrix, shrunk = shrunk_covariance(moments, mean, scale, destroy=True)
         facts = _facts(parameters, spec, kinds, shrunk)
         if shrunk.intensity == 1.0:
             return cls(spec, mean, shrunk.target * scale**2, None, *facts)

@@ -108,7 +108,6 @@ class GroupMeans(Structure):
         return value
 
     def covariance(self) -> np.ndarray:
-        """The dense covariance (D, D)."""
         dense = np.zeros((self.spec.size, self.spec.size))
         for i, (part, (p, n)) in enumerate(zip(self.spec.slices.values(), self._shapes, strict=True)):
             spaces = [(np.eye(m) - np.full((m, m), 1.0 / m), np.full((m, m), 1.0 / m)) for m in (p, n)]

@@ -79,7 +79,6 @@ class ProductFit(Numbers):
         ]
 
     def text(self) -> str:
-        """The numbers layer by layer."""
         return (
             f"mimetic_attention_ with these numbers, parts {self.parts}\n"
             "beta has the sign of the product, as in `products`; beta_vo of mimetic_attention_ is minus that\n"

@@ -118,7 +118,6 @@ class PopulationFit(Artifact):
         return np.concatenate([parts[name].reshape(size, -1) for name in self.spec.names], axis=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the arrays, in JSON types; the header of the artifact."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -136,11 +135,9 @@ class PopulationFit(Artifact):
         return {f"{i}.{name}": array for i, g in enumerate(self.groups) for name, array in g.to_tensors().items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table of candidates."""
         return [dict(row) for row in self.table]
 
     def summary(self) -> str:
-        """Sizes and the chosen structures."""
         kinds = ", ".join(dict.fromkeys(group.label for group in self.groups))
         return f"{len(self.spec)} tensors in {len(self.groups)} groups, {self.networks} networks: {kinds}"
 

@@ -54,7 +54,6 @@ class Kronecker(Structure):
 
     @classmethod
     def fit(cls, data: np.ndarray, spec: WeightSpec) -> Self:
-        """Fit to (N, D)."""
         shapes = _shapes(spec)
         data = checked_data(data, spec)
         mean, parameters, kinds = fit_mean(data, spec)
@@ -96,7 +95,6 @@ class Kronecker(Structure):
         return value
 
     def covariance(self) -> np.ndarray:
-        """The dense covariance (D, D)."""
         dense = np.zeros((self.spec.size, self.spec.size))
         for part, (a, b) in zip(self.spec.slices.values(), self.roots, strict=True):
             dense[part, part] = np.kron(a @ a.T, b @ b.T)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +9,6 @@ from torch import Tensor
 from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
-from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
@@ -288,25 +286,3 @@ def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> T
     """The unscaled sinusoidal codes of a table's ordinary tokens, float32 (tokens - prefix, d)."""
     rows, columns = table.grid or (table.tokens - table.prefix, None)
     return sinusoidal_positions(rows, columns, table.width, temperature)
-
-
-def equal_random_points(width: int, rank: int, generator: Generator) -> list[dict[str, Any]]:
-    """The alpha and beta of `scale Z Z^T`, Z (d, rank) of entries N(0, 1 / rank); their ratio is that of any scale."""
-    pairs = (same_random(width, rank, scale, generator) for scale in (0.25, 0.5, 0.75, 1.0))
-    return [_point("equal random", *pair) for pair in pairs]
-
-
-def svd_point(width: int, rank: int, alpha: float, beta: float, generator: Generator) -> dict[str, Any]:
-    """The alpha and beta of the best approximation of a rank to `alpha Z + beta I`."""
-    queries, keys = query_key(width, rank, 1, alpha, beta, generator)
-    return _point("SVD", queries[0], keys, alpha, beta)
-
-
-def _point(
-    name: str, left: Tensor, right: Tensor, alpha: float | None = None, beta: float | None = None
-) -> dict[str, Any]:
-    """The closest `alpha Z + beta I` to L R^T, and the alpha and beta that were asked for."""
-    (d, rank), found = left.shape, FactoredProduct(left, right).statistics()
-    kind = f"{name}, {f'rank {rank}' if rank < d else 'full rank'}"
-    reached = {"alpha": float(found["alpha"]), "beta": float(found["diagonal_mean"])}
-    return {"construction": kind, "rank": rank, "asked_alpha": alpha, "asked_beta": beta, **reached}

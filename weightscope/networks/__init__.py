@@ -8,7 +8,7 @@ from weightscope.networks.layers import Attention, LayerNorm2d, sinusoidal_posit
 from weightscope.networks.vit import ViT
 
 if TYPE_CHECKING:
-    from weightscope.networks.building import NETWORKS, build, build_for, multiply_adds, multiply_adds_of_sequence
+    from weightscope.networks.building import NETWORKS, build, build_for
 
 __all__ = [
     "NETWORKS",
@@ -20,14 +20,12 @@ __all__ = [
     "build",
     "build_for",
     "dilation_schedule",
-    "multiply_adds",
-    "multiply_adds_of_sequence",
     "sinusoidal_positions",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("NETWORKS", "build", "build_for", "multiply_adds", "multiply_adds_of_sequence"):
+    if name not in ("NETWORKS", "build", "build_for"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.networks import building  # recipes need pydantic, which initialisers do not
 

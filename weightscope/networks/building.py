@@ -1,16 +1,12 @@
-"""Networks from recipes, the registered ones by type and users' own by reference, and the cost of a forward pass."""
+"""Networks from recipes, the registered ones by type and users' own by reference."""
 
-import copy
 import inspect
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from weightscope._util import plugins
 from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
-from weightscope.networks.layers import Attention
-from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
 from weightscope.recipe.networks import SECTIONS
 
@@ -67,53 +63,3 @@ def _build_own(config: OwnNetworkConfig, named: dict[str, int]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UsageError(f"network.type: expected an nn.Module from {config.type}, found {type(module).__name__}")
     return module
-
-
-# --- cost -------------------------------------------------------------------------------------------------------------
-
-
-def multiply_adds(module: nn.Module, in_channels: int, image_size: int) -> int:
-    """Multiply-adds of one image's forward pass in the convolutions, linear maps and attention products.
-
-    `outputs * inputs per output` for convolutions and linear maps, and `2 N^2 d` for the two products of attention over
-    N tokens. Normalisation, activations and residuals are not counted; padded pixels are. A backward pass costs about
-    twice as much again. The module is of this package, or made of `nn.Conv2d`, `nn.Linear` and `Attention`.
-    """
-    return _multiply_adds(module, torch.zeros(1, in_channels, image_size, image_size, device="meta"))
-
-
-def multiply_adds_of_sequence(module: nn.Module, tokens: int) -> int:
-    """Multiply-adds of one sequence's forward pass, as `multiply_adds` counts them.
-
-    Beside linear maps and convolutions these are `3 n p N` for a state-space layer of p channels and N states (decay,
-    input, output), `2 n^2 d` for the products of causal attention, its mask not deducted, and `2 n k d` for linear
-    attention with keys of width k.
-    """
-    return _multiply_adds(module, torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
-
-
-def _multiply_adds(module: nn.Module, inputs: Tensor) -> int:
-    total = 0
-
-    def count(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        nonlocal total
-        match layer:
-            case nn.Conv1d() | nn.Conv2d() | nn.Linear():
-                total += output.numel() * layer.weight[0].numel()
-            case Attention():
-                total += 2 * output.shape[1] * output.numel()
-            case CausalAttention():
-                total += output.shape[1] ** 2 * (layer.q_proj.out_features + layer.v_proj.out_features)
-            case LinearAttention():
-                total += 2 * output.shape[1] * layer.q_proj.out_features * layer.v_proj.out_features
-            case MambaMixer():
-                total += 3 * output.shape[1] * layer.A_log.numel()
-            case Mamba2Mixer():
-                total += 3 * output.shape[1] * layer.out_proj.in_features * layer.state_size
-
-    shapes = copy.deepcopy(module).to("meta").eval()  # computes shapes only, and leaves the module unchanged
-    for layer in shapes.modules():
-        layer.register_forward_hook(count)
-    dtype = next(shapes.parameters()).dtype
-    shapes(inputs.to(dtype) if inputs.is_floating_point() else inputs)
-    return total

@@ -13,7 +13,6 @@ not finite, of the wrong shape or outside the metric's bounds.
 
 from weightscope.plots.comparisons import (
     accuracy_by_length,
-    alpha_beta_frontier,
     convergence,
     difference_map,
     gain_curve,
@@ -25,8 +24,8 @@ from weightscope.plots.comparisons import (
 )
 from weightscope.plots.covariance import covariance_map
 from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
-from weightscope.plots.filters import Panel, covariance_page, filter_grid, filter_page
-from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure, stripe_ratios
+from weightscope.plots.filters import Panel, covariance_page, filter_page
+from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure
 from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
 from weightscope.plots.theme import finished, render, root_figure, save, subplots
 
@@ -35,14 +34,12 @@ __all__ = [
     "Panel",
     "Statistic",
     "accuracy_by_length",
-    "alpha_beta_frontier",
     "attention_grid",
     "convergence",
     "covariance_map",
     "covariance_page",
     "depth_curves",
     "difference_map",
-    "filter_grid",
     "filter_page",
     "finished",
     "gain_curve",
@@ -60,7 +57,6 @@ __all__ = [
     "root_figure",
     "save",
     "scale_and_structure",
-    "stripe_ratios",
     "subplots",
     "training_curves",
 ]

@@ -14,8 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.controls import FROZEN
-from weightscope._util.divergence import count_range, divergence
+from weightscope._util.arms import FROZEN, count_range, divergence
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
@@ -45,15 +44,16 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
 
     The adjusted interval of a paired difference is drawn around the mean of its arm, so that it holds the mean of the
-    reference exactly where the adjusted p-value is not below 0.05. The reference has none; means that are compared with
-    nothing have their own.
+    reference exactly where the adjusted p-value is not below 0.05. The reference has none, nor has an
+    interval as wide as the bounds; means that are compared with nothing have their own.
     """
     compared = any(row.get("difference") is not None for row in everything)
     found = []
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        if row["n"] == 1 or interval is None:
+        wide = compared and interval is not None and interval[1] - interval[0] >= metric.bounds[1] - metric.bounds[0]
+        if row["n"] == 1 or interval is None or wide:
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
@@ -462,61 +462,6 @@ def _in_order(values: Sequence[Any]) -> list[Any]:
     """Distinct values, numbers first and in order."""
     distinct = list({repr(value): value for value in values}.values())
     return sorted(distinct, key=lambda v: (not isinstance(v, int | float), v if isinstance(v, int | float) else 0.0))
-
-
-@theme.themed()
-def alpha_beta_frontier(
-    points: Sequence[Row],
-    ax: Axes | None = None,
-    *,
-    part: str = "qk",
-    metric: Metric = ACCURACY,
-    title: str | None = None,
-) -> Axes:
-    """The diagonal beta of products of attention weights against their noise alpha, for each construction.
-
-    Points of a construction whose ratio of beta and alpha is constant are joined by a line. Rows have `construction`,
-    `alpha`, `beta`, and perhaps `difference`, `p_holm`, `reference` and `n` of a benchmark: then they are coloured by
-    their differences, a dark edge means an adjusted p-value below 0.05, and the best of these is framed.
-    `part` is "qk", or "vo" for values and outputs, of whose product beta is minus the diagonal.
-    """
-    if not points:
-        raise UsageError("alpha-beta frontier: expected at least one product, found none")
-    canvas, ax = theme.canvas(ax, 5.6, 5.2)
-    handles = []
-    for order, name in enumerate(dict.fromkeys(row["construction"] for row in points)):
-        rows = [row for row in points if row["construction"] == name]
-        alpha, beta = (np.array([row[key] for row in rows]) for key in ("alpha", "beta"))
-        style: dict[str, Any] = theme.look(order, ls="")
-        if compared := [row for row in rows if row.get("difference") is not None]:
-            _coloured(ax, compared, metric)
-            style |= {"color": theme.MUTED, "mfc": theme.MUTED, "marker": "o"}
-            name += "; dark edge: p < 0.05"
-        elif len(rows) > 1 and (np.abs(alpha) > 1e-9).all() and np.ptp(beta / alpha) < 0.1 * np.abs(beta / alpha).max():
-            style |= {"ls": "-", "marker": None}  # one ratio of beta and alpha
-            ax.plot([0, *np.sort(alpha)], [0, *beta[np.argsort(alpha)]], zorder=2, **style)
-        else:
-            ax.plot(alpha, beta, ms=3.4, alpha=0.8, zorder=3, **style)
-        handles.append(Line2D([], [], **style, label=name))
-    ax.set_xlabel("alpha (noise)")
-    ax.set_ylabel("beta (diagonal)" if part == "qk" else "beta (minus the diagonal)")
-    ax.grid(axis="both")
-    ax.margins(0.04)
-    canvas.legend(handles)
-    return canvas.finish(title)
-
-
-def _coloured(ax: Axes, rows: Sequence[Row], metric: Metric) -> None:
-    """Points in the colours of their differences, as they are shown."""
-    values = metric.factor * np.array([row["difference"] for row in rows])
-    limit, best = theme.colour_limit(values, 1.0), _best(rows, metric)
-    edges = [theme.INK if _sure(row) else theme.FAINT for row in rows]  # points near zero are white
-    alpha, beta = ([row[key] for row in rows] for key in ("alpha", "beta"))
-    drawn = ax.scatter(alpha, beta, c=values, s=46, edgecolors=edges, linewidths=0.9, zorder=4, **theme.colours(limit))
-    if best is not None:
-        place = best["alpha"], best["beta"]
-        ax.scatter(*place, s=150, marker="s", facecolors="none", edgecolors=theme.INK, gid="largest")
-    theme.colour_bar(ax, drawn, limit, _arms_label(metric, rows), height=3.4, beyond=False)
 
 
 @theme.themed()

@@ -1,25 +1,24 @@
-"""Filters: side by side, and of many layers on one page, with their covariances in block form."""
+"""Filters of many layers on one page, and their covariances in block form."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.plots import theme
 from weightscope.plots.covariance import checked_square
 from weightscope.plots.grids import averaged, beside, missing, panel_figure
-from weightscope.plots.text import SMALL, number, rounded_up, wrap
+from weightscope.plots.text import number, wrap
 
 _SIDE = 1.62  # inches of a panel; eight in a row are 14 inches wide
 _SHOWN = 0.98  # of the values of a panel, within its colours
 _FINE = 4  # cells per weight
 _CELLS = 240  # cells across a panel: 1.62 inches at 150 dots per inch
-_ACROSS = 5.6  # inches: width of a single grid of filters
 
 
 @dataclass(frozen=True)
@@ -30,54 +29,6 @@ class Panel:
     label: str = ""  # above the panel, such as "layer 3"
     shape: tuple[int, int, int] | None = None  # (channels, kh, kw) of a covariance of filters; None for other matrices
     reason: str = "no values"  # text in an empty panel
-
-
-@theme.themed()
-def filter_grid(
-    filters: Any,
-    ax: Axes | None = None,
-    *,
-    columns: int | None = None,
-    scale: Literal["shared", "each"] = "shared",
-    title: str | None = None,
-) -> Axes:
-    """Convolution filters side by side (thesis, Fig. 2.4-2.6), on a colour scale centred at zero.
-
-    `filters` are (n, k, l) weights, or (n, 3, k, l) of a patch embedding, drawn in colour with zero as grey. They have
-    one `"shared"` scale, whose limit is printed, or `"each"` is divided by its maximum. `columns` are filters per row.
-
-    Example:
-        >>> filter_grid(convnext.state_dict()["stages.0.blocks.0.conv_dw.weight"][:, 0].numpy(), columns=16)
-    """
-    array = np.asarray(filters, dtype=np.float64)
-    if not (array.ndim == 3 or (array.ndim == 4 and array.shape[1] == 3)) or array.size == 0:
-        raise DataError(f"filter grid: expected (n, k, l) or (n, 3, k, l), found {array.shape}")
-    if not (finite := np.isfinite(array)).all():
-        raise DataError(f"filter grid: filter {np.argwhere(~finite)[0][0]} is not finite")
-    if scale not in ("shared", "each") or (columns is not None and columns < 1):
-        raise UsageError(f"expected scale shared or each and columns >= 1, found {scale} and {columns}")
-    colour, columns = array.ndim == 4, min(columns or math.ceil(math.sqrt(1.6 * len(array))), len(array))
-    limit = rounded_up(float(np.abs(array).max()) or 1.0)
-    if scale == "each":
-        array, limit = _normalised(array), 1.0
-    picture = mosaic(np.moveaxis(array, 1, -1) if colour else array, columns)
-    ratio = picture.shape[0] / picture.shape[1]
-    inches = min(_ACROSS, 8.0 / ratio)
-    canvas, ax = theme.canvas(ax, inches + 1.0, inches * ratio + 0.5)
-    if colour:
-        ax.imshow(_coloured(picture / limit), interpolation="nearest")
-    else:
-        colours = theme.colours(limit, missing="white")
-        drawn = ax.imshow(np.ma.masked_invalid(picture), **colours, interpolation="nearest")
-        unit = "weight" if scale == "shared" else "weight ÷ the filter's largest"
-        theme.colour_bar(ax, drawn, limit, unit, height=max(1.0, inches * ratio), beyond=False)
-    ax.set(xticks=[], yticks=[], anchor="NW")
-    ax.spines[:].set_visible(False)
-    text = f"{len(array):,} filters of {array.shape[-2]} × {array.shape[-1]}"
-    if colour:
-        text += ", grey is 0, " + ("each on its own scale" if scale == "each" else f"full colour ±{number(limit)}")
-    ax.set_xlabel(text, fontsize=SMALL, color=theme.MUTED)
-    return canvas.finish(title)
 
 
 def mosaic(filters: np.ndarray, columns: int, *, fine: int = 1) -> np.ndarray:
@@ -180,7 +131,7 @@ def filter_page(
     text = "zero is white; ± is the end of a panel's colours and holds 98 % of its weights"
     if any(p.values is not None and np.shape(p.values)[1] == 3 for p in drawn):
         text = "colours are the three channels, grey is zero"
-    side = 7.0 if len(drawn) == 1 else _SIDE
+    side = 7.0 if len(drawn) == 1 else 3.2 if max(map(len, rows), default=0) == 2 else _SIDE
     return _page(rows, row_labels, draw, title, "; ".join(filter(None, [text, note])), side)
 
 

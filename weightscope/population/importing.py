@@ -109,8 +109,8 @@ class _Run:
             raise Resumable(
                 f"stopped: {done} of {self.count} networks are kept in {self.path}; run the same command again"
             ) from None
-        except (DataError, UsageError):
-            if created and self.manifest is not None and self.unfit:
+        except (DataError, UsageError) as error:
+            if created and self.manifest is not None and (self.unfit or isinstance(error, UsageError)):
                 shutil.rmtree(self.path / manifests.SHARDS)
                 (self.path / manifests.NAME).unlink()
                 if not existed:
@@ -389,12 +389,11 @@ def commit_digest(commit: str) -> bytes:
 
 
 def _opened(source: Any, key: str | None) -> Checkpoint:
-    if not isinstance(source, str | Path):
-        return Checkpoint(source, key=key)
+    named = isinstance(source, str | Path)
     try:
-        return open_checkpoint(source, key)
-    except UsageError as error:  # a file of another kind, or without this key
-        if str(source).startswith(_HUB):
+        return open_checkpoint(source, key) if named else Checkpoint(source, key=key)
+    except UsageError as error:  # of another kind, or without this key
+        if named and str(source).startswith(_HUB):
             raise
         raise DataError(str(error)) from error
 

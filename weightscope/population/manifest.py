@@ -164,7 +164,7 @@ def read(path: Path) -> Manifest:
         values = json.loads(read_regular(file, _LARGEST).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         what = "no such folder" if not path.exists() else f"a folder without {NAME}"
-        raise DataError(f"{path}: expected a population, found {what}; make one with `weightscope collect`") from None
+        raise DataError(f"{path}: expected a population, found {what}; `collect` and `import` make them") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:

@@ -204,7 +204,6 @@ class Population(Result):
         return data_frame(columns | kept)
 
     def summary(self) -> str:
-        """One line: the folder and its size."""
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         made = self.manifest.made
         what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"

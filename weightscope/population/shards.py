@@ -92,6 +92,11 @@ def networks_on_disk(path: Path, manifest: Manifest) -> int:
     return rows
 
 
+def tiles_done(path: Path, manifest: Manifest) -> int:
+    """The number of tiles whose shard is undamaged and has all its networks."""
+    return sum(state(path, manifest, tile).kind == "done" for tile in tiles_on_disk(path, manifest))
+
+
 def complete(path: Path, manifest: Manifest) -> bool:
     """Whether every tile has an undamaged shard with all its networks."""
     tiles = tiles_on_disk(path, manifest)

@@ -180,9 +180,10 @@ class ExchangeableMoments:
             key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
             for key, kind in self._types.items()
         }
-        # of the correlations of single copies in single networks, their sums and those of their squares
-        self._own = {key: np.zeros((2, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
-        self._units: dict[tuple[str, ...], np.ndarray] = {}  # as `_sums`, of single copies, each scaled to length one
+        # of the correlations of single copies in single networks, their sums and those of their squares; sums of
+        # 1 / (length of a, length of b)
+        self._own = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
+        self._units: dict[tuple[str, ...], np.ndarray] = {}  # as `_sums`, single copies over their squared lengths
         # sums of T_a T_b (V, V), and of T_a in the last row, over networks and over their units; see `inflation`
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
@@ -224,9 +225,8 @@ class ExchangeableMoments:
                 traces = grams.diagonal(axis1=1, axis2=2)
                 sums = np.concatenate([averages(view, key).sum(axis=0) for view in kind.views], axis=-1)
                 inverse = _inverse_lengths(grams)
-                units = np.stack(
-                    [np.tensordot(inverse[:, i], averages(v, key)[..., 0], 1) for i, v in enumerate(kind.views)], -1
-                )
+                weighted = zip(inverse.T**2, kind.views, strict=True)
+                units = np.stack([np.tensordot(w, averages(v, key)[..., 0], 1) for w, v in weighted], -1)
             else:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
                 unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
@@ -236,7 +236,7 @@ class ExchangeableMoments:
                     single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
                     inverse = _inverse_lengths(grams)
-                    units = np.einsum("npc,nc->pc", single, inverse).reshape(*joined.shape[1:-1], single.shape[-1])
+                    units = np.einsum("npc,nc->pc", single, inverse**2).reshape(*joined.shape[1:-1], single.shape[-1])
                     starts = [kind.slices[v.name].start for v in kind.views]
                     each = np.add.reduceat(np.square(parts), starts, axis=2)  # (n, places, V)
                     traces = each.sum(axis=1)
@@ -245,7 +245,7 @@ class ExchangeableMoments:
             self._sums[key] = self._sums.get(key, 0.0) + sums
             if key:
                 own = grams * inverse[:, :, None] * inverse[:, None, :]
-                self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0)
+                self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0), inverse.T @ inverse
                 self._units[key] = self._units.get(key, 0.0) + units
                 self._traces[key][0] += _moments_of(traces)
 
@@ -287,19 +287,20 @@ class ExchangeableMoments:
     def _alone(self, key: tuple[str, ...]) -> np.ndarray:
         """Mean and standard error over networks of the correlations in each of them, copies scaled to length one.
 
-        Of independent copies with different means over networks, the error is at least the true one.
+        What networks share is proportional to 1 / length of a scaled copy, and is taken away by least squares. Of
+        independent copies with different means over networks, the error is at least the true one.
         """
         single = self._single[key]
         out = np.full((2, len(single), len(single)), np.nan)
         if self.n >= 3 and key:
-            mean, squares = self._own[key] / self.n
+            mean, squares, weights = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
             unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
             flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
-            means = flat.T @ flat
+            own = weights.diagonal() + (weights.diagonal() == 0)  # zero where a copy is
+            means = flat.T @ flat * weights / np.outer(own, own)
             left = np.maximum(1 - means.diagonal(), 1e-12)
-            scale = np.sqrt(np.outer(left, left))
-            values = np.stack([(mean - means) / scale, spread / np.sqrt(scale)])
+            values = np.stack([mean - means, spread]) / np.sqrt(np.outer(left, left))
             out[:, np.outer(single, single)] = values.reshape(2, -1)
         return out
 

@@ -83,7 +83,7 @@ class Moments:
         size: D.
         device: None for the CPU (BLAS), or a torch device on which to accumulate; results are NumPy.
         precision: `"float64"` or `"float32"`.
-        starts: first coordinates of T parts that a shrunk covariance may scale differently (`ledoit_wolf`).
+        starts: first coordinates of T parts that a shrunk covariance may scale differently (`shrunk_covariance`).
 
     Raises:
         UsageError: if the size is not positive or the precision unknown.

@@ -17,33 +17,29 @@ class LedoitWolf:
     target: float  # the mean of the variances, tr(S) / D
 
 
-def ledoit_wolf(moments: Moments) -> LedoitWolf:
-    """The optimal intensity (Ledoit and Wolf 2004, Lemma 3.2-3.5), without a second pass over the data.
-
-    For vectors x about their mean, with S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
-    b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
-    """
-    return _scaled(moments, moments.mean, np.ones(moments.size), destroy=False)[1]
-
-
-def shrunk_covariance(moments: Moments, *, destroy: bool = False) -> np.ndarray:
-    """The shrunk covariance (D, D), divisor n as in the paper; with `destroy` in the moments' memory."""
-    return shrunk_about(moments, moments.mean, np.ones(moments.size), destroy=destroy)[0]
-
-
-def shrunk_about(
-    moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool = False
+def shrunk_covariance(
+    moments: Moments,
+    centre: np.ndarray | None = None,
+    scale: np.ndarray | None = None,
+    *,
+    destroy: bool = False,
 ) -> tuple[np.ndarray, LedoitWolf]:
-    """The shrunk second moment (D, D) of (x - centre) / scale, with one scale (D,) in each part of `moments`."""
-    matrix, found = _scaled(moments, centre, scale, destroy=destroy)
-    matrix *= 1.0 - found.intensity
-    matrix[np.diag_indices_from(matrix)] += found.intensity * found.target
-    return matrix, found
+    """The shrunk second moment (D, D) of (x - centre) / scale, divisor n as in the paper, in one pass over the data.
 
+    For vectors x about the centre, with S = sum of x x^T / n, m = tr(S) / D, d^2 = (|S|_F^2 - D m^2) / D and
+    b^2 = (sum |x|^4 / n - |S|_F^2) / (n D), the intensity is min(b^2, d^2) / d^2.
 
-def _scaled(moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy: bool) -> tuple[np.ndarray, LedoitWolf]:
-    """The second moment of (x - centre) / scale, divisor n, and its shrinkage."""
+    Args:
+        moments: of vectors x, with `starts` where parts of x have scales of their own.
+        centre: (D,); the mean if None.
+        scale: (D,), one number in each part of `moments`; 1 if None.
+        destroy: compute it in the memory of the moments.
+
+    Source: Ledoit and Wolf 2004, Lemma 3.2-3.5.
+    """
     n, mean = moments.n, moments.mean
+    centre = mean if centre is None else centre
+    scale = np.ones(moments.size) if scale is None else scale
     shift = mean - centre
     matrix = moments.covariance(destroy=destroy)
     matrix *= n - 1
@@ -53,7 +49,10 @@ def _scaled(moments: Moments, centre: np.ndarray, scale: np.ndarray, *, destroy:
     matrix /= scale
     matrix /= scale[:, None] * n
     square = float(np.einsum("ij,ij->", matrix, matrix, dtype=np.float64))
-    return matrix, _ledoit_wolf(n, float(np.trace(matrix)), square, fourth, moments.size)
+    found = _ledoit_wolf(n, float(np.trace(matrix)), square, fourth, moments.size)
+    matrix *= 1.0 - found.intensity
+    matrix[np.diag_indices_from(matrix)] += found.intensity * found.target
+    return matrix, found
 
 
 def _ledoit_wolf(n: int, trace: float, square: float, fourth: float, size: int) -> LedoitWolf:

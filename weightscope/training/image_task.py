@@ -55,7 +55,8 @@ class ImageBatches:
         """
         steps, training = self.steps, self.recipe.training
         needed = draws_needed(self.augment)
-        numbers: dict[str, list[np.ndarray]] = {"order": [self._order(s) for s in self.streams[Purpose.ORDER]]}
+        orders = [stream.permutation(len(self.images)) for stream in self.streams[Purpose.ORDER]]
+        numbers = {"order": [order[: steps * self.batch].reshape(steps, self.batch) for order in orders]}
         if needed:
             numbers["draws"] = self._uniform(Purpose.AUGMENT, needed)
         if training.mixup:
@@ -68,9 +69,6 @@ class ImageBatches:
         if self.nets.drop_paths:
             numbers["paths"] = self._uniform(Purpose.DROP_PATH, self.nets.drop_paths)
         return {name: torch.from_numpy(np.stack(rows, axis=1)) for name, rows in numbers.items()}
-
-    def _order(self, stream: np.random.Generator) -> np.ndarray:
-        return stream.permutation(len(self.images))[: self.steps * self.batch].reshape(self.steps, self.batch)
 
     def _uniform(self, purpose: Purpose, each: int) -> list[np.ndarray]:
         shape = (self.steps, self.batch, each)

@@ -154,13 +154,11 @@ class StackedNetworks(Networks):
         self._draws: dict[str, Tensor] = {}  # (T, v) each
 
     def drop_tokens(self, draws: Tensor) -> None:
-        """Set the uniform numbers (T, v) of embeddings with dropout."""
         layers = self.network.named_modules()
         dropping = [name for name, layer in layers if isinstance(layer, TokenEmbedding) and layer.dropout]
         self._draws = {f"{name}.draws": draws for name in dropping}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (T, B, n, v) of tokens (T, B, n), or of (B, n) shared by all networks."""
         if self._vocabulary is not None:
             check_tokens(tokens, self._vocabulary)
 
@@ -199,27 +197,23 @@ class LoopNetworks(Networks):
             self.parameters_of.append(parameters)
 
     def freeze(self, names: tuple[str, ...]) -> None:
-        """Stop computing gradients of these tensors."""
         for parameters in self.parameters_of:
             for name in names:
                 if name in parameters:
                     parameters[name].requires_grad_(False)
 
     def drop(self, draws: Tensor | None) -> None:
-        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of each network's modules."""
         for t, layers in enumerate(self._drop_paths):
             for at, layer in enumerate(layers):
                 layer.draws = None if draws is None else draws[t, :, at]
 
     def drop_tokens(self, draws: Tensor) -> None:
-        """Set the uniform numbers (T, v) of embeddings with dropout."""
         for network, numbers in zip(self.networks, draws, strict=True):
             for layer in network.modules():
                 if isinstance(layer, TokenEmbedding) and layer.dropout:
                     layer.draws = numbers
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of all networks, see `Networks.forward`."""
         parts = inputs if inputs.ndim == self.input_axes + 2 else inputs.expand(self.count, *inputs.shape)
         logits = []
         for t, (network, part) in enumerate(zip(self.networks, parts, strict=True)):
@@ -235,11 +229,9 @@ class LoopNetworks(Networks):
         return torch.stack(logits)
 
     def submodules(self, path: str) -> list[nn.Module]:
-        """The submodule of each network."""
         return [network.get_submodule(path) for network in self.networks]
 
     def backward(self, loss: Tensor) -> None:
-        """Set `gradient`, see `Networks.backward`."""
         views = self.spec.unpack(self.gradient)
         named = [(t, name, p) for t, each in enumerate(self.parameters_of) for name, p in each.items()]
         trained = [(views[name][t], name, p) for t, name, p in named if p.requires_grad]
@@ -250,7 +242,6 @@ class LoopNetworks(Networks):
             view.copy_(gradient)
 
     def calibrate(self, batches: list[Tensor]) -> None:
-        """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
         self.train()  # a network may keep some in evaluation mode
         layers = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.training]
         if not layers:
@@ -433,7 +424,6 @@ class BatchedNetworks(Networks):
         module.register_forward_hook(unstack, always_call=True)
 
     def drop(self, draws: Tensor | None) -> None:
-        """Set the uniform numbers (T, B, L) of the L DropPath layers, in the order of the network's modules."""
         for at, layer in enumerate(self._drop_paths):
             layer.draws = None if draws is None else draws[:, :, at]
 
@@ -446,7 +436,6 @@ class BatchedNetworks(Networks):
         return logits.reshape(len(logits), self.count, -1).transpose(0, 1)
 
     def submodules(self, path: str) -> list[nn.Module]:
-        """The one module that computes all networks' submodules, on network-stacked channels."""
         return [self.network.get_submodule(path)]
 
     def of_each(self, outputs: list[Tensor]) -> Tensor:
@@ -454,7 +443,6 @@ class BatchedNetworks(Networks):
         return outputs[0].unflatten(1, (self.count, -1)).transpose(0, 1)
 
     def calibrate(self, batches: list[Tensor]) -> None:
-        """Set the running statistics of every BatchNorm to the mean of the batches' statistics."""
         layers = [m for m in self.modules() if isinstance(m, Normalisation) and "running_mean" in m.leaves]
         if not layers:
             return

@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
-from weightscope._util.results import Result
+from weightscope._util.results import Result, duration
+from weightscope.data.task import Source
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.shards import expected_bytes
-from weightscope.recipe import Recipe
-from weightscope.training.measuring import TileCost, time_tile
-from weightscope.training.request import Request
+from weightscope.recipe import Recipe, TrainingConfig
+from weightscope.training.devices import current, one_thread
+from weightscope.training.engine import TileRun
+from weightscope.training.kernels.functions import Kernels
+from weightscope.training.request import Request, timed
 from weightscope.training.workers import Workers, chosen_workers, on_each, spread
+
+_TIMED_SECONDS, _MOST_STEPS = 2.0, 64  # on each worker
 
 
 @dataclass(frozen=True, repr=False)
@@ -35,11 +40,10 @@ class Plan(Result):
     left = (0, 1)
 
     def summary(self) -> str:
-        """Path, tiles to train, and hours."""
-        return f"{self.path}: {self.tiles - self.done} of {self.tiles} tiles to train, about {self.hours:.2g} hours"
+        left = duration(3600 * self.hours)
+        return f"{self.path}: {self.tiles - self.done} of {self.tiles} tiles to train, about {left}"
 
     def rows(self) -> list[dict[str, Any]]:
-        """One row for each quantity."""
         seconds = sorted(self.tile_seconds)
         values = {
             "networks": f"{self.networks:,}",
@@ -47,16 +51,14 @@ class Plan(Result):
             "bytes on disk": f"{self.bytes_on_disk:,}",
             "workers": self.workers,
             "seconds for a tile": " to ".join(dict.fromkeys(f"{each:,.3g}" for each in (seconds[0], seconds[-1]))),
-            "hours left": f"{self.hours:,.3g}",
+            "time left": duration(3600 * self.hours),
         }
         return [{"quantity": name, "value": value} for name, value in values.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types."""
         return asdict(self)
 
     def notes(self) -> list[str]:
-        """How the time was measured."""
         return [
             f"measured: each of {self.workers} workers, at the same time, trained tile 0 for a few steps and evaluated "
             "it once; nothing was kept"
@@ -91,8 +93,7 @@ def plan(
     manifest, done = request.manifest, 0
     if (request.path / manifests.NAME).exists():
         manifests.match(Path(path), manifests.read(request.path), manifest)
-        there = shards.tiles_on_disk(request.path, manifest)
-        done = sum(shards.state(request.path, manifest, tile).kind == "done" for tile in there)
+        done = shards.tiles_done(request.path, manifest)
     costs = on_each(partial(_time, [request]), chosen.on_device(request.device, manifest.tiles), manifest.tiles)
     seconds = tuple(cost.seconds(request.recipe.training) for cost in costs)
     hours = _until_finished(manifest.tiles - done, seconds) / 3600
@@ -109,6 +110,41 @@ def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
         enough = sum(math.floor(middle / e) for e in each) >= tiles
         low, high = (low, middle) if enough else (middle, high)
     return high
+
+
+@dataclass(frozen=True)
+class TileCost:
+    """Measured seconds of a tile."""
+
+    start: float  # until its networks are initialised
+    step: float  # one step of all networks
+    steps: int  # number of steps of an epoch
+    evaluation: float  # one evaluation of all networks
+
+    def seconds(self, training: TrainingConfig) -> float:
+        """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""
+        evaluations = training.epochs if training.evaluate == "epoch" else 1
+        return self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
+
+
+def time_tile(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels) -> TileCost:
+    """What tile 0 of a recipe costs in this process, from a few steps; nothing is kept.
+
+    Each part is done once before it is timed: code is compiled and memory is allocated on first use.
+    """
+    with one_thread(), current(device):
+        run = TileRun(recipe, 0, data, device, kernels)
+        run.evaluate()
+        whole, steps = run.steps_per_epoch, min(2, run.steps_per_epoch)
+        while True:  # longer and longer, until it can be timed
+            few = data.shortened(steps * run.batch)
+            start, short = timed(partial(TileRun, recipe, 0, few, device, kernels))
+            short.epoch(0)
+            seconds, _ = timed(partial(short.epoch, 0))
+            if seconds > _TIMED_SECONDS / 4 or steps >= min(whole, _MOST_STEPS):
+                break
+            steps = min(2 * steps, whole, _MOST_STEPS)
+        return TileCost(start, seconds / steps, whole, timed(run.evaluate)[0])
 
 
 def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:

@@ -46,6 +46,8 @@ def marked(path: Path, tile: int, progress: Callable[[float], None] | None) -> I
 
     def renew(fraction: float) -> None:
         nonlocal renewed
+        if "start" not in mark:  # what a worker does once, such as compiling, is not the rate
+            mark.update(begun=time.time(), start=fraction)
         mark["done"] = fraction
         if time.monotonic() - renewed > _BEAT_SECONDS:
             renewed = time.monotonic()
@@ -115,7 +117,8 @@ class Status(Result):
     @cached_property
     def per_hour(self) -> float:
         """Networks per hour at the present speed; 0 if nothing is trained, or too little to tell."""
-        rates = [m["done"] * m["networks"] / max(m["beat"] - m["begun"], 1e-3) for m in self._running if m["done"]]
+        steps = [(m, m["done"] - m["start"]) for m in self._running if m["done"] > m["start"]]
+        rates = [done * m["networks"] / max(m["beat"] - m["begun"], 1e-3) for m, done in steps]
         return 3600 * len(self._running) * float(np.mean(rates)) if rates else 0.0  # those that begin are as fast
 
     @cached_property
@@ -134,7 +137,6 @@ class Status(Result):
         return 0 < self.networks <= self.trained
 
     def summary(self) -> str:
-        """One line: networks, rate, expected end, metrics."""
         if not self.networks:
             return f"{self.path}: cannot be read"
         states = [m["state"] for m in self.marks]
@@ -161,7 +163,6 @@ class Status(Result):
         ]  # fmt: skip
 
     def notes(self) -> list[str]:
-        """Which of the last shards are damaged."""
         return self.damaged
 
     def to_dict(self) -> dict[str, Any]:
@@ -205,6 +206,7 @@ def _marks(path: Path) -> list[dict[str, Any]]:
             beat = file.stat().st_mtime
             kind = "failed" if "failed" in mark else "running" if time.time() - beat < SILENT_SECONDS else "silent"
             numbers = {"tile": int(mark["tile"]), "begun": float(mark["begun"]), "done": float(mark["done"])}
+            numbers["start"] = float(mark.get("start", 0))
             time.localtime(numbers["begun"])
             if not 0 <= numbers["done"] <= 1:
                 continue
