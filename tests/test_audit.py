@@ -209,6 +209,15 @@ def test_nan_fails_and_has_a_form_in_json():
     assert {c.layer for c in audit(model, "mimetic_attention").failures} >= {0}
 
 
+@pytest.mark.parametrize("init", ["impulse_attention", "zero_init", "xavier"])
+def test_biases_that_an_initialiser_sets_to_zero_are_checked(init):
+    model = wi.get(init)(small_vit(0), generator=seeded(0))
+    assert audit(model, init).passed
+    with torch.no_grad():
+        model.blocks[0].attn.qkv.bias[4] = 1.0
+    assert {check.statistic for check in audit(model, init).failures} == {"largest bias"}
+
+
 @pytest.mark.slow
 def test_an_audit_answers_the_same_twice_and_changes_nothing():
     model = small_vit(0)

@@ -152,9 +152,11 @@ def test_a_file_saved_on_a_gpu_needs_none(tmp_path):
 
 def test_training_checkpoints_list_what_is_skipped(tmp_path):
     first, second = {"w": torch.zeros(2)}, {"w": torch.ones(2)}
-    torch.save({"model": first | {"b": torch.zeros(1)}, "ema": second, "loss": torch.ones(())}, tmp_path / "m.pt")
+    beside = {"loss": torch.ones(()), "b": 3}  # `b` is a weight inside, too
+    torch.save({"model": first | {"b": torch.zeros(1)}, "ema": second, **beside}, tmp_path / "m.pt")
     checkpoint = Checkpoint(tmp_path / "m.pt")
     assert not checkpoint["w"].any()
+    assert checkpoint.names == ("w", "b")
     assert "outside the dictionary of weights, 'model'" in checkpoint.skipped["ema"]
     assert Checkpoint(tmp_path / "m.pt", key="ema")["w"].all()
     with pytest.raises(UsageError, match="no dictionary of tensors 'x'; expected one of 'model', 'ema'"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightscope.cli.report import FITTED, number, verdict, write_report
+from weightscope.cli.demo import FITTED, number, verdict, write_report
 from weightscope.errors import WeightscopeError
 
 # One grey pixel.

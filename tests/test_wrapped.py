@@ -1,6 +1,7 @@
 """Initialisers and audits work on effective weights, or refuse a wrapped network by one line before the first write."""
 
 import copy
+import functools
 import os
 import warnings
 
@@ -17,6 +18,8 @@ from weightscope.analysis.attention_products import products
 from weightscope.analysis.within_network import covariance_within
 from weightscope.auditing import audit
 from weightscope.errors import DataError, UsageError
+from weightscope.fits.one_network import fit_network
+from weightscope.fits.pretrained import fit_pretrained
 
 
 @pytest.mark.slow
@@ -43,7 +46,8 @@ def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
             audit(model, "xavier")
         if kind not in ADAPTERS:
             return
-        for command in (products, covariance_within):
+        fit = functools.partial(fit_network, structure="identity_product")
+        for command in (products, covariance_within, fit, fit_pretrained, functools.partial(wi.transfer_, model)):
             with pytest.raises(DataError, match=refusal[kind]):
                 command(model)
         for name, value in model.named_parameters():

@@ -29,7 +29,6 @@ from weightscope.anatomy import (
     parts_of,
 )
 from weightscope.anatomy.attention_modules import layer_scale
-from weightscope.anatomy.effective import refuse_adapters
 from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
 from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import MappingTensors
@@ -328,7 +327,6 @@ class _Model:
         self.checkpoint = source if isinstance(source, Checkpoint) else None
         fused = None if self.checkpoint is None else _Fused(self.checkpoint, config)
         self.tensors: NamedTensors = fused or named_tensors(source, config)
-        refuse_adapters("products", source, self.tensors)
         self.kept: dict[str, Tensor] = {} if fused is None else fused.kept
         state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
         found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)

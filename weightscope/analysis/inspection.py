@@ -19,7 +19,7 @@ from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
 from weightscope.fits.artifact import KEY, read_contents
-from weightscope.population import Population, open_network, shards
+from weightscope.population import Population, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import TensorSpec, WeightSpec
@@ -57,8 +57,9 @@ def inspect(
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
 
-    member = population_member(source) is not None
-    checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(open_network(source) if member else source)
+    member = population_member(source)
+    opened = source if member is None else Population(member[0], partial=True).opened(member[1])
+    checkpoint = opened if isinstance(opened, Checkpoint) else Checkpoint(opened)
     if KEY in checkpoint.metadata:
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)

@@ -106,7 +106,7 @@ _EMBEDDING = "backbone.embeddings.weight"
 def rebuilt(model: Any, config: Mapping[str, Any] | None = None) -> nn.Module:
     """A `Mamba` or `Mamba2` with a model's weights; sizes are those of its tensors."""
     tensors = named_tensors(model, config)
-    refuse_adapters("state_space_maps", model, tensors)
+    refuse_adapters(model)
     parts = ssms(tensors)
     ours = {_our_name(name): name for name in tensors.names}
     if _EMBEDDING not in ours:

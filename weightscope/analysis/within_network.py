@@ -17,7 +17,6 @@ from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.effective import refuse_adapters
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
 from weightscope.statistics.kronecker import explained_variance, kronecker_sum
@@ -532,7 +531,6 @@ def covariance_within(
         network = open_network(source)
         try:
             tensors = anatomy.named_tensors(network, config)
-            refuse_adapters("covariance", network, tensors)
             part = _first_part(tensors) if part is None else part
             slices = list(PARTS[choice("part", part, PARTS)](tensors))
         except AnatomyError as error:

@@ -8,7 +8,7 @@ the computation, and only if the layer then has the weight that was wanted.
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -280,18 +280,17 @@ def _adapts(key: str) -> bool:
     return key.lower().startswith("lora")
 
 
-def refuse_adapters(caller: str, model: Any, tensors: Any) -> None:
-    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero.
-
-    `tensors` are the model's `NamedTensors`, from which those of a module leave out the adapters.
-    """
+def refuse_adapters(model: Any) -> None:
+    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero."""
     lora = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
-    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
-    factors = {name: lora.sub("", name, count=1) for name in named or tensors.names if lora.search(name)}
-    idle = {key for name, key in factors.items() if not (named[name] if named else tensors.get(name)).any()}
-    if changing := [name for name, key in factors.items() if key not in idle]:
+    named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+    names = getattr(named, "names", named if isinstance(named, Mapping) else ())
+    names = [name for name in names if isinstance(name, str) and lora.search(name)]
+    factors = {name: value.any() for name in names if isinstance(value := named.get(name), Tensor)}
+    idle = {lora.sub("", name, count=1) for name, changes in factors.items() if not changes}
+    if changing := next((name for name in factors if lora.sub("", name, count=1) not in idle), None):
         raise DataError(
-            f"{caller}: the adapter `{changing[0]}` changes a weight; merge it into the weight for good (in peft, "
+            f"the adapter `{changing}` changes a weight; merge it into the weight for good (in peft, "
             "merge_and_unload), or use the model without it"
         )
 

@@ -75,12 +75,7 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(stages\.\d+\.blocks\.\d+\.)norm\.weight", ("mlp.fc1",), 1, None),
     (r"(stages\.\d+\.blocks\.\d+\.)gamma", ("mlp.fc2",), 0, None),
     (r"(.*layers\.\d+\.)input_layernorm\.weight", _SEPARATE, 1, None),
-    (
-        r"(.*layers\.\d+\.)(?:post_attention|pre_feedforward)_layernorm\.weight",
-        ("mlp.gate_proj", "mlp.up_proj"),
-        1,
-        None,
-    ),
+    (r"(.*layers\.\d+\.)(?:post_attention|pre_feedforward)_layernorm\.weight", _GATED, 1, None),
     (r"(.*layers\.\d+\.)self_attn\.q_norm\.weight", ("self_attn.q_proj",), 0, None),
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
@@ -88,7 +83,7 @@ _OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
 # Model types of transformers whose norms multiply by 1 + weight (`_text` of those with images is left out).
 _UNIT_OFFSET = {
     *("gemma", "gemma2", "gemma3", "paligemma", "recurrent_gemma", "t5gemma", "t5gemma2", "vaultgemma", "nemotron"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, name_of
 from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
-from weightscope.anatomy.effective import refuse_adapters, unsettable
+from weightscope.anatomy.effective import unsettable
 from weightscope.anatomy.probing import find_attention
 
 # Imported for their registration.
@@ -78,7 +78,6 @@ def audit(
         tensors = named_tensors(model, config)
         if isinstance(tensors, ModuleTensors) and (why := unsettable(tensors.module)):
             raise DataError(f"audit: {why}")
-        refuse_adapters("audit", model, tensors)
         if init is None:
             if parameters:
                 raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")

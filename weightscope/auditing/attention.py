@@ -41,6 +41,7 @@ from weightscope.auditing.intervals import (
     predicted,
     row,
     simulated,
+    zero_biases,
 )
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
@@ -282,7 +283,8 @@ def impulse_attention_checks(source: NamedTensors, **p: Any) -> list[Check]:
     - logit factor: the factor by which all logits exceed those that minimise the initialiser's objective, which steps
       of Adam have not reached (not checked);
     - uses of the offset: how many heads of the layer so far have the head's offset, which may be drawn independently;
-    - copies: heads before with the same queries and keys.
+    - copies: heads before with the same queries and keys;
+    - largest bias: of queries and keys, which would move the map.
 
     The offset of a head is the one to which most of its tokens attend. Layers solved for another pseudo input than
     positions are not checked, since their maps on the codes are arbitrary.
@@ -336,6 +338,7 @@ def _maps(
             rows.append(row("logit factor", factor, FACTOR, wrong))
         name = f"{part.name} {known[best]}"
         yield from checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
+    yield from checks_of("impulse_attention", "map", part.layer, None, part.name, zero_biases(part, "qk"))
 
 
 def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: TokenGrid, wanted: Tensor) -> float:

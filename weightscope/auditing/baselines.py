@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.matrices import fans
-from weightscope.auditing.intervals import UNTOUCHED, Law, Row, default_start, error_in, predicted, row
+from weightscope.auditing.intervals import UNTOUCHED, Law, Row, default_start, error_in, predicted, row, zero_biases
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import DataError, UsageError
@@ -137,7 +137,7 @@ def zero_init_checks(source: NamedTensors, *, parts: str) -> Iterator[Check]:
         else:
             wrong = {UNTOUCHED: 1 - edge, error_in("the identities"): 0.2}
             check = row("distance", float((matrix - zero_matrix(*matrix.shape)).abs().max()), (0.0, 0.005), wrong)
-        yield from checks_of("zero_init", name, part.layer, None, part.name, [check])
+        yield from checks_of("zero_init", name, part.layer, None, part.name, [check, *zero_biases(part, [name])])
 
 
 @EXPECTATIONS.register("delta_orthogonal")

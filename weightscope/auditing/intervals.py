@@ -43,12 +43,18 @@ def row(statistic: str, found: float, expected: Law, wrong: Mapping[str, Law] | 
 
     The power is the probability P(x < low) + P(x > high) under the distribution with an error, or 0 or 1 for a number.
     """
-    low, high = limits = expected if isinstance(expected, tuple) else interval(expected, slack)
+    low, high = map(float, expected if isinstance(expected, tuple) else interval(expected, slack))
     power = {
         error: float(law.cdf(low) + law.sf(high)) if hasattr(law, "cdf") else float(not low <= law <= high)
         for error, law in (wrong or {}).items()
     }
-    return statistic, found, limits, power
+    return statistic, float(found), (low, high), power
+
+
+def zero_biases(part: Any, names: Iterable[str]) -> list[Row]:
+    """The largest entry of the biases of a part's matrices, which an initialiser sets to zero, if it has any."""
+    found = [bias.flatten() for name in names if (bias := part.read_bias(name)) is not None]
+    return [row("largest bias", float(torch.cat(found).abs().max()), 0.0)] if found else []
 
 
 def interval(law: Law, slack: float = 0.0, level: float = LEVEL) -> Interval:

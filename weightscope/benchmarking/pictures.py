@@ -51,7 +51,8 @@ def of(runs: Rows, arms: Rows, metric: Metric = ACCURACY, metrics: Sequence[Metr
     for pair in combinations(axes, 2):
         for name, rows in list(_maps(arms, *pair).items())[:_LARGEST_MAPS]:
             said = finding([*rows, *references], metric)
-            out[f"map-{pair[0]}-{pair[1]}-{name}"] = partial(plots.difference_map, rows, pair, metric=metric), said
+            draw = partial(plots.difference_map, rows, pair, metric=metric, of=name)
+            out[f"map-{pair[0]}-{pair[1]}-{name}"] = draw, said
     return out
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope._util.arms import CONTROLS, FROZEN
-from weightscope._util.names import unknown
+from weightscope._util.names import joined, unknown
 from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
@@ -315,7 +315,7 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
     if not found:
         return ""
     elsewhere = {arm["init"] for arm in arms if arm not in found}  # in other cells, or after other lengths, it is not
-    named = ", ".join(dict.fromkeys(_placed(arm) if arm["init"] in elsewhere else arm["init"] for arm in found))
+    named = joined(dict.fromkeys(_placed(arm) if arm["init"] in elsewhere else arm["init"] for arm in found), 4)
     levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
     return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"
 
@@ -323,4 +323,4 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
 def _placed(arm: dict[str, Any]) -> str:
     """The initialiser of an arm with its cell and training length."""
     cell = point_text(arm.get("cell", {}))
-    return f"{arm['init']} ({cell + ', ' if cell else ''}{arm['epochs']} epochs)"
+    return f"{arm['init']} ({cell + ', ' if cell else ''}{arm['epochs']} epoch{'s'[: arm['epochs'] != 1]})"

@@ -175,6 +175,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
             raise self._missing(name)
         return self._read(name, wide=True)
 
+    @np.errstate(over="ignore")  # a float64 that float32 cannot hold is infinite
     def read_into(self, names: Iterable[str], out: np.ndarray) -> None:
         """Read weights, one after the other, into a float32 array (D,); those that are so in their file at once."""
         at, runs = 0, list[list[Any]]()  # of each run: file, its first byte, first and last entry in `out`

@@ -174,7 +174,7 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def _open_file(folder: Folder, name: str, key: str | None) -> Store:
-    if key is not None and not name.endswith(TORCH_SUFFIXES):
+    if key is not None and not name.endswith((*TORCH_SUFFIXES, _ZOO_FILE)):
         raise UsageError(f"{folder.where}: {name}: holds one set of tensors; omit key=")
     if name.endswith(".safetensors"):
         return _open_safetensors(folder.open(name))

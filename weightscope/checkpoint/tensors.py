@@ -247,8 +247,8 @@ def weights_in(
             there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
             raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
         key = found[0] if len(found) == 1 else next(iter(inner))
-    beside = {n: f"outside the dictionary of weights, {key!r}" for n in value if isinstance(n, str) and n != key}
-    return inner[key], beside
+    beside = [n for n in value if isinstance(n, str) and n != key and n not in inner[key]]
+    return inner[key], dict.fromkeys(beside, f"outside the dictionary of weights, {key!r}")
 
 
 def odd(value: Any) -> str:

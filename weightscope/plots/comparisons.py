@@ -141,7 +141,8 @@ def _means(
         at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
         ax.errorbar(at, mean, yerr=error, **options)
-    ax.set_xlim(*place.inverted().transform(ends_of_axis + np.array([-0.07, 0.07]) * span))
+    outside = max(0.07 * span, step * len(drawn) / 2 + 0.02 * span)
+    ax.set_xlim(*place.inverted().transform(ends_of_axis + np.array([-outside, outside])))
     _value_ticks(ax, values, text)
     ax.set_xlabel(label)
     styles = {name: style for name, (style, _, _) in lines.items()}
@@ -407,12 +408,13 @@ def difference_map(
     *,
     metric: Metric = ACCURACY,
     title: str | None = None,
+    of: str = "",
 ) -> Axes:
     """Paired differences of one initialiser from the reference over two parameters, as a map centred at zero.
 
     Entries are percentage points for accuracies; those that differ from zero at an adjusted level of 0.05 are bold, and
     the best of them is framed if it is an improvement. Combinations that were not run are grey. Rows are of one
-    initialiser at one length, `axes` the parameters along x and y.
+    initialiser at one length, `axes` the parameters along x and y; `of` is written below the map.
     """
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
@@ -443,6 +445,7 @@ def difference_map(
         axis.set_ticks(range(len(places_)), [_text(value, name) for value in places_])
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
+    ax.set_xlabel("\n".join(filter(None, (axes[0], of))))
     ax.spines[:].set_visible(False)
     theme.colour_bar(ax, image, limit, _arms_label(metric, list(found.values())), height=height, beyond=False)
     return canvas.finish(title)

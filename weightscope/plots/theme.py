@@ -28,7 +28,7 @@ from weightscope.plots.text import FONT, LABEL, SMALL, TITLE, inches, number, ro
 
 Drawn = Axes | Figure | SubFigure
 DPI = 150
-INK, MUTED, FAINT = "#1f2328", "#57606a", "#d0d7de"
+INK, MUTED = "#1f2328", "#57606a"
 _PAD = 0.08  # inches around what is drawn
 GREY = "#b4b9bf"  # missing values; not a colour of any map
 DIVERGING = "RdBu_r"

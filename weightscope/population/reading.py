@@ -581,14 +581,16 @@ def open_network(source: Any) -> Any:
 
     The tensors of a network of a population, if its code is not here, not trusted or has changed
     (`Population.opened`). UsageError if the population, which may be incomplete, has no network k; DataError for a
-    whole population or the artifact of an initialiser.
+    whole population or the artifact of an initialiser, or if adapters (LoRA) change the network's weights.
     """
+    from weightscope.anatomy.effective import refuse_adapters  # torch
+    from weightscope.checkpoint import open_checkpoint
+
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        return Population(member[0], partial=True).opened(member[1])
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import open_checkpoint
-
-        return open_checkpoint(source)
+        source = Population(member[0], partial=True).opened(member[1])
+    elif isinstance(source, str | Path):
+        source = open_checkpoint(source)
+    refuse_adapters(source)
     return source
