@@ -81,7 +81,7 @@ def test_components_and_exclusions():
     teacher, small = vit(), student()
     before = {n: p.detach().clone() for n, p in small.named_parameters()}
     wrapped = {f"module._orig_mod.{name}": value for name, value in teacher.state_dict().items()}
-    select_weights_(small, wrapped, components=["attention", "mlp"], exclude="blocks.1.*")
+    select_weights_(small, wrapped, components=["attention", "mlp"], exclude=["blocks.1.*"])
     changed = {n for n, p in small.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {n for n in before if n.startswith("blocks.0.") and "norm" not in n}
 
@@ -338,6 +338,7 @@ SELECTED = [
     ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
     ({"components": []}, UsageError, "at least one"),
     ({"components": "head", "exclude": "head*"}, UsageError, "the module has no tensor of head after exclude="),
+    ({"exclude": "posembed"}, UsageError, "exclude: no tensor matches 'posembed'"),
     ({"teacher": student(width=16)}, SpecError, "is the student larger"),
     ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
     ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
