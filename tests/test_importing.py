@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from hub_server import COMMIT, Hub, connect, isolate, serving
 from safetensors.torch import save, save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
 from weightscope._util.trust import trusting
@@ -451,10 +452,14 @@ def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     assert not (tmp_path / "d.pop").exists()
 
 
-def test_integers_called_weight_and_an_empty_source_are_refused(tmp_path):
+def test_integers_called_weight_masks_and_an_empty_source_are_refused(tmp_path):
     np.savez(tmp_path / "a.npz", **{"fc.weight": np.arange(6).reshape(2, 3), "fc.bias": np.ones(2, np.float32)})
     with pytest.raises(DataError, match=r"`fc.weight` is integers"):
         Population.of([tmp_path / "a.npz"], tmp_path / "a.pop")
+    prune.random_unstructured(pruned := nn.Linear(2, 3), "weight", 0.5)
+    for select in ("*", "*_orig"):
+        with pytest.raises(DataError, match=r"`weight_orig` is pruned by a mask"):
+            Population.of([pruned], tmp_path / "a.pop", select=select)
     run("import", "", "-o", tmp_path / "b.pop", code=2)
     assert not (tmp_path / "b.pop").exists()
 

@@ -4,7 +4,7 @@ from references_statistics import random_covariance, rearranged
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics import kronecker
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum, tensor_normal
+from weightscope.statistics.kronecker import explained_variance, kronecker_sum, matrix_normal
 
 
 def symmetric(rng, size):
@@ -163,25 +163,25 @@ def factors():
 def test_permuting_rows_conjugates_the_matrix_normal(factors):
     rng = np.random.default_rng(7)
     w = sample(rng, 60, *factors)
-    fit = tensor_normal(w)
+    fit = matrix_normal(w)
     assert fit.converged
-    assert np.trace(fit.factors[1]) == pytest.approx(3, rel=1e-12)
+    assert np.trace(fit.columns) == pytest.approx(3, rel=1e-12)
     # Permuting hidden units conjugates the covariance between rows.
     order = rng.permutation(5)
-    permuted = tensor_normal(w[:, order])
-    np.testing.assert_allclose(permuted.factors[0], fit.factors[0][np.ix_(order, order)], atol=1e-8)
-    np.testing.assert_allclose(permuted.factors[1], fit.factors[1], atol=1e-8)
-    transposed = tensor_normal(w.transpose(0, 2, 1), tolerance=1e-14)
-    both = np.kron(transposed.factors[1], transposed.factors[0])
-    exact = tensor_normal(w, tolerance=1e-14)
-    np.testing.assert_allclose(both, np.kron(exact.factors[0], exact.factors[1]), atol=1e-6)
+    permuted = matrix_normal(w[:, order])
+    np.testing.assert_allclose(permuted.rows, fit.rows[np.ix_(order, order)], atol=1e-8)
+    np.testing.assert_allclose(permuted.columns, fit.columns, atol=1e-8)
+    transposed = matrix_normal(w.transpose(0, 2, 1), tolerance=1e-14)
+    both = np.kron(transposed.columns, transposed.rows)
+    exact = matrix_normal(w, tolerance=1e-14)
+    np.testing.assert_allclose(both, np.kron(exact.rows, exact.columns), atol=1e-6)
 
 
 def test_too_few_or_dependent_matrices(factors):
     rng = np.random.default_rng(8)
     with pytest.raises(DataError, match="expected more matrices, found 1"):
-        tensor_normal(rng.standard_normal((1, 5, 3)))
+        matrix_normal(rng.standard_normal((1, 5, 3)))
     dependent = rng.standard_normal((50, 4, 3))
     dependent[:, 3] = dependent[:, 0]
     with pytest.raises(DataError, match="too few matrices for an estimate"):
-        tensor_normal(dependent)
+        matrix_normal(dependent)

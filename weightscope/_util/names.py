@@ -38,8 +38,10 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
     patterns = [p.strip() for p in patterns]
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            near = nearest_first(re.sub(r"\[[^]]*\]|[*?]", "", p), names)
-            found = fitted([f"`{name}`" for name in near])
+            bare = re.sub(r"\[[^]]*\]|[*?]", "", p)  # compared with the end of each name that the pattern fixes
+            ends = {name: name[-len(bare) :] if p.startswith("*") else name for name in names}
+            ranks = {end: rank for rank, end in enumerate(nearest_first(bare, ends.values()))}
+            found = fitted([f"`{name}`" for name in sorted(names, key=lambda name: ranks[ends[name]])])
             raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 

@@ -60,16 +60,13 @@ class Recorder(TorchDispatchMode):
             self.storages.append(tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0)
         return Ref(self._numbers[tensor])
 
-    def _refs(self, value: Any) -> Any:
-        return tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, value)
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
         first = next((x for x in args if isinstance(x, Tensor)), None)
         strides = tuple(first.stride()) if first is not None and first.layout == torch.strided else ()
-        arguments = self._refs(arguments)
+        arguments = tree_map(lambda x: self.ref(x) if isinstance(x, Tensor) else x, arguments)
         out = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
         self.dtypes |= {x.dtype for x in tensors if x.is_floating_point()}

@@ -43,12 +43,12 @@ def row(statistic: str, found: float, expected: Law, wrong: Mapping[str, Law] | 
 
     The power is the probability P(x < low) + P(x > high) under the distribution with an error, or 0 or 1 for a number.
     """
-    low, high = limits = expected if isinstance(expected, tuple) else interval(expected, slack)
+    low, high = map(float, expected if isinstance(expected, tuple) else interval(expected, slack))
     power = {
         error: float(law.cdf(low) + law.sf(high)) if hasattr(law, "cdf") else float(not low <= law <= high)
         for error, law in (wrong or {}).items()
     }
-    return statistic, found, limits, power
+    return statistic, float(found), (low, high), power
 
 
 def zero_biases(part: Any, names: Iterable[str]) -> list[Row]:

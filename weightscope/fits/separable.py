@@ -20,7 +20,7 @@ from weightscope.fits.structure import (
     require_variation,
 )
 from weightscope.spec import WeightSpec
-from weightscope.statistics.kronecker import along, tensor_normal
+from weightscope.statistics.kronecker import along, matrix_normal
 
 
 class Kronecker(Structure):
@@ -29,7 +29,7 @@ class Kronecker(Structure):
     A tensor with more than two axes counts as (first axis, all others): the covariance between a convolution's
     filters (x) that between pixels (thesis 3.1.1). Several tensors are independent of each other; one with fewer than
     two axes is a UsageError. `rows` and `columns` are A (p, p) and B (n, n) of each tensor, lower triangular; `roots`
-    has the pairs. Fitted by maximum likelihood (`weightscope.statistics.kronecker.tensor_normal`, which says how many
+    has the pairs. Fitted by maximum likelihood (`weightscope.statistics.kronecker.matrix_normal`, which says how many
     networks are necessary).
     """
 
@@ -62,9 +62,9 @@ class Kronecker(Structure):
         rows: list[np.ndarray] = []
         columns: list[np.ndarray] = []
         for (name, part), (p, n) in zip(spec.slices.items(), shapes, strict=True):
-            fit = tensor_normal(deviations[:, part].reshape(-1, p, n))
-            for known, factor in zip((rows, columns), fit.factors, strict=True):
-                known.append(cholesky(factor, lower=True))
+            fit = matrix_normal(deviations[:, part].reshape(-1, p, n))
+            rows.append(cholesky(fit.rows, lower=True))
+            columns.append(cholesky(fit.columns, lower=True))
             parameters += (p * (p + 1) + n * (n + 1)) // 2 - 1
             steps[name] = fit.iterations if fit.converged else f"not converged after {fit.iterations}"
         return cls(spec, mean, rows, columns, parameters, {"mean": kinds, "iterations": steps})

@@ -130,7 +130,8 @@ class _Run:
                 names = self.fitting.get(checkpoint.layout)
                 if names is None:
                     names = names_in(checkpoint, self.made.rename)
-                    expected = self.expected or _wanted(checkpoint, names, self.patterns)
+                    tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
+                    expected = self.expected or WeightSpec(tensors).select(self.patterns)
                     if found := self.misfits(expected, checkpoint, names):
                         reasons += found
                     else:
@@ -194,6 +195,11 @@ class _Run:
             name: f"`{name}` is {why}"
             for name, why in skipped.items()
             if name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)
+        }
+        refused |= {
+            name: f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
+            for name in chosen
+            if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names
         }
         types = {name: checkpoint.dtype(names[name]) for name in chosen}
         refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
@@ -396,11 +402,6 @@ def _opened(source: Any, key: str | None) -> Checkpoint:
         if named and str(source).startswith(_HUB):
             raise
         raise DataError(str(error)) from error
-
-
-def _wanted(checkpoint: Checkpoint, names: Mapping[str, str], patterns: Sequence[str]) -> WeightSpec:
-    """The tensors of the first network, which are then expected."""
-    return WeightSpec(replace(checkpoint.spec[stored], name=name) for name, stored in names.items()).select(patterns)
 
 
 def _is_weight(checkpoint: Checkpoint, name: str) -> bool:

@@ -176,12 +176,6 @@ class Population(Result):
             raise ValueError("weights are read from disk; expected copy=None or True, found False")
         return self.weights().astype(dtype or np.float32, copy=False)
 
-    def to_torch(self, select: str | Sequence[str] = "*") -> "torch.Tensor":
-        """`weights(select)` as a tensor on the CPU, shape (n, D') float32."""
-        import torch
-
-        return torch.from_numpy(self.weights(select))
-
     def rows(self) -> list[dict[str, Any]]:
         """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""
         metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
@@ -584,19 +578,13 @@ def open_network(source: Any) -> Any:
     whole population or the artifact of an initialiser, or if adapters (LoRA) change the network's weights.
     """
     from weightscope.anatomy.effective import refuse_adapters  # torch
+    from weightscope.checkpoint import open_checkpoint
 
-    found = _opened(source)
-    refuse_adapters(found)
-    return found
-
-
-def _opened(source: Any) -> Any:
     if isinstance(source, Population):
         raise DataError(f"{source.path}: expected one network, found a population; give population.network(k)")
     if (member := population_member(source)) is not None:
-        return Population(member[0], partial=True).opened(member[1])
-    if isinstance(source, str | Path):
-        from weightscope.checkpoint import open_checkpoint
-
-        return open_checkpoint(source)
+        source = Population(member[0], partial=True).opened(member[1])
+    elif isinstance(source, str | Path):
+        source = open_checkpoint(source)
+    refuse_adapters(source)
     return source

@@ -1,4 +1,4 @@
-"""Kronecker factorisations of covariances: sums of products exactly, matrix and tensor normals by maximum likelihood.
+"""Kronecker factorisations of covariances: sums of products exactly, matrix normals by maximum likelihood.
 
 Order throughout: the covariance is of vec(W), row-major, for matrices W (p, n), and A (x) B means `np.kron(A, B)` with
 A (p, p) between rows and B (n, n) between columns: `Cov(W_ij, W_kl) = A_ik B_jl`. For filters this is Sigma' of thesis
@@ -23,6 +23,7 @@ from weightscope.errors import DataError, UsageError
 _EQUAL = 1e-10  # relative distance of singular values that are treated as equal
 _ZERO = 1e-13  # singular values below this share of |Sigma|_F are rounding errors
 _POWERS, _CONVERGED = 40, 3e-15
+_STEPS = 500  # of the flip-flop algorithm, at most
 _SYMMETRY = 1e-6  # largest difference across the diagonal, as a share of the largest entry
 
 
@@ -229,67 +230,60 @@ def _aligned(
 
 
 @dataclass(frozen=True)
-class TensorNormal:
-    """A tensor-normal covariance S_1 (x) ... (x) S_K."""
+class MatrixNormal:
+    """A matrix-normal covariance A (x) B."""
 
-    factors: tuple[np.ndarray, ...]  # S_k, (d_k, d_k); all but the first have trace d_k, which fixes their scales
+    rows: np.ndarray  # A (p, p)
+    columns: np.ndarray  # B (n, n), of trace n, which fixes the scales of both
     iterations: int  # of the flip-flop algorithm
     converged: bool  # whether the tolerance was reached
 
 
-def tensor_normal(arrays: np.ndarray, *, tolerance: float = 1e-10, max_iterations: int = 500) -> TensorNormal:
-    """The maximum-likelihood tensor normal of order K by the flip-flop algorithm, without the dense covariance.
+def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10) -> MatrixNormal:
+    """The maximum-likelihood matrix normal by the flip-flop algorithm, without the dense covariance.
 
-    Cov(vec X) = S_1 (x) ... (x) S_K for X (d_1, ..., d_K) in row-major order. In turn, for each axis k,
+    Cov(vec W) = A (x) B for W (p, n) in row-major order. In turn, until the log-likelihood per number changes by less
+    than the tolerance,
 
-        S_k <- d_k / (N D) sum over samples of X_(k) (S_1 (x) .. without k .. (x) S_K)^-1 X_(k)^T,   D = d_1 ... d_K,
+        A <- sum over samples of W B^-1 W^T / (N n),   B <- sum over samples of W^T A^-1 W / (N p)
 
-    with X_(k) the matrix of axis k against all others, until the log-likelihood per number changes by less than the
-    tolerance. S_k has full rank only if N D / d_k >= d_k, which is checked for every axis. This is necessary but not
-    sufficient for a maximum to exist (Manceur and Dutilleul 2013; the exact thresholds are in Derksen, Makam and Walter
-    2022); where there is none, a factor becomes singular, which is an error, too. Means of entries that were estimated
-    from the same N samples take one of them.
+    They have full rank only if N n >= p and N p >= n, which is checked. This is necessary but not sufficient for a
+    maximum to exist (the exact thresholds are in Derksen, Makam and Walter 2022); where there is none, a factor becomes
+    singular, which is an error, too. Means of entries that were estimated from the same N samples take one of them.
 
     Args:
-        arrays: (N, d_1, ..., d_K), already centred; DataError if they are too few for an estimate.
-        tolerance: on the log-likelihood per number, in nats.
-        max_iterations: limit, after which `converged` is False.
+        matrices: (N, p, n), already centred; DataError if they are too few for an estimate.
+        tolerance: on the log-likelihood per number, in nats; `converged` is False if 500 steps do not reach it.
 
-    Source: Manceur and Dutilleul 2013, "Maximum likelihood estimation for the tensor normal distribution"; Hoff 2011;
-    for matrices Dutilleul 1999.
+    Source: Dutilleul 1999, "The MLE algorithm for the matrix normal distribution".
 
     Example:
-        >>> fit = tensor_normal(w - w.mean(axis=0))  # w (N, L, p, n)
-        >>> covariance = np.kron(np.kron(fit.factors[0], fit.factors[1]), fit.factors[2])
+        >>> fit = matrix_normal(w - w.mean(axis=0))
+        >>> covariance = np.kron(fit.rows, fit.columns)
     """
-    x = np.asarray(arrays, dtype=np.float64)
-    samples, shape = len(x), x.shape[1:]
-    kind = "matrix" if len(shape) == 2 else "tensor"
-    if fewest := [-(-d * d // math.prod(shape)) for d in shape if samples * math.prod(shape) < d * d]:
-        things = "matrices" if kind == "matrix" else "samples"
+    x = np.asarray(matrices, dtype=np.float64)
+    samples, *shape = x.shape
+    p, n = shape
+    if samples < (fewest := max(-(-p // n), -(-n // p))):
         raise DataError(
-            f"{kind} normal of shape {shape}: expected more {things}, found {samples}; "
-            f"at least {max(fewest)} are necessary for factors of full rank"
+            f"matrix normal of shape {(p, n)}: expected more matrices, found {samples}; at least {fewest} are "
+            "necessary for factors of full rank"
         )
-    factors, roots = [np.eye(d) for d in shape], [np.eye(d) for d in shape]
+    factors, roots = [np.eye(p), np.eye(n)], [np.eye(p), np.eye(n)]
     previous, converged, steps = np.inf, False, 0
-    while steps < max_iterations and not converged:
+    while steps < _STEPS and not converged:
         steps += 1
         for axis, size in enumerate(shape):
-            white = x
-            for other, root in enumerate(roots):
-                if other != axis:
-                    white = along(partial(solve_triangular, root, lower=True), white, other + 1)
+            white = along(partial(solve_triangular, roots[1 - axis], lower=True), x, 2 - axis)
             flat = np.moveaxis(white, axis + 1, 0).reshape(size, -1)
             factors[axis] = flat @ flat.T / flat.shape[1]
-            roots[axis] = _root(factors[axis], kind)
-        # With the last factor matched to the others the quadratic term is constant; only determinants change.
+            roots[axis] = _root(factors[axis])
+        # With the last factor matched to the other the quadratic term is constant; only determinants change.
         value = sum(2.0 * float(np.log(np.diag(root)).sum()) / len(root) for root in roots)
         converged = abs(previous - value) < tolerance
         previous = value
-    scales = [np.trace(factor) / len(factor) for factor in factors[1:]]
-    scaled = [factor / scale for factor, scale in zip(factors[1:], scales, strict=True)]
-    return TensorNormal((factors[0] * math.prod(scales), *scaled), steps, converged)
+    scale = np.trace(factors[1]) / n
+    return MatrixNormal(factors[0] * scale, factors[1] / scale, steps, converged)
 
 
 def along(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, axis: int) -> np.ndarray:
@@ -298,7 +292,7 @@ def along(apply: Callable[[np.ndarray], np.ndarray], x: np.ndarray, axis: int) -
     return np.moveaxis(apply(front.reshape(len(front), -1)).reshape(front.shape), 0, axis)
 
 
-def _root(matrix: np.ndarray, kind: str) -> np.ndarray:
+def _root(matrix: np.ndarray) -> np.ndarray:
     """The Cholesky factor; a DataError if the matrix is singular."""
     try:
         root = cholesky(matrix, lower=True)
@@ -306,8 +300,5 @@ def _root(matrix: np.ndarray, kind: str) -> np.ndarray:
         root = None
     # A rank-deficient factor can pass with rounding errors on its diagonal.
     if root is None or np.diag(root).min() ** 2 < 1e-13 * np.trace(matrix) / len(matrix):
-        raise DataError(
-            f"{kind} normal: too few {'matrices' if kind == 'matrix' else 'samples'} for an estimate, "
-            "or linearly dependent slices of an axis"
-        )
+        raise DataError("matrix normal: too few matrices for an estimate, or linearly dependent rows or columns")
     return root
