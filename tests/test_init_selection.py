@@ -6,7 +6,7 @@ import torch
 from families import scramble, seeded
 from references_init import select_uniform
 
-from weightscope.errors import SpecError, UsageError
+from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
@@ -81,7 +81,7 @@ def test_components_and_exclusions():
     teacher, small = vit(), student()
     before = {n: p.detach().clone() for n, p in small.named_parameters()}
     wrapped = {f"module._orig_mod.{name}": value for name, value in teacher.state_dict().items()}
-    select_weights_(small, wrapped, components=["attention", "mlp"], exclude="blocks.1.*")
+    select_weights_(small, wrapped, components=["attention", "mlp"], exclude=["blocks.1.*"])
     changed = {n for n, p in small.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {n for n in before if n.startswith("blocks.0.") and "norm" not in n}
 
@@ -338,6 +338,7 @@ SELECTED = [
     ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
     ({"components": []}, UsageError, "at least one"),
     ({"components": "head", "exclude": "head*"}, UsageError, "the module has no tensor of head after exclude="),
+    ({"exclude": "posembed"}, UsageError, "exclude: no tensor matches 'posembed'"),
     ({"teacher": student(width=16)}, SpecError, "is the student larger"),
     ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
     ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
@@ -389,3 +390,16 @@ def test_refusals_change_nothing(init, make, arguments, error, message):
     with pytest.raises(error, match=message):
         init(module, **given)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("init", [select_weights_, transfer_])
+@pytest.mark.parametrize(
+    ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
+)
+def test_numbers_that_the_student_cannot_hold_are_refused(init, value, message):
+    teacher, student = ViT(8, 4, 8, 1, 2, 3), ViT(8, 4, 8, 1, 2, 3).half()
+    torch.nn.init.constant_(teacher.blocks[0].mlp.fc1.weight, value)
+    before = copy.deepcopy(student.state_dict())
+    with pytest.raises(DataError, match=f"a weight of shape .*: {message}"):
+        init(student, teacher)
+    assert all(torch.equal(found, before[name]) for name, found in student.state_dict().items())

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -105,7 +104,10 @@ def components(module: nn.Module | NamedTensors) -> dict[str, str]:
 
 
 def chosen(
-    module: nn.Module | NamedTensors, wanted: str | Sequence[str], select: str = "*", exclude: str | None = None
+    module: nn.Module | NamedTensors,
+    wanted: str | Sequence[str],
+    select: str = "*",
+    exclude: str | Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
     """The tensors of the wanted components whose names match the selection and not the exclusion."""
     allowed = COMPONENTS if wanted == "all" else (wanted,) if isinstance(wanted, str) else tuple(wanted)
@@ -115,9 +117,9 @@ def chosen(
     if not allowed:
         raise UsageError("components: expected at least one, found none")
     everything, kinds = weights(module), components(module)
-    skipped = [p.strip() for p in exclude.split(",")] if exclude is not None else []
+    skipped = [] if exclude is None else matching(exclude, everything, "exclude")
     names = [name for name in matching(select, everything) if kinds[name] in allowed]
-    out = {name: everything[name] for name in names if not any(fnmatchcase(name, p) for p in skipped)}
+    out = {name: everything[name] for name in names if name not in skipped}
     if not out:
         left = (f" that matches select={select!r}" if select != "*" else "") + (
             "" if exclude is None else f" after exclude={exclude!r}"

@@ -30,7 +30,7 @@ def net2net_(
     depth: str = "identity",
     noise: float = 0.01,
     components: str | Sequence[str] = "all",
-    exclude: str | None = None,
+    exclude: str | Sequence[str] | None = None,
     generator: Generator = None,
 ) -> M:
     """Initialise a network with a smaller trained one: channels, hidden units and heads are copied, blocks added.
@@ -51,7 +51,7 @@ def net2net_(
         source: the smaller network, whose names are matched as by `select_weights_`.
         depth: "identity" or "stack".
         noise: >= 0.
-        exclude: shell patterns of tensors to leave unchanged, comma-separated.
+        exclude: shell patterns of tensors to leave unchanged, comma-separated or a sequence.
 
     Raises:
         SpecError: if a tensor has no counterpart, or a larger one, or filters or heads of another size; for "identity"

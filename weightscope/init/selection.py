@@ -41,7 +41,7 @@ def select_weights_(
     layers: str = "first",
     elements: str = "uniform",
     components: str | Sequence[str] = _DEFAULT,
-    exclude: str | None = None,
+    exclude: str | Sequence[str] | None = None,
     positions: str = "select",
     generator: Generator = None,
 ) -> M:
@@ -70,7 +70,7 @@ def select_weights_(
         module: the student, changed in place: parameters and floating-point buffers of the components.
         teacher: see `source` of `weightscope.init`.
         components: by default all but the head, since the classes rarely agree.
-        exclude: shell patterns of student tensors to leave unchanged, comma-separated.
+        exclude: shell patterns of student tensors to leave unchanged, comma-separated or a sequence.
         positions: "select", or "interpolate" to another grid (bicubic, as in timm) before channels are selected.
 
     Raises:
@@ -109,7 +109,7 @@ def matched(
     *,
     layers: str = "first",
     components: str | Sequence[str] = _DEFAULT,
-    exclude: str | None = None,
+    exclude: str | Sequence[str] | None = None,
     positions: str = "select",
 ) -> Iterator[Pair]:
     """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there."""

@@ -177,12 +177,6 @@ class Population(Result):
             raise ValueError("weights are read from disk; expected copy=None or True, found False")
         return self.weights().astype(dtype or np.float32, copy=False)
 
-    def to_torch(self, select: str | Sequence[str] = "*") -> "torch.Tensor":
-        """`weights(select)` as a tensor on the CPU, shape (n, D') float32."""
-        import torch
-
-        return torch.from_numpy(self.weights(select))
-
     def rows(self) -> list[dict[str, Any]]:
         """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""
         metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
