@@ -512,6 +512,9 @@ def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
         population = Population(path)
         assert np.array_equal(population.weights(), rows_of(population, found))
         np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
+    table.assign(path=["0.onnx", None, "2.onnx"]).to_parquet(tmp_path / "zoo.parquet")
+    with pytest.raises(DataError, match="row 2 has no path"):
+        sources_of([str(tmp_path / "zoo.parquet")])
 
 
 @pytest.mark.parametrize("by_reference", [False, True])

@@ -647,7 +647,7 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
         raise DataError(
             f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, columns), 8) or 'no rows'}"
         )
-    texts = [str(row[place] or "") for row in rows]
+    texts = ["" if row[place] is None or row[place] != row[place] else str(row[place]) for row in rows]  # NaN: none
     if "" in texts:
         raise DataError(f"{file}: row {texts.index('') + 1} has no {place}")
     numbers = {}
