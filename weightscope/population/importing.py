@@ -116,9 +116,10 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for what, found in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+        for what, found in (("left out of statistics", self.left_out), ("not imported", self.unfit)):
             for why, names in found.items():
-                _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
+                count = f"{len(names)} network{'s' * (len(names) > 1)}"
+                _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
 
     def take(self, number: int, item: Any) -> None:
         """Read one network into the tile, and write the tile if it is full."""
