@@ -13,7 +13,7 @@ from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.fitting import fit
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.mlps import stripes, transposed_correlation
-from weightscope.statistics.samples import WeightArray, ahead, literal, slices_as_samples
+from weightscope.statistics.samples import WeightArray, ahead, literal
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -85,13 +85,6 @@ def test_frozen_coordinates_are_counted(weights):
     result = joint_covariance(WeightArray(weights, SPEC), kind="correlation")
     assert result.diagnostics["constant"] == 5
     assert np.isnan(result.block("a.norm.bias")).all()
-
-
-def test_filters_of_a_layer_as_samples():
-    filters = np.random.default_rng(1).standard_normal((64, 1, 3, 3))
-    result = joint_covariance(slices_as_samples(filters))
-    assert result.spec.tensors == (TensorSpec("filter", (3, 3)),)
-    np.testing.assert_allclose(result.matrix, np.cov(filters.reshape(64, 9), rowvar=False), rtol=1e-12)
 
 
 def test_permuting_hidden_units_conjugates_the_covariance(weights):
@@ -285,7 +278,7 @@ def test_the_default_picture_of_matrices_is_of_group_means(tmp_path):
     (entries,) = found.plot(means=False).axes[0].images
     assert entries.get_array().shape[0] > 100
     # Without matrices, entries are drawn while they fit into the picture, then means over filters.
-    filters = joint_covariance(slices_as_samples(rng.standard_normal((64, 1, 3, 3))))
+    filters = joint_covariance(WeightArray(rng.standard_normal((64, 9)), WeightSpec([TensorSpec("filter", (3, 3))])))
     assert filters.plot().axes[0].images[0].get_array().shape == (9, 9)
     large = WeightSpec([TensorSpec("conv.weight", (20, 4, 3, 3)), TensorSpec("conv.bias", (20,))])
     found = joint_covariance(WeightArray(rng.standard_normal((30, large.size)), large))

@@ -221,8 +221,7 @@ def joint_covariance(
     and counted in the result: print that number.
 
     Args:
-        source: a `Population`, a `WeightArray(weights, spec)`, or `slices_as_samples(tensor)` for the
-            filters or rows within one network.
+        source: a `Population` or a `WeightArray(weights, spec)`.
         select: patterns as in `WeightSpec.select`; None for computed coordinates only.
         kind: `"covariance"` or `"correlation"`.
         computed: further coordinates, such as `"center(stages.0.blocks.{i}.conv_dw.weight)"` (thesis Fig. 3.40);

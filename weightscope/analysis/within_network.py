@@ -33,13 +33,6 @@ Picture = Literal["maps", "depth", "samples"]
 _LEADING = 32  # eigenvalues that are written to JSON
 
 
-class KroneckerShare(NamedTuple):
-    """How well one Kronecker product A (x) B fits a covariance of filters; see `kronecker_sum`."""
-
-    explained: float  # `1 - |S - A (x) B|_F^2 / |S|_F^2`
-    dependence: float  # the same over the entries off the diagonal; NaN where all of them are zero
-
-
 @dataclass(frozen=True, eq=False)
 class Layer:
     """One layer of one network; see `covariance_within` for the definition of its n samples."""
@@ -55,7 +48,9 @@ class Layer:
     nonfinite: int = 0  # weights that are NaN or infinite
     moments: SliceMoments | None = None  # None if fewer than 2 samples are finite
     focus: Focus | None = None  # None for rows and columns
-    kronecker: KroneckerShare | None = None  # of images of one channel whose covariance is kept
+    # of images of one channel whose covariance is kept: the share of |S|^2 that one Kronecker product A (x) B explains,
+    # see `kronecker_sum`, and the same over the entries off the diagonal, NaN where all of them are zero
+    kronecker: tuple[float, float] | None = None
     examples: np.ndarray | None = None  # (m, channels, kh, kw), some of the samples, as they are stored
     problem: str | None = None  # why there are no moments
 
@@ -81,7 +76,7 @@ class Layer:
         if self.focus is not None:
             out |= asdict(self.focus)
         if self.kronecker is not None:
-            out |= {"kronecker": self.kronecker.explained, "kronecker_dependence": self.kronecker.dependence}
+            out |= zip(("kronecker", "kronecker_dependence"), self.kronecker, strict=True)
         return out
 
     def row(self) -> dict[str, Any]:
@@ -572,10 +567,10 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
     )
 
 
-def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> KroneckerShare | None:
+def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> tuple[float, float] | None:
     if covariance is None or not covariance.any():
         return None
     fit = kronecker_sum(covariance, p, n)
     off = np.count_nonzero(covariance - np.diag(np.diagonal(covariance)))
     dependence = explained_variance(covariance, fit.matrix(), diagonal=False) if off else math.nan
-    return KroneckerShare(fit.explained, dependence)
+    return fit.explained, dependence

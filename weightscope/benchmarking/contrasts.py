@@ -13,7 +13,7 @@ from weightscope.benchmarking.design import point_text, value_text
 from weightscope.benchmarking.statistics import Runs, by_arm, cell_key, holm_levels, paired, values_of
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
-from weightscope.statistics.multiplicity import holm
+from weightscope.statistics.index_effects import holm
 
 Place = tuple[Mapping[str, Any], int, str]
 """The cell, training length and initialiser of an arm."""

@@ -12,7 +12,7 @@ from weightscope._util.names import joined, unknown
 from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
-from weightscope.statistics.multiplicity import holm
+from weightscope.statistics.index_effects import holm
 
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test

@@ -98,7 +98,8 @@ class Population(Result):
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
                 that hold several; `snapshots`, the moments to keep of mappings, by default those of the first;
                 `by_reference`, keep paths and digests only, and read weights from there; `skip_unfit`, leave out
-                networks that do not fit, with a warning; `progress`, show a bar if stderr is a terminal.
+                networks that do not fit, with a warning; `workers`, the processes that read paths; `progress`, show a
+                bar if stderr is a terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.
@@ -175,12 +176,6 @@ class Population(Result):
         if copy is False:
             raise ValueError("weights are read from disk; expected copy=None or True, found False")
         return self.weights().astype(dtype or np.float32, copy=False)
-
-    def to_torch(self, select: str | Sequence[str] = "*") -> "torch.Tensor":
-        """`weights(select)` as a tensor on the CPU, shape (n, D') float32."""
-        import torch
-
-        return torch.from_numpy(self.weights(select))
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""

@@ -23,9 +23,8 @@ from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.index_effects import IndexEffects
+from weightscope.statistics.index_effects import IndexEffects, holm
 from weightscope.statistics.moments import finite_rows
-from weightscope.statistics.multiplicity import holm
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
 _CENTRE = 64  # networks whose median is taken

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightscope.statistics.multiplicity import holm
 from weightscope.statistics.permutations import PermutationSpec, bare, is_signed
 
 NETWORKS = 1024  # of a population that are tested at most
@@ -171,3 +170,12 @@ class IndexEffects:
 
 def _centred(values: np.ndarray) -> np.ndarray:
     return values - values.mean(axis=1, keepdims=True)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjustment (1979) of m p-values, in their order: max over j <= i of (m - j) p_(j), at most 1."""
+    adjusted, running = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        running = max(running, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = running
+    return adjusted

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from weightscope.errors import SpecError
-from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.spec import WeightSpec
 
 T = TypeVar("T")
 _END: Any = object()
@@ -50,19 +50,6 @@ class WeightArray:
         for start in range(0, len(self.weights), step):
             rows = self.weights[start : start + step]
             yield rows if whole else rows[:, columns]
-
-
-def slices_as_samples(tensor: Any, name: str = "filter") -> WeightArray:
-    """The slices of a tensor (n, *shape) along its first axis as samples: filters of a layer, or rows of a matrix.
-
-    Axes of length 1 are dropped: a depthwise convolution's weight (d, 1, k, k) is d samples of a k x k filter, as in
-    thesis 3.1.1. `name` is that of the tensor in the resulting spec.
-    """
-    array = np.asarray(tensor)
-    if array.ndim == 0:
-        raise SpecError(f"`{name}`: expected a tensor with slices, found a scalar")
-    shape = tuple(n for n in array.shape[1:] if n != 1)
-    return WeightArray(array.reshape(len(array), -1), WeightSpec([TensorSpec(name, shape)]))
 
 
 def literal(names: Sequence[str]) -> list[str]:
