@@ -87,6 +87,34 @@ def test_files_are_copied_or_read_where_they_are(tmp_path, suffix, by_reference)
         _ = population.recipe
 
 
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_processes_that_read_change_nothing(tmp_path, by_reference):
+    """Equal files, and equal words about networks that do not fit; with one that has NaN, and two that are equal."""
+    found = states(9)
+    found[3]["first.weight"][0, 0] = torch.nan
+    found[6] = found[1]
+    files = saved(tmp_path / "zoo", found)
+    alone, both = (
+        Population.of(files, tmp_path / f"{n}.pop", by_reference=by_reference, workers=n, progress=False)
+        for n in (1, 2)
+    )
+    contents = ("population.json", "shards/00000.h5.sha256")
+    assert [(alone.path / name).read_bytes() for name in contents] == [
+        (both.path / name).read_bytes() for name in contents
+    ]
+    assert both.diverged.tolist() == [k in (3, 6) for k in range(9)]
+    saved(tmp_path / "zoo", [*found[:8], Net(hidden=3).state_dict()])
+    said = []
+    for n in (1, 2):
+        with pytest.raises(DataError) as error:
+            Population.of(files, tmp_path / "other.pop", workers=n, progress=False)
+        said.append(str(error.value))
+        assert not (tmp_path / "other.pop").exists()
+    assert said[0] == said[1]
+    with pytest.raises(UsageError, match="workers: expected paths"):
+        Population.of(found, tmp_path / "other.pop", workers=2)
+
+
 @pytest.mark.parametrize("count", [None, 6])
 def test_state_dicts_modules_and_generators(tmp_path, count):
     """With the function that builds it, an imported network runs; what is imported again must be the same."""
@@ -381,6 +409,10 @@ def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp
         hub.fail, hub.drop = {"model.safetensors": [500, 503]}, 1
         assert np.array_equal(population.weights(), rows_of(population, [found]))
         assert len(hub.ranges()) == len(set(hub.ranges())) + 3  # those that were dropped
+        assert {row["name"][:5]: row["status"] for row in verify(population.path).rows()} == {
+            "00000": "verified",
+            "hf://": "unverified",
+        }
     assert np.array_equal(copied.weights(), population.weights("second.*"))
     assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
     assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)

@@ -6,7 +6,7 @@ import torch
 from families import scramble, seeded
 from references_init import select_uniform
 
-from weightscope.errors import SpecError, UsageError
+from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
@@ -390,3 +390,16 @@ def test_refusals_change_nothing(init, make, arguments, error, message):
     with pytest.raises(error, match=message):
         init(module, **given)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("init", [select_weights_, transfer_])
+@pytest.mark.parametrize(
+    ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
+)
+def test_numbers_that_the_student_cannot_hold_are_refused(init, value, message):
+    teacher, student = ViT(8, 4, 8, 1, 2, 3), ViT(8, 4, 8, 1, 2, 3).half()
+    torch.nn.init.constant_(teacher.blocks[0].mlp.fc1.weight, value)
+    before = copy.deepcopy(student.state_dict())
+    with pytest.raises(DataError, match=f"a weight of shape .*: {message}"):
+        init(student, teacher)
+    assert all(torch.equal(found, before[name]) for name, found in student.state_dict().items())

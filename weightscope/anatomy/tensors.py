@@ -263,7 +263,7 @@ class Slot:
         expected = tuple(view[rows].shape)
         if tuple(value.shape) != expected:
             raise SpecError(f"`{self.name}`: expected values of shape {expected}, found {tuple(value.shape)}")
-        view[rows] = _cast(self.name, value, view)
+        view[rows] = cast(f"`{self.name}`", value, view)
 
 
 class OneTensor:
@@ -335,14 +335,15 @@ def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...])
         raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
     tensors.writable(name)
     target = tensors.get(name)
-    target.copy_(_cast(name, value, target).reshape(target.shape))
+    target.copy_(cast(f"`{name}`", value, target).reshape(target.shape))
 
 
-def _cast(name: str, value: Tensor, target: Tensor) -> Tensor:
-    cast = value.detach().to(device=target.device, dtype=target.dtype)
-    if cast.dtype != value.dtype and bool((cast.isinf() & value.to(cast.device).isfinite()).any()):
-        raise DataError(f"`{name}`: the values overflow in {target.dtype}; use a wider type or a smaller scale")
-    return cast
+def cast(name: str, value: Tensor, target: Tensor) -> Tensor:
+    """A value in the type and on the device of the weight that it replaces; a DataError if it overflows there."""
+    out = value.detach().to(device=target.device, dtype=target.dtype)
+    if out.dtype != value.dtype and bool((out.isinf() & value.to(out.device).isfinite()).any()):
+        raise DataError(f"{name}: the values overflow in {target.dtype}; use a wider type or a smaller scale")
+    return out
 
 
 @dataclass(frozen=True)

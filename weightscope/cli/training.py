@@ -95,6 +95,7 @@ def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
 @click.option("--snapshots", default="all", help="Moments of training to keep beside the last: all, none or 0,10,20.")
 @click.option("--by-reference", is_flag=True, help="Keep paths and digests only, and read weights from the sources.")
 @click.option("--skip-unfit", is_flag=True, help="Leave out networks that do not fit, in place of an error.")
+@click.option("--workers", type=int, default=1, help="Processes that read.")
 def import_(sources: tuple[str, ...], out: Path, select: str, snapshots: str, **options: Any) -> None:
     """Make a population of networks that were trained elsewhere.
 

@@ -16,7 +16,8 @@ from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import Matrix, fans, matrices
-from weightscope.errors import UsageError, WeightscopeError
+from weightscope.anatomy.tensors import cast
+from weightscope.errors import DataError, UsageError, WeightscopeError
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,8 +76,11 @@ def running(name: str) -> Iterator[None]:
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
     """Copy values into a parameter in place, cast to its data type and device."""
+    where = f"a weight of shape {tuple(tensor.shape)}"
+    if not bool(value.isfinite().all()):
+        raise DataError(f"{where}: expected finite values, found NaN or infinity")
     keep(tensor)
-    tensor.copy_(value.to(device=tensor.device, dtype=tensor.dtype))
+    tensor.copy_(cast(where, value, tensor))
 
 
 def selected(module: nn.Module, select: str) -> list[Matrix]:

@@ -15,7 +15,7 @@ import math
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from joblib import Parallel, delayed
 from tqdm import tqdm
 
-from weightscope._util import atomic, plugins
+from weightscope._util import atomic, checks, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import as_path, read_regular
@@ -46,22 +47,42 @@ _BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and i
 _NAMED = 4  # networks and tensors of a message
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """What every network is read with and compared with."""
+
+    made: Import
+    patterns: tuple[str, ...]
+    spec: WeightSpec | None = None  # without, that of the network
+
+
+@dataclass(frozen=True)
+class _Network:
+    """What was read of a network and of its M snapshots."""
+
+    spec: WeightSpec | None = None
+    weights: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, D) float32; (1 + M, 0) by reference
+    digests: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, 32) bytes
+    finite: bool = True  # the network's own weights
+    config: dict[str, Any] = field(default_factory=dict)
+    commits: tuple[str | None, ...] = ()  # of models at the hub
+    reasons: tuple[str, ...] = ()  # why it does not fit
+
+
 @dataclass
 class _Run:
     """One call of `Population.of`: the tile that is being filled, and what was found so far."""
 
     path: Path
-    made: Import
+    wanted: _Wanted
     count: int
     metrics: dict[str, np.ndarray]
-    patterns: list[str]
     skip_unfit: bool
     snapshots: Sequence[int] | None
+    workers: int
     manifest: Manifest | None = None  # known with the first network
     reference: str = ""  # what the others are compared with
     inputs: dict[str, str] = field(default_factory=dict)
-    expected: WeightSpec | None = None
-    fitting: dict[Any, dict[str, str]] = field(default_factory=dict)  # layout as expected -> names, here -> as stored
     kept: list[int] = field(default_factory=list)  # place in the iterable of each network
     sources: list[tuple[str, ...]] = field(default_factory=list)
     first: dict[bytes, str] = field(default_factory=dict)  # digest -> the first network that has it
@@ -71,27 +92,30 @@ class _Run:
 
     def expect_network(self) -> None:
         """Take the tensors of the network that a function builds, or a recipe, as those that are expected."""
-        if self.made.recipe is None and not self.made.network:
+        made = self.wanted.made
+        if made.recipe is None and not made.network:
             return
         from weightscope._util.torch_random import seeded
         from weightscope.networks import build_for
 
-        kind = self.made.network or self.made.recipe.network.type  # type: ignore[union-attr]
+        kind = made.network or made.recipe.network.type  # type: ignore[union-attr]
         with seeded(0):
-            module = built(kind)[0] if self.made.network else build_for(self.made.recipe)  # type: ignore[arg-type]
+            module = built(kind)[0] if made.network else build_for(made.recipe)  # type: ignore[arg-type]
         if plugins.is_reference(kind):
             self.inputs[f"network {kind}"] = plugins.source_hash(kind)
-        self.expected, self.reference = WeightSpec.of(module).select(self.patterns), f"the network {kind}"
+        self.wanted = replace(self.wanted, spec=WeightSpec.of(module).select(self.wanted.patterns))
+        self.reference = f"the network {kind}"
 
-    def all(self, networks: Iterable[Any]) -> None:
+    def all(self, networks: Iterable[Any], bar: tqdm) -> None:
         """Import every network; DataError names all that do not fit, and leaves nothing of this call."""
         existed, created = self.path.exists(), not (self.path / manifests.NAME).exists()
         try:
             number = -1
-            for number, item in enumerate(networks):
+            for number, (label, sources, found) in enumerate(self.read(networks)):
                 if number >= self.count:
                     break
-                self.take(number, item)
+                self.take(number, label, sources, found)
+                bar.update()
             if number + 1 != self.count:
                 more = "more" if number >= self.count else number + 1
                 raise UsageError(f"count: expected {self.count} networks, found {more}")
@@ -116,40 +140,35 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for what, found in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
-            for why, names in found.items():
+        for what, which in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+            for why, names in which.items():
                 _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
 
-    def take(self, number: int, item: Any) -> None:
-        """Read one network into the tile, and write the tile if it is full."""
-        label, sources = self.described(number, item)
-        try:
-            opened = []
-            reasons: list[str] = []
-            for checkpoint in (_opened(source, self.made.key) for source in sources):
-                names = self.fitting.get(checkpoint.layout)
-                if names is None:
-                    names = names_in(checkpoint, self.made.rename)
-                    tensors = (replace(checkpoint.spec[stored], name=name) for name, stored in names.items())
-                    expected = self.expected or WeightSpec(tensors).select(self.patterns)
-                    if found := self.misfits(expected, checkpoint, names):
-                        reasons += found
-                    else:
-                        self.expected, self.reference = expected, self.reference or label
-                        self.fitting[checkpoint.layout] = names
-                opened.append((checkpoint, names))
-        except DataError as error:
-            if any(str(source).startswith(_HUB) for source in sources):
-                raise  # it may be there the next time
-            reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
-        if reasons:
-            self.unfit.setdefault(joined(reasons, _NAMED), []).append(label)
+    def read(self, networks: Iterable[Any]) -> Iterator[tuple[str, list[Any], _Network]]:
+        """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
+        items = (self.described(number, item) for number, item in enumerate(networks))
+        for label, sources in items:
+            found = _read_network(self.wanted, label, sources)
+            if self.wanted.spec is None and not found.reasons:
+                self.wanted, self.reference = replace(self.wanted, spec=found.spec), label
+            yield label, sources, found
+            if self.workers > 1 and self.wanted.spec is not None:
+                break
+        rest = list(items)
+        if rest:
+            parallel = Parallel(n_jobs=self.workers, return_as="generator", pre_dispatch=4 * self.workers)
+            results = parallel(delayed(_read_network)(self.wanted, label, sources) for label, sources in rest)
+            with contextlib.closing(results):
+                yield from ((*item, found) for item, found in zip(rest, results, strict=True))
+
+    def take(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
+        """Take a network into the tile, and write the tile if it is full."""
+        if found.reasons:
+            self.unfit.setdefault(joined(found.reasons, _NAMED), []).append(label)
         elif not self.unfit or self.skip_unfit:
             if self.manifest is None:
                 self.begin(len(sources) - 1)
-            self.fill(number, label, sources, opened)
-        if len(self.fitting) > _LAYOUTS:
-            self.fitting.clear()
+            self.fill(number, label, sources, found)
 
     def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
         """A label, and the source of a network and of its snapshots."""
@@ -166,90 +185,53 @@ class _Run:
                 raise UsageError(f"snapshots: expected a mapping of moments to sources, found {item!r}")
             sources = [item]
         named = isinstance(sources[0], str | Path)
-        if self.made.by_reference and not named:
-            raise UsageError(f"by_reference: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
+        for what, asked in (("by_reference", self.wanted.made.by_reference), ("workers", self.workers > 1)):
+            if asked and not named:
+                raise UsageError(f"{what}: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
     def begin(self, moments: int) -> None:
         """Make the population with the tensors that are expected."""
-        assert self.expected is not None
-        fitting = _TILE_BYTES // (4 * max(1, self.expected.size) * (1 + moments))
-        tile = _TILE if self.made.by_reference else max(1, min(_TILE, fitting))
-        self.made = replace(self.made, tile=tile, snapshots=tuple(self.snapshots or ()))
+        made, spec = self.wanted.made, self.wanted.spec
+        assert spec is not None
+        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
+        tile = _TILE if made.by_reference else max(1, min(_TILE, fitting))
+        made = replace(made, tile=tile, snapshots=tuple(self.snapshots or ()))
         texts = plugins.texts_of(name.partition(" ")[2] for name in self.inputs)
-        self.manifest = Manifest(self.made, self.expected, environment("cpu"), (self.count,), self.inputs, texts)
+        self.manifest = Manifest(made, spec, environment("cpu"), (self.count,), self.inputs, texts)
         manifests.create_or_match(self.path, self.manifest, resize=False)
         for folder in (self.path, self.path / manifests.SHARDS):
             atomic.sweep(folder)
-        size = 0 if self.made.by_reference else self.expected.size
-        self.weights = np.zeros((tile, 1 + moments, size), np.float32)
+        self.weights = np.zeros((tile, 1 + moments, 0 if made.by_reference else spec.size), np.float32)
         self.digests = np.zeros((tile, 1 + moments, 32), np.uint8)
         self.marks = {"diverged": np.zeros(tile, bool), "duplicate": np.zeros(tile, bool)}
 
-    def misfits(self, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
-        """What of a network is not as expected."""
-        chosen = {name for name in names if any(fnmatchcase(name, p) for p in self.patterns)}
-        skipped = {n: why for n, why in checkpoint.skipped.items() if _is_weight(checkpoint, n)}
-        skipped = {renamed(n, self.made.rename): why for n, why in skipped.items()}
-        refused = {
-            name: f"`{name}` is {why}"
-            for name, why in skipped.items()
-            if name in spec.slices or any(fnmatchcase(name, p) for p in self.patterns)
-        }
-        refused |= {
-            name: f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
-            for name in chosen
-            if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names
-        }
-        types = {name: checkpoint.dtype(names[name]) for name in chosen}
-        refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
-        lacking = [name for name in spec.names if name not in names and name not in refused]
-        out = [*refused.values()] + ([f"lacks {listing(lacking, most=_NAMED)}"] if lacking else [])
-        for name in spec.names:
-            if name in names and (found := checkpoint.shape(names[name])) != spec[name].shape:
-                out.append(f"`{name}` has shape {found}, expected {spec[name].shape}")
-        extra = [name for name in names if name in chosen and name not in spec.slices]
-        return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
-
-    def fill(
-        self, number: int, label: str, sources: list[Any], opened: list[tuple[Checkpoint, dict[str, str]]]
-    ) -> None:
+    def fill(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
         assert self.manifest is not None
-        spec, row, diverged = self.manifest.spec, len(self.kept) % self.manifest.tile, False
-        for i, (checkpoint, names) in enumerate(opened):
-            weights, finite = self.weights[row, i], True
-            if not self.made.by_reference:
-                checkpoint.read_into((names[name] for name in spec.names), weights)
-                digest, finite = hashlib.sha256(weights).digest(), bool(np.isfinite(weights).all())
-            elif checkpoint.commit is None:
-                digest, finite = digest_of(checkpoint, names, spec)
-            else:
-                digest = commit_digest(checkpoint.commit)
-            self.digests[row, i] = np.frombuffer(digest, np.uint8)
-            diverged = diverged or (i == 0 and not finite)
-        key = self.digests[row].tobytes()
+        row = len(self.kept) % self.manifest.tile
+        self.weights[row], self.digests[row] = found.weights, found.digests
+        key = found.digests.tobytes()
         duplicate = key in self.first
-        if diverged:
+        if not found.finite:
             self.left_out.setdefault("with NaN or infinite weights", []).append(label)
         if duplicate:
             self.left_out.setdefault("equal to an earlier one", []).append(f"{label} (= {self.first[key]})")
-        self.marks["diverged"][row], self.marks["duplicate"][row] = diverged or duplicate, duplicate
+        self.marks["diverged"][row], self.marks["duplicate"][row] = not found.finite or duplicate, duplicate
         self.first.setdefault(key, label)
-        config = opened[0][0].config
-        common = config if self.config is None else self.config
-        self.config = {k: v for k, v in common.items() if k in config and config[k] == v}
+        common = found.config if self.config is None else self.config
+        self.config = {k: v for k, v in common.items() if k in found.config and found.config[k] == v}
         self.kept.append(number)
-        self.sources.append(tuple(map(self.address, sources, opened)))
+        self.sources.append(tuple(map(self.address, sources, found.commits)))
         if row == self.manifest.tile - 1:
             self.write(self.manifest)
 
-    def address(self, source: Any, opened: tuple[Checkpoint, dict[str, str]]) -> str:
+    def address(self, source: Any, commit: str | None) -> str:
         """The text that the manifest has of a source: of a model at the hub with its commit."""
         if not isinstance(source, str | Path):
             return ""
-        if opened[0].commit is not None:
-            return f"{str(source).partition('@')[0]}@{opened[0].commit}"
-        return str(Path(source).expanduser().absolute()) if self.made.by_reference else str(source)
+        if commit is not None:
+            return f"{str(source).partition('@')[0]}@{commit}"
+        return str(Path(source).expanduser().absolute()) if self.wanted.made.by_reference else str(source)
 
     def write(self, manifest: Manifest) -> None:
         """Write the tile, or compare the digests of the one that is there."""
@@ -278,8 +260,8 @@ class _Run:
                     "the networks and metrics that they were"
                 )
         if there != "done":
-            weights = None if self.made.by_reference else self.weights[:, 0]
-            moments = self.weights[:, 1:] if weights is not None and self.made.snapshots else None
+            weights = None if self.wanted.made.by_reference else self.weights[:, 0]
+            moments = self.weights[:, 1:] if weights is not None and manifest.snapshots else None
             seeds = shards.seeds_of(manifest, first, manifest.tile)
             done = shards.TrainedTile(tile, weights, seeds, metrics, moments, self.digests)
             shards.save(self.path, manifest, done, "import")
@@ -288,9 +270,11 @@ class _Run:
         """Write the last tile, and the manifest with the networks that fitted."""
         assert self.manifest is not None
         n = len(self.kept)
-        recipe = self.made.recipe and self.made.recipe.replace({"population.networks": n})
+        imported = self.manifest.imported
+        assert imported is not None
+        recipe = imported.recipe and imported.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
-        made = replace(self.made, recipe=recipe, sources=sources, config=self.config or {})
+        made = replace(imported, recipe=recipe, sources=sources, config=self.config or {})
         final, there = replace(self.manifest, made=made, sizes=(n,)), manifests.read(self.path)
         if n % final.tile:
             self.write(final)
@@ -321,6 +305,7 @@ def import_networks(
     snapshots: Sequence[int] | None = None,
     by_reference: bool = False,
     skip_unfit: bool = False,
+    workers: int = 1,
     progress: bool = True,
 ) -> None:
     """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
@@ -345,14 +330,89 @@ def import_networks(
         made = replace(made, recipe=network.replace({"population.networks": count}))
     elif network is not None:
         made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
-    patterns = [p.strip() for p in select.split(",")] if isinstance(select, str) else list(select)
-    run = _Run(path, made, count, columns, patterns, skip_unfit, snapshots)
+    patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
+    workers = checks.count("workers", workers)
+    run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, workers)
     run.expect_network()
-    with contextlib.closing(tqdm(networks, total=count, desc="import", disable=None if progress else True)) as bar:
-        run.all(bar)
+    with tqdm(total=count, desc="import", disable=None if progress else True) as bar:
+        run.all(networks, bar)
 
 
 # --- one source -------------------------------------------------------------------------------------------------------
+
+
+_fitting: dict[Any, dict[str, str]] = {}  # (wanted, layout of a file that fits) -> names, here -> as stored
+
+
+def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Network:
+    """Read a network and its snapshots, in this process or another."""
+    opened, reasons, spec = [], list[str](), wanted.spec
+    if len(_fitting) > _LAYOUTS:
+        _fitting.clear()
+    try:
+        for source in sources:
+            checkpoint = _opened(source, wanted.made.key)
+            key = wanted.spec, wanted.made.rename, wanted.patterns, checkpoint.layout
+            if (names := _fitting.get(key)) is None:
+                names = names_in(checkpoint, wanted.made.rename)
+                spec = spec or WeightSpec(
+                    replace(checkpoint.spec[stored], name=name) for name, stored in names.items()
+                ).select(wanted.patterns)
+                if found := _misfits(wanted, spec, checkpoint, names):
+                    reasons += found
+                    continue
+                if wanted.spec is not None:
+                    _fitting[key] = names
+            opened.append((checkpoint, names))
+    except DataError as error:
+        if any(str(source).startswith(_HUB) for source in sources):
+            raise  # it may be there the next time
+        reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
+    if reasons or spec is None:
+        return _Network(reasons=tuple(reasons))
+    digests, finite = [], []
+    weights = np.empty((len(opened), 0 if wanted.made.by_reference else spec.size), np.float32)
+    for row, (checkpoint, names) in zip(weights, opened, strict=True):
+        if not wanted.made.by_reference:
+            checkpoint.read_into((names[name] for name in spec.names), row)
+            digests.append(hashlib.sha256(row.data).digest())
+            finite.append(bool(np.isfinite(row).all()))
+        elif checkpoint.commit is None:
+            digest, good = digest_of(checkpoint, names, spec)
+            digests.append(digest)
+            finite.append(good)
+        else:
+            digests.append(commit_digest(checkpoint.commit))
+            finite.append(True)
+    commits = tuple(checkpoint.commit for checkpoint, _ in opened)
+    table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(opened), 32)
+    return _Network(spec, weights, table, finite[0], opened[0][0].config, commits)
+
+
+def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
+    """What of a network is not as expected."""
+    chosen = {name for name in names if any(fnmatchcase(name, p) for p in wanted.patterns)}
+    skipped = {n: why for n, why in checkpoint.skipped.items() if _is_weight(checkpoint, n)}
+    skipped = {renamed(n, wanted.made.rename): why for n, why in skipped.items()}
+    refused = {
+        name: f"`{name}` is {why}"
+        for name, why in skipped.items()
+        if name in spec.slices or any(fnmatchcase(name, p) for p in wanted.patterns)
+    }
+    refused |= {
+        name: f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
+        for name in chosen
+        if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names
+    }
+    types = {name: checkpoint.dtype(names[name]) for name in chosen}
+    refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
+    lacking = [name for name in spec.names if name not in names and name not in refused]
+    out = [*refused.values()] + ([f"lacks {listing(lacking, most=_NAMED)}"] if lacking else [])
+    for name in spec.names:
+        if name in names and (found := checkpoint.shape(names[name])) != spec[name].shape:
+            out.append(f"`{name}` has shape {found}, expected {spec[name].shape}")
+    extra = [name for name in names if name in chosen and name not in spec.slices]
+    return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
 
 
 def renamed(name: str, rename: Sequence[str]) -> str:

@@ -98,7 +98,8 @@ class Population(Result):
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
                 that hold several; `snapshots`, the moments to keep of mappings, by default those of the first;
                 `by_reference`, keep paths and digests only, and read weights from there; `skip_unfit`, leave out
-                networks that do not fit, with a warning; `progress`, show a bar if stderr is a terminal.
+                networks that do not fit, with a warning; `workers`, the processes that read paths; `progress`, show a
+                bar if stderr is a terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.
