@@ -409,6 +409,10 @@ def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp
         hub.fail, hub.drop = {"model.safetensors": [500, 503]}, 1
         assert np.array_equal(population.weights(), rows_of(population, [found]))
         assert len(hub.ranges()) == len(set(hub.ranges())) + 3  # those that were dropped
+        assert {row["name"][:5]: row["status"] for row in verify(population.path).rows()} == {
+            "00000": "verified",
+            "hf://": "unverified",
+        }
     assert np.array_equal(copied.weights(), population.weights("second.*"))
     assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
     assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)

@@ -389,9 +389,10 @@ def _population(path: Path) -> Verification:
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
             rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    rows += [
-        _row(name, "damaged" if error else "verified", "sha256", error) for name, error in population.check_sources()
-    ]
+    for name, error in population.check_sources():
+        known = not name.startswith("hf://")  # of a model at the hub only the commit, of which nothing is fetched
+        asks = error or ("" if known else f"only its commit is known; weightscope verify {name} --download")
+        rows.append(_row(name, "damaged" if error else "verified" if known else "unverified", "sha256" * known, asks))
     return Verification(str(path), tuple(rows))
 
 
