@@ -140,9 +140,10 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for what, which in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+        for what, which in (("left out of statistics", self.left_out), ("not imported", self.unfit)):
             for why, names in which.items():
-                _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
+                count = f"{len(names)} network{'s' * (len(names) > 1)}"
+                _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
 
     def read(self, networks: Iterable[Any]) -> Iterator[tuple[str, list[Any], _Network]]:
         """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
