@@ -101,10 +101,11 @@ def paired_differences(
         if lost.any():
             ax.plot(values[lost], apart[lost], "x", ms=4.5, gid="diverged", **points)
         mean = float(values.mean())
-        ends = row["interval"] and [metric.factor * end for end in row["interval"]]
+        ends = [metric.factor * end for end in row["interval"]] if metric.tells(row["interval"]) else None
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
         if ends is None:
-            means.append(f"{signed(mean, metric.decimals - 1)} ({'one seed' if len(values) == 1 else 'all equal'})")
+            why = "one seed" if len(values) == 1 else "all equal" if row["interval"] is None else "too few seeds"
+            means.append(f"{signed(mean, metric.decimals - 1)} ({why})")
         else:
             means.append(f"{signed(mean, places(ends[1] - ends[0]))} ({interval(*ends)})")
         equal = int((values == 0).sum())
@@ -119,7 +120,7 @@ def paired_differences(
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
     if left_out := sum(row.get("left_out", 0) for row in rows):
         label += f"; {left_out} diverged networks left out"
-    ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
+    ax.set_xlabel(wrap(label, 0.6 * canvas.width, LABEL))
     return canvas.finish(title)
 
 
