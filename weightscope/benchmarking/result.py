@@ -143,8 +143,15 @@ class BenchResult(Result):
         )
 
     def table(self, form: str = "text") -> str:
-        """A table like those of the papers, in "text", "markdown" or "latex" (booktabs); see `paper_table`."""
-        return paper_table(self.arms, form, self.metric)
+        """A table like those of the papers, in "text", "markdown" or "latex" (booktabs): a column per cell and length.
+
+        An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the adjusted interval
+        of its difference from the reference on the same seeds; the reference, in the first row, has none. The best mean
+        of a column is bold (`*` in text), of the arms with the most seeds: a mean over the networks that did not
+        diverge is not comparable with one over all. A dagger marks a difference from the reference at an adjusted level
+        of 0.05.
+        """
+        return _table(self.arms, form, self.metric)
 
     def contrast(self, text: str) -> dict[str, Any]:
         """The test of one contrast of these arms, such as `"mean(a) - mean(b)"`, see `Contrast`.
@@ -258,14 +265,7 @@ def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") 
 # --- tables like those of the papers ----------------------------------------------------------------------------------
 
 
-def paper_table(arms: Sequence[Mapping[str, Any]], form: str = "text", metric: Metric = ACCURACY) -> str:
-    """Means with the half width of their paired intervals, one column for each cell and length.
-
-    An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the adjusted interval of
-    its difference from the reference on the same seeds; the reference, in the first row, has none. The best mean of a
-    column is bold (`*` in text), of the arms with the most seeds: a mean over the networks that did not diverge is not
-    comparable with one over all. A dagger marks a difference from the reference at an adjusted level of 0.05.
-    """
+def _table(arms: Sequence[Mapping[str, Any]], form: str, metric: Metric) -> str:
     choice("form", form, FORMATS)
     columns: dict[Any, dict[str, Mapping[str, Any]]] = {}
     for row in arms:

@@ -143,7 +143,8 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; "
             "of a model converted for CTranslate2 or another program, open the original"
         )
-    weights, skipped = weights_in(value, key, file.where, _is_tensor)
+    known = {*_TENSORS, *_PARAMETERS}
+    weights, skipped = weights_in(value, key, file.where, lambda x: isinstance(x, Call) and x.name in known)
     tensors: dict[str, StoredTensor] = {}
     for name, item in weights.items():
         found = _tensor(printable(name, file.where), item, places, file.where)
@@ -168,10 +169,6 @@ def _storage(pid: Any, where: str) -> tuple[str, torch.dtype | None, int]:
             if kind in _STORAGES and count >= 0:
                 return key, _STORAGES[kind], count
     raise DataError(f"{where}: its pickle asks for something that is not a storage of numbers")
-
-
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, Call) and (item.name in _TENSORS or item.name in _PARAMETERS)
 
 
 def _tensor(name: str, item: Any, places: _Places, where: str) -> FileTensor | str:

@@ -217,7 +217,7 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
     if difference is None:
         return "the reference of the comparison"
     if ci95 is None or p is None or not tells(ci95):
-        return f"cannot be judged: too few seeds{f' ({n})' if n is not None else ''}"
+        return f"not comparable: too few seeds{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
     digits = places(high - low)
     chance = p_value(p) + (f", {n} paired seeds" if n is not None else "")

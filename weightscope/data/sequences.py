@@ -235,7 +235,6 @@ class Text(Corpus):
 
     @property
     def vocabulary(self) -> int:
-        """The number of characters or words, v."""
         return len(self.units)
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
@@ -270,7 +269,6 @@ class Text(Corpus):
         return tuple(ScoredSequences(*map(torch.cat, zip(*group, strict=True))) for group in groups)
 
     def to(self, device: torch.device) -> "Text":
-        """The same with the training text on a device."""
         return replace(self, train=self.train.to(device))
 
 

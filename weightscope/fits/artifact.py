@@ -145,7 +145,6 @@ class Numbers(StrictModel):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The header's part."""
         return self.model_dump(mode="json", exclude=None if self.left_out else {"left_out"})
 
     def arrays(self) -> dict[str, np.ndarray]:

@@ -202,7 +202,6 @@ class ScheduleFit(Numbers):
         return {key: getattr(self, key) for key in ("sigma0", "v", "a", "scale", "psd", "schedule")}
 
     def text(self) -> str:
-        """The equivalent call, and the fit layer by layer."""
         numbers = ", ".join(f"{key}={getattr(self, key):.4g}" for key in ("sigma0", "v", "a", "scale"))
         call = f'conv_covariance_(net, {numbers}, psd="{self.psd}", schedule="{self.schedule}")'
         forms = {"sigma": "sigma", "alone": "sigma_alone", "scale": "scale", "R2": "r2", "R2 alone": "r2_alone"}

@@ -115,7 +115,6 @@ class Diagonal(AffineGaussian):
 
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
-        """Accumulates mean and variance of each entry."""
         moments = EntryMoments(spec.size)
         return Accumulator(moments.update, lambda: cls.from_moments(moments, spec))
 

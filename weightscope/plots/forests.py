@@ -59,7 +59,9 @@ def heldout_scores(
         ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     theme.reference(ax, 0)
-    reasons = [wrap(f"{row['structure']} is not fitted: {row['failed']}", canvas.width) for row in failed]
+    reasons = [
+        wrap(f"{row['structure']} is not fitted: {row['failed']}".replace("`", ""), canvas.width) for row in failed
+    ]
     ax.set_xlabel("\n".join([f"held-out log-likelihood per network, relative to the best (nats{scale})", *reasons]))
     for y in range(len(fitted), len(rows)):
         theme.outside(ax, 0, y, "not fitted", 4, color=theme.MUTED)
