@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     population = Population.of(files, tmp_path / "zoo.pop", skip_unfit=True, metrics={"number": range(9)})
     assert np.array_equal(population.weights(), rows_of(population, [found[k] for k in (0, 1, 8)]))
     assert population.metrics["number"].tolist() == [0, 1, 8]
-    assert "do not fit" in caplog.text
+    assert "network not imported, " in caplog.text
     assert [row["source"] for row in population.rows()] == [str(files[k]) for k in (0, 1, 8)]
     renamed = Population.of(files[:3], tmp_path / "renamed.pop", rename=["module.="])
     assert np.array_equal(renamed.weights(), rows_of(renamed, found[:3]))
@@ -512,6 +512,9 @@ def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
         population = Population(path)
         assert np.array_equal(population.weights(), rows_of(population, found))
         np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
+    table.assign(path=["0.onnx", None, "2.onnx"]).to_parquet(tmp_path / "zoo.parquet")
+    with pytest.raises(DataError, match="row 2 has no path"):
+        sources_of([str(tmp_path / "zoo.parquet")])
 
 
 @pytest.mark.parametrize("by_reference", [False, True])

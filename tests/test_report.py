@@ -144,9 +144,9 @@ VERDICTS = [
     (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 10⁻³⁰⁰)"),
     (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.0 percentage points"),
     (None, None, None, None, "the reference of the comparison"),
-    (0.02, (-np.inf, np.inf), np.nan, 1, "cannot be judged: too few seeds (1)"),
-    (0.02, (-1.0, 1.0), 0.4, 2, "cannot be judged: too few seeds (2)"),
-    (0.02, None, None, None, "cannot be judged: too few seeds"),
+    (0.02, (-np.inf, np.inf), np.nan, 1, "not comparable: too few seeds (1)"),
+    (0.02, (-1.0, 1.0), 0.4, 2, "not comparable: too few seeds (2)"),
+    (0.02, None, None, None, "not comparable: too few seeds"),
 ]
 
 

@@ -16,7 +16,7 @@ from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note, tells
+from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -220,7 +220,7 @@ def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
     lines = []
     for row in contrasts:
         p = p_text(row["p_holm" if several else "p"])
-        shown = _interval(row["ci"], metric, "+") if tells(row["ci"], metric) else TOO_FEW
+        shown = _interval(row["ci"], metric, "+") if metric.tells(row["ci"]) else TOO_FEW
         late = "" if row["declared"] else "post hoc"
         lines.append([row["contrast"], f"{row['pairs']}", _number(row["difference"], metric, "+"), shown, p, late])
     header = ("declared contrast", "seeds", "difference", kind, "p (Holm)" if several else "p", "")
@@ -250,7 +250,7 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
         return ["", "", ""]
     p = p_text(row["p_holm" if key == "difference" else f"{key}_p_holm"])
     interval = row[f"{key}_ci_holm"]
-    shown = _interval(interval, metric, "+") if tells(interval, metric) else TOO_FEW
+    shown = _interval(interval, metric, "+") if metric.tells(interval) else TOO_FEW
     return [_number(row[key], metric, "+"), shown, p]
 
 
@@ -295,7 +295,7 @@ def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, 
     None if no network has a finite value, or if there are too few seeds to compare any of them.
     """
     compared = [row["difference_ci_holm"] for row in column if row["difference"] is not None]
-    if compared and not any(tells(interval, metric) for interval in compared):
+    if compared and not any(metric.tells(interval) for interval in compared):
         return None
     most = max(row["n"] for row in column)
     means = [row["mean"] for row in column if row["n"] == most and row["mean"] is not None]
@@ -325,7 +325,7 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: 
         mean = {"latex": rf"\textbf{{{mean}}}", "markdown": f"**{mean}**", "text": f"*{mean}"}[form]
     if row["difference"] is None:
         return mean
-    if not tells(row["difference_ci_holm"], metric):
+    if not metric.tells(row["difference_ci_holm"]):
         return f"{mean} ({TOO_FEW})"
     low, high = row["difference_ci_holm"]
     half = f"{metric.factor / 2 * (high - low):.{decimals}f}"

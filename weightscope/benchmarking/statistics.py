@@ -294,14 +294,6 @@ def _worst_ranks(values: np.ndarray, base: np.ndarray, metric: Metric) -> float:
     return float(stats.wilcoxon(differences, zero_method="zsplit").pvalue) if differences.any() else 1.0
 
 
-def tells(interval: Sequence[float] | None, metric: Metric = ACCURACY) -> bool:
-    """Whether the interval of a difference says anything: it is narrower than the range of the metric.
-
-    A wider one, such as that of two seeds at an adjusted level, holds 0 and at least half of what is possible.
-    """
-    return interval is not None and interval[1] - interval[0] < metric.bounds[1] - metric.bounds[0]
-
-
 def holm_levels(p_values: Sequence[float]) -> list[float]:
     """What Holm's procedure compares m p-values with: 0.05 / (m - rank), up to the first that is not below it."""
     ranks, m = np.argsort(np.argsort(p_values, kind="stable")), len(p_values)

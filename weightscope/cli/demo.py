@@ -20,7 +20,6 @@ from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
-from weightscope.benchmarking.statistics import tells
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
@@ -216,8 +215,8 @@ def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | N
     """
     if difference is None:
         return "the reference of the comparison"
-    if ci95 is None or p is None or not tells(ci95):
-        return f"cannot be judged: too few seeds{f' ({n})' if n is not None else ''}"
+    if ci95 is None or p is None or not ACCURACY.tells(ci95):
+        return f"not comparable: too few seeds{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
     digits = places(high - low)
     chance = p_value(p) + (f", {n} paired seeds" if n is not None else "")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -52,6 +53,13 @@ class Metric:
     def better(self, difference: float) -> bool:
         """Whether a value that is larger by `difference` is better."""
         return self.sign * difference > 0
+
+    def tells(self, interval: Sequence[float] | None) -> bool:
+        """Whether the interval of a difference says anything: it is narrower than the range of the metric.
+
+        A wider one, such as that of two seeds at an adjusted level, holds 0 and at least half of what is possible.
+        """
+        return interval is not None and interval[1] - interval[0] < self.bounds[1] - self.bounds[0]
 
     def amount(self, difference: float) -> str:
         """The size of a difference in words: `2.1 points`, `0.023 bits per token`."""

@@ -52,8 +52,7 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
     for row in rows:
         interval = row.get("difference_ci_holm" if compared else "ci95")
         shift = row["mean"] - (row.get("difference") or 0)
-        wide = compared and interval is not None and interval[1] - interval[0] >= metric.bounds[1] - metric.bounds[0]
-        if row["n"] == 1 or interval is None or wide:
+        if row["n"] == 1 or interval is None or (compared and not metric.tells(interval)):
             found.append((row["mean"], row["mean"]))
         else:
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))

@@ -59,7 +59,9 @@ def heldout_scores(
         ax.xaxis.set_major_locator(MaxNLocator(6))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
     theme.reference(ax, 0)
-    reasons = [wrap(f"{row['structure']} is not fitted: {row['failed']}", canvas.width) for row in failed]
+    reasons = [
+        wrap(f"{row['structure']} is not fitted: {row['failed']}".replace("`", ""), canvas.width) for row in failed
+    ]
     ax.set_xlabel("\n".join([f"held-out log-likelihood per network, relative to the best (nats{scale})", *reasons]))
     for y in range(len(fitted), len(rows)):
         theme.outside(ax, 0, y, "not fitted", 4, color=theme.MUTED)
@@ -99,10 +101,11 @@ def paired_differences(
         if lost.any():
             ax.plot(values[lost], apart[lost], "x", ms=4.5, gid="diverged", **points)
         mean = float(values.mean())
-        ends = row["interval"] and [metric.factor * end for end in row["interval"]]
+        ends = [metric.factor * end for end in row["interval"]] if metric.tells(row["interval"]) else None
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
         if ends is None:
-            means.append(f"{signed(mean, metric.decimals - 1)} ({'one seed' if len(values) == 1 else 'all equal'})")
+            why = "one seed" if len(values) == 1 else "all equal" if row["interval"] is None else "too few seeds"
+            means.append(f"{signed(mean, metric.decimals - 1)} ({why})")
         else:
             means.append(f"{signed(mean, places(ends[1] - ends[0]))} ({interval(*ends)})")
         equal = int((values == 0).sum())
@@ -117,7 +120,7 @@ def paired_differences(
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
     if left_out := sum(row.get("left_out", 0) for row in rows):
         label += f"; {left_out} diverged networks left out"
-    ax.set_xlabel(wrap(label, 0.75 * canvas.width, LABEL))
+    ax.set_xlabel(wrap(label, 0.6 * canvas.width, LABEL))
     return canvas.finish(title)
 
 

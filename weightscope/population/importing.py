@@ -140,9 +140,10 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for what, which in (("are left out of statistics", self.left_out), ("do not fit", self.unfit)):
+        for what, which in (("left out of statistics", self.left_out), ("not imported", self.unfit)):
             for why, names in which.items():
-                _log.warning("%s: %d networks %s, %s: %s", self.path, len(names), what, why, joined(names, _NAMED))
+                count = f"{len(names)} network{'s' * (len(names) > 1)}"
+                _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
 
     def read(self, networks: Iterable[Any]) -> Iterator[tuple[str, list[Any], _Network]]:
         """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
@@ -647,7 +648,7 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
         raise DataError(
             f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, columns), 8) or 'no rows'}"
         )
-    texts = [str(row[place] or "") for row in rows]
+    texts = ["" if row[place] is None or row[place] != row[place] else str(row[place]) for row in rows]  # NaN: none
     if "" in texts:
         raise DataError(f"{file}: row {texts.index('') + 1} has no {place}")
     numbers = {}

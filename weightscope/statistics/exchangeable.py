@@ -11,6 +11,7 @@ Tests of the pairs of such a covariance say which tensors of a network are corre
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations
 from math import atanh, copysign, inf, prod, sqrt, tanh
 from typing import Any, Literal
@@ -409,6 +410,7 @@ def design_effect(found: TypeCovariance) -> float:
     return max(1.0, float(np.median(pairs))) if len(pairs) else 1.0
 
 
+_student = cache(stats.t)  # to freeze it takes longer than to test a pair
 _Tested = tuple[float, tuple[float, float], float, float]
 
 
@@ -420,7 +422,7 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     known = bool(np.isfinite(own[1]))
     r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
     error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
-    return r, *fisher_interval(r, error, stats.t(found.networks - 1) if known else stats.norm)
+    return r, *fisher_interval(r, error, _student(found.networks - 1) if known else stats.norm)
 
 
 def fisher_interval(r: float, error: float, null: Any) -> tuple[tuple[float, float], float, float]:

@@ -39,7 +39,8 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
     if not failing:
         return f"exchangeable by distribution: no effect of the index in {number} (permutation test, p >= {level:g})"
     shown = [
-        f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p = {e.p:.2g}; {len(e.beyond)} beyond chance)"
+        f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p = {e.p:.2g}; "
+        f"{len(e.beyond)} means and variances beyond chance)"
         for e in failing
     ]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
