@@ -74,7 +74,11 @@ def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
         place = {**row.get("cell", {}), **row.get("numbers", {})}
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
         if row["difference"] is not None and {x, y} <= set(place):
-            parts = [label_without(row["init"], x, y), point_text(rest), f"{row['epochs']} epochs"]
+            parts = [
+                label_without(row["init"], x, y),
+                point_text(rest),
+                f"{row['epochs']} epoch{'s'[: row['epochs'] != 1]}",
+            ]
             groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     return groups
 

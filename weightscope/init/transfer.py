@@ -11,7 +11,7 @@ from weightscope._util.checks import choice, count, number
 from weightscope._util.names import listing
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.anatomy.places import Source, places
-from weightscope.errors import SpecError, UsageError
+from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init._trained import chosen, layers_of
 from weightscope.init.base import INITIALISERS, Generator, M, put
@@ -37,6 +37,8 @@ def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: s
                 f"`{name}`: expected {shape}, found {tuple(found.shape)} in the source; "
                 "use select_weights_ to copy from a wider network"
             )
+        if not bool(found.isfinite().all()):
+            raise DataError(f"`{name}`: expected finite values in the source, found NaN or infinity")
         out[name] = found
     return out
 

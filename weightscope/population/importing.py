@@ -29,7 +29,7 @@ from tqdm import tqdm
 from weightscope._util import atomic, checks, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
-from weightscope._util.sources import as_path, read_regular
+from weightscope._util.sources import as_path, is_population, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
@@ -575,6 +575,8 @@ def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
     """The networks in a path, each with its metrics."""
     if path.suffix in (".csv", ".parquet"):
         return _table(path)
+    if is_population(path):
+        raise UsageError(f"{path}: expected networks, found a population, which every command takes as it is")
     if not path.is_dir():
         return [(str(path), {})]
     inside = sorted(path.iterdir())
