@@ -41,6 +41,7 @@ PARTS: dict[str, dict[str, str]] = {
     "QK turned": {"turn": "k"},
     "VO turned": {"turn": "v"},
 }
+BOTH = {"W_V and W_O turned": {"turn": "vo"}, "W_Q and W_K turned": {"turn": "qk"}}  # keep the products
 FIRST = (("law, gain 4", "default"), ("law, gain 4", "scale only"), ("mimetic", "law, gain 4"))
 SECOND = (
     ("law", "uncorrelated"),
@@ -51,6 +52,7 @@ SECOND = (
     ("population", "population, uncorrelated"),
 )
 THIRD = (("law, VO only", "law"), ("mimetic", "law, VO only"), ("law, QK turned", "law"))
+POST_HOC = tuple((arm, "law") for arm in BOTH)
 SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
@@ -59,6 +61,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
     "fashion, parts": (FASHION | SMALL, 7_400_000, 64, SECOND),
     "cifar10, parts": (CIFAR | SMALL, 7_400_000, 64, SECOND),
     "digits, parts": ({}, 7_600_000, 32, THIRD),
+    "both signs turned": ({}, 7_600_000, 32, POST_HOC),
 }
 
 
@@ -83,6 +86,8 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
     population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
     own = law("population", population, POPULATION_GAIN, select=MATRICES, joint="all")
     part = {"name": reference_to(law_parts_), "law": four.artifact}
+    if SETTINGS[name][3] is POST_HOC:
+        return {"law": four} | {arm: InitConfig.model_validate(part | options) for arm, options in BOTH.items()}
     found = {
         "law": four,
         "scale only": control(four, "scale"),
