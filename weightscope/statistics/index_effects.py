@@ -99,8 +99,9 @@ class IndexEffects:
                     sums = kept.setdefault((view.name, *key), np.zeros((_BUNDLES, *values.shape[1:])))
                     np.add.at(sums, bundle, values)
                     first = self._first.setdefault((label, view.name, key[0]), values[0])
-                    if not np.allclose(values, first, rtol=1e-9, atol=0):
-                        self._varying.add((bare(label), view.name, key[0]))
+                    what = bare(label), view.name, key[0]
+                    if what not in self._varying and not np.allclose(values, first, rtol=1e-9, atol=0):
+                        self._varying.add(what)
 
     def effects(self, seed: int = 0) -> tuple[IndexEffect, ...]:
         """One for each group that could be tested, in the specification's order; none with a single network."""
