@@ -59,6 +59,7 @@ def main(study: Path = STUDY, out: Path = HERE / "pretrained_law.png") -> None:
         base = 100 * np.mean(results[name]["accuracies"]["default"])
         ax.set_title(f"{TITLES[name]}\nn = {results[name]['n']}, default {base:.1f} %", fontsize=9)
         ax.grid(axis="y", lw=0.4, alpha=0.4)
+    figure.suptitle("The law of DINOv2 helps by its values and outputs; its queries and keys do not", fontsize=10)
     plots.save(figure, out)
 
 

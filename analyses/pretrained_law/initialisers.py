@@ -1,4 +1,4 @@
-"""A law restricted to some of the matrices of a ViT's blocks, or with the sign of one of them turned."""
+"""A law restricted to some of the matrices of a ViT's blocks, or with signs or the residual branches' size changed."""
 
 from functools import cache
 
@@ -11,9 +11,18 @@ loaded = cache(load_init)  # of 70 MB
 
 
 def law_parts_(
-    module: nn.Module, *, law: str, parts: str = "qkvo12", turn: str = "", generator: torch.Generator | None = None
+    module: nn.Module,
+    *,
+    law: str,
+    parts: str = "qkvo12",
+    turn: str = "",
+    residual: float = 1.0,
+    generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """Initialise W_Q, W_K, W_V, W_O, fc1, fc2 (q, k, v, o, 1, 2) by an artifact; the others stay, some change sign."""
+    """Initialise W_Q, W_K, W_V, W_O, fc1, fc2 (q, k, v, o, 1, 2) by an artifact; the others stay, some change sign.
+
+    `residual` is a factor on W_O and fc2, which end the residual branches.
+    """
     views = [(part, key) for part in anatomy.self_attention(module) for key in "qkvo"]
     views += [(part, key) for part in anatomy.mlps(module) for key in ("fc1", "fc2")]
     before = [part.read(key).clone() for part, key in views]
@@ -23,4 +32,6 @@ def law_parts_(
             part.write(key, value)
         elif key[-1] in turn:
             part.write(key, -part.read(key))
+        elif key[-1] in "o2":
+            part.write(key, residual * part.read(key))
     return module

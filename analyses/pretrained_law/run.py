@@ -53,6 +53,8 @@ SECOND = (
 )
 THIRD = (("law, VO only", "law"), ("mimetic", "law, VO only"), ("law, QK turned", "law"))
 POST_HOC = tuple((arm, "law") for arm in BOTH)
+FOURTH = (("law", "default"), ("mimetic", "law"), ("law, VO only", "law"))
+FIFTH = (("law, residual x 0.5", "law"), ("law, residual x 2", "law"))
 SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
@@ -62,6 +64,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
     "cifar10, parts": (CIFAR | SMALL, 7_400_000, 64, SECOND),
     "digits, parts": ({}, 7_600_000, 32, THIRD),
     "both signs turned": ({}, 7_600_000, 32, POST_HOC),
+    "digits, learned positions": ({"network.positions": "learned"}, 7_800_000, 64, FOURTH),
+    "digits, residual branches": ({}, 7_800_000, 64, FIFTH),
 }
 
 
@@ -98,7 +102,10 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         "population": own,
         "population, uncorrelated": control(own, "uncorrelated"),
     }
-    return {arm: found[arm] for arm in sum(THIRD, ())} if SETTINGS[name][3] is THIRD else found
+    found |= {f"law, residual x {c:g}": InitConfig.model_validate(part | {"residual": c}) for c in (0.5, 2.0)}
+    contrasts = SETTINGS[name][3]
+    wanted = [arm for arm in found if "residual" not in arm] if contrasts is SECOND else sum(contrasts, ())
+    return {arm: found[arm] for arm in wanted if arm != "default"}
 
 
 def drawn(init: Callable[..., nn.Module]) -> dict[str, list[float]]:
