@@ -491,10 +491,11 @@ def _with_absent(places: Sequence[Place], tensors: NamedTensors) -> list[Place]:
         gaps.append(_gap(last[kind], place.path, len(places)) if kind in last else None)
         last[kind] = place.path
     one_by_one = {template(place.path) for place, gap in zip(places, gaps, strict=True) if gap == []}
+    there = {name[:i] for name in tensors.every for i, c in enumerate(name) if c == "."}
     out, absent = list[Place](), set[str]()
     for place, gap in zip(places, gaps, strict=True):
         for block, path in gap or () if template(place.path) in one_by_one else ():
-            if block not in absent and not any(name.startswith(f"{block}.") for name in tensors.every):
+            if block not in absent and block not in there:
                 absent.add(block)
                 out.append(Place(path, None, "is absent", path, sure=True))
         out.append(place)
