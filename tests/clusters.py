@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from weightscope.training.workers import Workers
+from weightscope._util.workers import Workers
 
 HERE = Path(__file__).parent
 TORTURE = bool(os.environ.get("TORTURE"))

@@ -168,6 +168,6 @@ def train_tile_or_raise(recipe, tile, **options):
 
 def hang(folder):
     """Give two workers something to do without end."""
-    from weightscope.training.workers import Workers, spread
+    from weightscope._util.workers import Workers, spread
 
     list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))

@@ -15,11 +15,11 @@ import fake_training as fake
 import kill_workers
 import pytest
 
+from weightscope._util import workers
+from weightscope._util.workers import ATTEMPTS, ClusterLost, TilesFailed, WorkerDied, Workers, on_each, spread
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population
-from weightscope.training import workers
 from weightscope.training.collection import collect
-from weightscope.training.workers import ATTEMPTS, ClusterLost, TilesFailed, WorkerDied, Workers, on_each, spread
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 

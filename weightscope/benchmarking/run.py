@@ -22,6 +22,7 @@ from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
+from weightscope._util.workers import Workers, chosen_workers
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
 from weightscope.benchmarking.result import BenchResult
@@ -37,7 +38,6 @@ from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.planning import TileCost, tile_costs
 from weightscope.training.request import Request, check_sources, choose_tile
-from weightscope.training.workers import Workers, chosen_workers
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most

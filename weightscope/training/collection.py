@@ -22,6 +22,7 @@ from typing import Any
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.trust import trusting
+from weightscope._util.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers, spread
 from weightscope.data.images import Bar
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
@@ -30,7 +31,6 @@ from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training import status
 from weightscope.training.request import Request, warn_of_other_builds
-from weightscope.training.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers, spread
 
 _log = logging.getLogger(__name__)
 Item = tuple[int, int]  # index of a request, and a tile of its population

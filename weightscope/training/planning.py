@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from weightscope._util.results import Result, duration
+from weightscope._util.workers import Workers, chosen_workers, on_each, spread
 from weightscope.data.task import Source
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -19,7 +20,6 @@ from weightscope.training.devices import current, one_thread
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels.functions import Kernels
 from weightscope.training.request import Request, timed
-from weightscope.training.workers import Workers, chosen_workers, on_each, spread
 
 _TIMED_SECONDS, _MOST_STEPS = 2.0, 64  # on each worker
 

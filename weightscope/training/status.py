@@ -21,10 +21,10 @@ import numpy as np
 from weightscope._util import atomic
 from weightscope._util.results import Result, duration
 from weightscope._util.sources import POPULATION_FILE, is_population, read_regular
+from weightscope._util.workers import SILENT_SECONDS
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population.manifest import Manifest
-from weightscope.training.workers import SILENT_SECONDS
 
 RUNNING = "running"
 _BEAT_SECONDS = 5.0

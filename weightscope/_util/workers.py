@@ -1,4 +1,3 @@
-# ruff: noqa: D102 - the methods of pools are described in `Pool`
 """Run one function over many tiles on workers: processes of this machine, a dask cluster, or ray.
 
 A task is a function of its tile and its result is a file, so a tile can be given to another worker at any time. Pools
