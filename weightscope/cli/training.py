@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -150,15 +152,27 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     """
     from weightscope.training.status import status
 
+    shown = None
     while True:
         found = status(path)
-        if watch:
-            click.clear()
-        click.echo("\n".join(each.text() for each in found))
-        if not watch or all(each.complete or not each.networks for each in found):
+        states = found.trained, found.damaged, [(mark["tile"], mark["state"]) for mark in found.marks]
+        if watch and sys.stdout.isatty():
+            click.echo(f"\033[H{_fitted(found.text(), *shutil.get_terminal_size())}\033[J", nl=False)
+        elif states != shown:  # in a file, not every two seconds
+            click.echo(found.text())
+        shown = states
+        if not watch or found.complete or not found.networks:
             break
         time.sleep(2)
-    write_json(json_file, {"populations": [each.to_dict() for each in found]})
+    write_json(json_file, found.to_dict())
+
+
+def _fitted(text: str, columns: int, lines: int) -> str:
+    """A text for a terminal that is not scrolled: long lines are cut, and what is below the last one is counted."""
+    cut = [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in text.splitlines()]
+    if (left := len(cut) - (lines - 2)) > 1:
+        cut = [*cut[:-left], f"... {left} more lines; without --watch all are shown"]
+    return "".join(f"{line}\033[K\n" for line in cut)
 
 
 @command("fit-init")
