@@ -20,7 +20,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.results import Result, duration
-from weightscope._util.sources import POPULATION_FILE, is_population, read_regular
+from weightscope._util.sources import POPULATION_FILE, is_population, location, read_regular
 from weightscope._util.workers import SILENT_SECONDS
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population, shards
@@ -182,7 +182,7 @@ def status(path: str | Path) -> list[Status]:
     Example:
         >>> print(*status("digits.pop"), sep="\n")
     """
-    path = Path(path)
+    path = location(path)
     if is_population(path):
         return [Status.of(path)]
     found = []
