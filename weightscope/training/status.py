@@ -22,7 +22,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.results import Result, duration, text_table
-from weightscope._util.sources import POPULATION_FILE, is_population, read_regular
+from weightscope._util.sources import POPULATION_FILE, is_population, location, read_regular
 from weightscope._util.workers import SILENT_SECONDS
 from weightscope.errors import DataError, UsageError, WeightscopeError, one_line
 from weightscope.population import Population, shards
@@ -120,7 +120,7 @@ class Status(Result):
 
     def name(self, folder: Path) -> str:
         """The population's path in a benchmark's folder, in short."""
-        return str(self.path.relative_to(folder)).removeprefix("runs/").removesuffix(".pop")
+        return str(self.path).removeprefix(f"{folder}/").removeprefix("runs/").removesuffix(".pop")
 
     @cached_property
     def _seconds(self) -> float:
@@ -230,7 +230,7 @@ def status(path: str | Path) -> Status:
     Example:
         >>> print(status("digits.pop"))
     """
-    path = Path(path)
+    path = location(path)
     if is_population(path):
         return Status.of(path)
     found = []
