@@ -15,11 +15,13 @@ from weightscope.cli.options import (
     OutputFile,
     command,
     json_option,
+    log_option,
     maybe_partial,
     out_option,
     overwriting,
     partial_option,
     permutations_option,
+    tile_logger,
     training_options,
     write_json,
 )
@@ -56,8 +58,9 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @click.option("--backend", default="loky", help="loky, dask or ray.")
 @click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
+@log_option
 @training_options
-def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
+def collect(recipe: str, out: str, plan: bool, log: str | None, **options: Any) -> None:
     """Train a population of networks, or resume training one.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
@@ -83,7 +86,7 @@ def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
-    train(wanted, out, **options)
+    train(wanted, out, on_tile=tile_logger(log), **options)
     click.echo(population_contents(out).brief())
 
 
@@ -352,6 +355,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
+@log_option
 @training_options
 @json_option
 def bench(
@@ -361,6 +365,7 @@ def bench(
     json_file: Path | None,
     only_plan: bool,
     probe: bool,
+    log: str | None,
     vary: tuple[str, ...],
     grid: tuple[str, ...],
     **options: Any,
@@ -394,13 +399,14 @@ def bench(
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, **axes, **options)
     else:
+        on_tile = tile_logger(log)  # an error of it comes first
         plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-        result = plan.run()
+        result = plan.run(on_tile=on_tile)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_json(json_file, result.to_dict())
