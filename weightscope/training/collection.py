@@ -249,7 +249,8 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
 def _kept(requests: Sequence[Request]) -> str:
     here = sum(shards.networks_on_disk(r.path, r.manifest) for r in requests)
     total = sum(r.manifest.networks for r in requests)
-    folder = os.path.commonpath([r.path for r in requests]) if requests else ""
+    paths = [str(r.path) for r in requests]
+    folder = os.path.commonpath(paths) if len(paths) > 1 else "".join(paths)
     return f"{here} of {total} networks are kept in {folder}"
 
 
