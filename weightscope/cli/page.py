@@ -50,9 +50,10 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
     facts = {"networks": len(population), "weights in each": population.spec.size}
     facts |= {"left out: diverged or equal": int(population.diverged.sum())}
+    population.spec.select(select)  # an error of the patterns is one
     try:
         found = exchangeable_covariance(population, select)
-    except AnatomyError as error:
+    except (AnatomyError, UsageError) as error:  # no tensor whose permutations are known
         values["notes"].append(f"No structure: {error}")
     else:
         values |= _structure(found)
