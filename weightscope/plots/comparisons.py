@@ -357,10 +357,8 @@ def metric_along(
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
         lines[", ".join(filter(None, [init, rest]))] = style, x, rows
-    lengths, text = (
-        {row["epochs"] for row in summary},
-        {at[repr(value)]: value_text(value, axis) for value in values},
-    )
+    lengths = {row["epochs"] for row in summary}
+    text = {at[repr(value)]: value_text(value, axis) for value in values}
     after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
     return _means(ax, lines, metric, axis, title, text=text, after=after, log_from=16 if numeric else np.inf)
 
