@@ -53,8 +53,9 @@ def kill(given):
         while kills < given.kills:
             path = place / f"{populations}.pop"
             for _ in range(min(10, given.kills - kills)):
+                before = {str(file) for file in path.rglob("*")} if path.exists() else set()
                 process = crash.start(path, recipe, "large")
-                crash.wait_until_begun(path, recipe, process)
+                crash.wait_for(lambda: {str(file) for file in path.rglob("*")} - before, process)  # noqa: B023
                 time.sleep(moments.uniform(0, seconds / 4))
                 crash.kill_group(process)
                 kills += 1
