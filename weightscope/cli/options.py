@@ -84,6 +84,33 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 data_option = click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
 )
+
+
+def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the parts of a large population are read; the command gets `workers`, None or `Workers`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, workers: int | None, backend: str, scheduler: str | None, **options: Any) -> Any:
+        if (backend, scheduler) == ("loky", None):
+            return command(*args, workers=workers, **options)
+        from weightscope._util.workers import chosen_workers
+
+        return command(*args, workers=chosen_workers(backend, workers, scheduler), **options)
+
+    return workers_option(backend_options(run))
+
+
+workers_option = click.option(
+    "--workers", type=int, help="Worker processes that read more than 4,096 networks; by default one per core."
+)
+
+
+def backend_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--backend` and `--scheduler`."""
+    command = click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")(command)
+    return click.option("--backend", default="loky", help="loky, dask or ray.")(command)
+
+
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
 
 

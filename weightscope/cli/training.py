@@ -11,6 +11,7 @@ import click
 from weightscope.cli.options import (
     Named,
     OutputFile,
+    backend_options,
     command,
     json_option,
     maybe_partial,
@@ -51,8 +52,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @out_option("The population's folder.")
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
-@click.option("--backend", default="loky", help="loky, dask or ray.")
-@click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
+@backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
 @training_options
 def collect(recipe: str, out: Path, plan: bool, **options: Any) -> None:
