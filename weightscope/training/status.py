@@ -84,7 +84,7 @@ class Status(Result):
 
     path: Path
     networks: int  # N of the complete population; 0 if it cannot be read
-    trained: int  # networks on disk
+    trained: int  # networks on disk, without those in damaged shards
     marks: list[dict[str, Any]]  # of tiles that are trained now, or were when their worker died or they failed
     metrics: dict[str, float]  # means over the networks of the last few shards that did not diverge
     damaged: list[str]  # what is wrong with these shards, or with the population
@@ -107,7 +107,9 @@ class Status(Result):
         marks = [mark for mark in _marks(path) if mark["tile"] in missing]
         for mark in marks:
             mark["networks"] = whole.rows(mark["tile"])
-        return cls(path, whole.networks, len(population), marks, *_recent(path, whole))
+        metrics, wrong = _recent(path, whole)
+        trained = int((~np.isin(population.indices // whole.tile, [*wrong])).sum())
+        return cls(path, whole.networks, trained, marks, metrics, [*wrong.values()])
 
     @cached_property
     def in_training(self) -> float:
@@ -215,10 +217,10 @@ def _marks(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], list[str]]:
-    """Means of the metrics in the last few shards, and what is wrong with those that cannot be read."""
+def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], dict[int, str]]:
+    """Means of the metrics in the last few shards, and the tiles of those that cannot be read, with what is wrong."""
     found: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-    wrong = []
+    wrong = {}
     for tile in shards.tiles_on_disk(path, manifest)[-_RECENT:]:
         try:
             with shards.open_shard(shards.shard_file(path, tile), manifest, tile) as h5:
@@ -227,6 +229,6 @@ def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], list[str]
                 for name in (n for n in metrics if n.startswith("test_") and not n.endswith("_per_epoch")):
                     found[name].append(metrics[name][:].reshape(len(fine), -1)[fine, -1])
         except DataError as error:
-            wrong.append(str(error))
+            wrong[tile] = str(error)
     joined = {name: np.concatenate(values) for name, values in found.items()}
     return {name: float(values.mean()) for name, values in joined.items() if values.size}, wrong
