@@ -215,7 +215,8 @@ class TaskConfig(SequenceConfig):
             try:
                 check_task(self.name, length, self.task_vocabulary)
             except UsageError as error:
-                raise ValueError(f"{error}{at}") from None
+                beside = ", besides the begin and stop tokens" * (self.begin or self.stop)
+                raise ValueError(f"{error}{beside}{at}") from None
         return self
 
     def check_new(self) -> None:
