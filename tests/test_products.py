@@ -49,7 +49,6 @@ def test_statistics_equal_those_of_the_formed_matrix(d, r):
     for name, value in statistics(a.numpy(), b.numpy()).items():
         assert float(found[name]) == pytest.approx(value, rel=1e-9, abs=1e-9), name
     m = a @ b.T
-    torch.testing.assert_close(product.diagonal(), m.diagonal())
     torch.testing.assert_close(product.corner(6), m[:6, :6])
     values = torch.linalg.svdvals(m)[: min(d, r)]
     torch.testing.assert_close(product.singular_values(), values, atol=1e-7 * float(values[0]), rtol=1e-7)

@@ -1,5 +1,6 @@
 """Arms of a benchmark that are controls of others, frozen or diverged: labels, columns of their rows, and words."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -65,6 +66,30 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> str:
     if not all("networks" in row for row in rows):
         return f"{diverged} network{'s' * (diverged != 1)}"
     return f"{diverged} of {sum(row['networks'] for row in rows)}"
+
+
+def place_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the recipe and the numbers of the initialiser that vary, with their values in a row."""
+    return {**row.get("cell", {}), **row.get("numbers", {})}
+
+
+def point_text(point: Mapping[str, Any]) -> str:
+    """`kernel_size=7, train=all` for a point: names without their sections."""
+    return ", ".join(f"{name.rpartition('.')[2]}={value_text(value, name)}" for name, value in point.items())
+
+
+def value_text(value: Any, name: str = "data.") -> str:
+    """A value as on the command line; None is `all` images, else `none`."""
+    if value is None:
+        return "all" if name.startswith("data.") else "none"
+    if isinstance(value, bool | list):
+        return json.dumps(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def epochs_text(epochs: float) -> str:
+    """`1 epoch`, `3 epochs`."""
+    return f"{epochs:g} epoch{'s' * (epochs != 1)}"
 
 
 def count_range(counts: Sequence[int]) -> str:

@@ -3,6 +3,8 @@
 A temporary file is locked with `flock` while it is written. The lock is released when the process ends, so a temporary
 file that can be locked is abandoned, and `sweep` removes it. Every folder is swept before this process first writes to
 it.
+
+In an object store a write is atomic by itself.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from weightscope._util.remote import RemotePath
 from weightscope._util.sources import as_path
 from weightscope.errors import WeightscopeError
 
@@ -60,6 +63,9 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
 
 def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
     """Write `data`, bytes or an iterable of bytes, to `path` atomically; see `replacing`."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     with replacing(path) as file:
         for piece in (data,) if isinstance(data, bytes | memoryview) else data:
             file.write(piece)
@@ -67,6 +73,11 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
 
 def check_writable(path: str | Path) -> None:
     """Check that a file can be written at `path`, by creating a temporary one beside it and removing it."""
+    if isinstance(path, RemotePath):
+        temporary = path.with_name(f".{path.name}.weightscope-{secrets.token_hex(_DIGITS // 2)}.tmp")
+        temporary.write_bytes(b"")
+        temporary.unlink()
+        return
     with _one_line(Path(path), "change permissions, or name another place"):
         temporary, file = _open_temporary(Path(path))
         file.close()
@@ -86,8 +97,14 @@ def _one_line(path: Path, advice: str) -> Iterator[None]:
 def create(path: Path, data: bytes) -> bool:
     """Write a new file atomically; returns whether it is new. An existing file is left as it is.
 
-    Of several processes that create one path at the same time, one succeeds.
+    Of several processes that create one path at the same time, one succeeds; in a store without conditional writes,
+    the one whose data are there.
     """
+    if isinstance(path, RemotePath):
+        with contextlib.suppress(FileExistsError):
+            path.write_bytes(data, new=True)
+            return path.read_bytes() == data
+        return False
     try:
         with replacing(path, new=True) as file:
             file.write(data)
@@ -98,6 +115,8 @@ def create(path: Path, data: bytes) -> bool:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably."""
+    if isinstance(path, RemotePath):
+        return
     as_path(path)
     new = [p for p in (path, *path.parents) if not p.exists()]
     try:
@@ -111,6 +130,8 @@ def make_folder(path: Path) -> None:
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files of weightscope in `folder` that were abandoned, and nothing else; their paths."""
     swept = []
+    if isinstance(folder, RemotePath):  # which has no temporary files
+        return swept
     for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
         # Removed meanwhile, or the file of another user in a folder such as /tmp.
         with contextlib.suppress(FileNotFoundError, PermissionError):
@@ -118,6 +139,13 @@ def sweep(folder: Path) -> list[Path]:
                 path.unlink()
                 swept.append(path)
     return swept
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and the files in it."""
+    for file in folder.glob("*"):
+        file.unlink()
+    folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,6 +3,8 @@
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -47,6 +49,27 @@ def usable_cores() -> int:
     import joblib
 
     return int(joblib.cpu_count())
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs and MIG slices that this process may use, each as a value of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        found = [name.strip() for name in given.split(",")]
+    else:
+        try:
+            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.TimeoutExpired):  # as on AMD's GPUs
+            listed = ""
+        # slices are listed below their GPU, which then cannot be used as a whole
+        whole = re.sub(r"(?m)^GPU .*\n(?=\s+MIG )", "", listed)
+        found = re.findall(r"\(UUID: (\S+)\)", whole)
+    if any(name.startswith("MIG-") for name in found):  # of which CUDA counts one only
+        return tuple(found)
+    number = torch.cuda.device_count()
+    return tuple(found[:number] if given is not None else map(str, range(number)))
 
 
 def available_memory() -> int:

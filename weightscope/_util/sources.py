@@ -1,13 +1,15 @@
 """What users give as sources: populations, their members, artifacts, recipes of the package, regular files."""
 
 import errno
+import io
 import os
 import re
 import stat
-from io import BufferedReader
 from pathlib import Path
+from typing import cast
 
 from weightscope._util.names import shortened, unknown
+from weightscope._util.remote import RemotePath
 from weightscope.errors import RecipeError, UsageError
 
 POPULATION_FILE = "population.json"
@@ -17,11 +19,22 @@ ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds 
 _RECIPES = Path(__file__).parents[1] / "populations"
 _PATH_BYTES, _NAME_BYTES = 4095, 255  # of Linux
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|memory):/+|(?!hf:)[a-z][a-z0-9+.-]+://")  # pathlib drops one slash
+
+
+def location(source: str | Path | RemotePath) -> Path:
+    """The path of a population; a `RemotePath`, which does what populations do with paths, for an fsspec URL."""
+    text = str(source).removeprefix("file://")
+    if (url := _URL.match(text)) is None:
+        return as_path(text)
+    return cast(Path, RemotePath(f"{url[0].rstrip('/')}//{text[url.end() :]}"))
 
 
 def as_path(source: str | Path) -> Path:
     """The path; UsageError if no file can have it."""
-    raw = os.fsencode(source)
+    raw = os.fsencode(str(source))
+    if _URL.match(str(source)):
+        raise UsageError(f"{location(source)}: expected a path on this machine; only populations may be in a store")
     if b"\0" in raw or len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
         found = "a NUL character" if b"\0" in raw else f"{len(raw):,}"
         limits = f"at most {_PATH_BYTES:,} bytes, {_NAME_BYTES} for each name, without NUL"
@@ -31,9 +44,9 @@ def as_path(source: str | Path) -> Path:
 
 def is_population(source: object) -> bool:
     """Whether a path denotes a population: it ends in .pop, existing or not, or contains a manifest."""
-    if not isinstance(source, str | Path) or "://" in str(source):
+    if not isinstance(source, str | Path | RemotePath) or str(source).startswith("hf://"):
         return False
-    path = as_path(source)
+    path = location(source)
     return path.suffix == ".pop" or (path / POPULATION_FILE).exists()
 
 
@@ -44,7 +57,7 @@ def population_member(source: object) -> tuple[Path, int] | None:
         return None
     if not re.fullmatch(r"[0-9]{1,9}", index):
         raise UsageError(f"{source}: expected PATH::k with the index k of a network, counted from 0, found {index!r}")
-    return Path(path), int(index)
+    return location(path), int(index)
 
 
 def recipes() -> dict[str, Path]:
@@ -65,8 +78,13 @@ def recipe_path(source: str | Path) -> Path:
     return shipped[str(source)]
 
 
-def open_regular(path: str | Path) -> BufferedReader:
-    """A regular file, open for reading in binary; OSError if it is a pipe, a socket or a device, or unreadable."""
+def open_regular(path: str | Path) -> io.BufferedIOBase:
+    """A regular file, open for reading in binary; OSError if it is a pipe, a socket or a device, or unreadable.
+
+    An object in a store is read as a whole.
+    """
+    if isinstance(path, RemotePath):
+        return io.BytesIO(path.read_bytes())
     # Without O_NONBLOCK, opening a pipe without a writer would wait.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     mode = os.fstat(file.fileno()).st_mode
@@ -79,11 +97,15 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 def read_regular(path: str | Path, most: int) -> bytes:
     """The bytes of a regular file; OSError if it has more than `most`."""
-    with open_regular(path) as file:
-        data = file.read(most + 1)
-        if len(data) > most:
-            found = max(os.fstat(file.fileno()).st_size, len(data))
-            raise OSError(errno.EFBIG, f"expected at most {most:,} bytes, found {found:,}", str(path))
+    if isinstance(path, RemotePath):
+        found = path.stat().st_size
+        data = path.read_bytes() if found <= most else b""
+    else:
+        with open_regular(path) as file:
+            data = file.read(most + 1)
+            found = max(file.seek(0, os.SEEK_END), len(data)) if len(data) > most else 0
+    if found > most:
+        raise OSError(errno.EFBIG, f"expected at most {most:,} bytes, found {found:,}", str(path))
     return data
 
 

@@ -14,7 +14,7 @@ import tomli_w
 
 from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
-from weightscope._util.sources import is_population, population_member
+from weightscope._util.sources import is_population, location, population_member
 from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
 from weightscope.fits import NetworkFit, PopulationFit, load_artifact
@@ -50,7 +50,7 @@ def inspect(
     if isinstance(source, Population):
         return population_contents(source.path)
     if is_population(source):
-        return population_contents(Path(str(source)))
+        return population_contents(source)  # type: ignore[arg-type]
     if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
         return ExportContents(str(source), read_export(source))
     from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
@@ -150,12 +150,10 @@ class PopulationContents(Result):
 
     def _origin(self, imported: dict[str, Any]) -> str:
         kept = "read by reference" if imported["by_reference"] else "imported"
-        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(
-            imported["network"]
-        )
-        return "; ".join(
-            [f"{kept} from {joined((each[0] for each in imported['sources']), most=4) or 'memory'}", *options]
-        )
+        options = [f"names {text}" for text in imported["rename"]]
+        options += [f"network {imported['network']}"] * bool(imported["network"])
+        where = joined((each[0] for each in imported["sources"]), most=4) or "memory"
+        return "; ".join([f"{kept} from {where}", *options])
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""
@@ -199,7 +197,7 @@ class PopulationContents(Result):
         return text_table(head, rows)
 
 
-def population_contents(path: Path) -> PopulationContents:
+def population_contents(path: str | Path) -> PopulationContents:
     """The contents of a population, complete or not."""
     population = Population(path, partial=True)
     manifest, spec, recipe = population.manifest, population.spec, getattr(population, "recipe", None)
@@ -361,7 +359,7 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
         >>> print(verify("digits.pop").text())
     """
     if is_population(source):
-        return _population(Path(str(source)))
+        return _population(location(str(source)))
     if isinstance(source, Population):
         return _population(source.path)
     from weightscope.checkpoint import Checkpoint

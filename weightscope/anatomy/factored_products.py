@@ -2,25 +2,14 @@
 
 import math
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 _ROWS, _TILE = 256, 512  # block sizes for a large product
 STATISTICS = (
-    "diagonal_mean",
-    "diagonal_std",
-    "diagonal_median",
-    "diagonal_positive",
-    "offdiagonal_norm",
-    "alpha",
-    "beta",
-    "effective_rank",
-    "participation",
-    "asymmetry",
-    "z",
-    "z_rotated",
+    *("diagonal_mean", "diagonal_std", "diagonal_median", "diagonal_positive", "offdiagonal_norm", "alpha", "beta"),
+    *("effective_rank", "participation", "asymmetry", "z", "z_rotated"),
 )
 
 
@@ -54,13 +43,6 @@ class FactoredProduct:
     def corner(self, n: int) -> Tensor:
         """The upper left n x n entries of M, or all of a smaller M."""
         return self._a[..., :n, :].double() @ self._b[..., :n, :].double().mT
-
-    def diagonal(self) -> Tensor:
-        """M's diagonal, (..., min(d, d'))."""
-        if not self.small:
-            return self._large.diagonal
-        n, (a, b) = min(self.shape), self._wide
-        return (a[..., :n, :] * b[..., :n, :]).sum(-1)
 
     def singular_values(self) -> Tensor:
         """M's singular values, (..., min(d, d', r)), largest first.
@@ -106,24 +88,19 @@ class FactoredProduct:
             values = torch.where((failed > 0)[..., None], torch.linalg.svdvals(left @ right.mT), values)
         return values
 
-    @cached_property
-    def traces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """||M||_F^2, tr((M^T M)^2) = sum of s^4, and tr(M M) (NaN if M is not square); each (...)."""
-        square = self.shape[0] == self.shape[1]
+    def _moments(self) -> list[Tensor]:
+        """M's diagonal (..., d), ||M||_F^2, tr((M^T M)^2), which is the sum of s^4, and tr(M M), each (...)."""
         if self.small:
             (a, b), (left, right) = self._wide, self._grams
-            chain = left @ right
-            mixed = b.mT @ a if square else torch.full((1, 1), math.nan)
-            energy, fourth, cross = (left * right, chain * chain.mT, mixed * mixed.mT)
-            return energy.sum((-2, -1)), fourth.sum((-2, -1)), cross.sum((-2, -1))
-        return self._large.energy, self._large.fourth, self._large.cross
-
-    @cached_property
-    def _large(self) -> "_Large":
+            chain, mixed = left @ right, b.mT @ a
+            return [
+                (a * b).sum(-1),
+                *((x * y).sum((-2, -1)) for x, y in ((left, right), (chain, chain.mT), (mixed, mixed.mT))),
+            ]
         lead = self._a.shape[:-2]
         pairs = zip(self._a.reshape(-1, *self._a.shape[-2:]), self._b.reshape(-1, *self._b.shape[-2:]), strict=True)
-        found = [_large(a, b) for a, b in pairs]
-        return _Large(*(torch.stack(values).reshape((*lead, *values[0].shape)) for values in zip(*found, strict=True)))
+        found = zip(*(_large(a, b) for a, b in pairs), strict=True)
+        return [torch.stack(values).reshape((*lead, *values[0].shape)) for values in found]
 
     def statistics(self) -> dict[str, Tensor]:
         """The columns of the table of `products`, each (...) float64; M must be square, (d, d).
@@ -147,8 +124,7 @@ class FactoredProduct:
           factors with correlated or unequal columns.
         """
         d = self.shape[0]
-        diagonal = self.diagonal()
-        energy, fourth, cross = self.traces
+        diagonal, energy, fourth, cross = self._moments()
         trace, beta = diagonal.sum(-1), diagonal.mean(-1)
         values = (
             beta,
@@ -168,17 +144,8 @@ class FactoredProduct:
         return {name: torch.where(self.finite, value, math.nan) for name, value in zip(STATISTICS, values, strict=True)}
 
 
-class _Large(NamedTuple):
-    """Quantities computed from M itself: its diagonal, ||M||_F^2, tr((M^T M)^2) and tr(M M), each (...)."""
-
-    diagonal: Tensor
-    energy: Tensor
-    fourth: Tensor
-    cross: Tensor
-
-
-def _large(a: Tensor, b: Tensor) -> _Large:
-    """For one product; memory is M and a few blocks."""
+def _large(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The moments of one product, computed from M itself; memory is M and a few blocks."""
     m = torch.empty(len(a), len(b), dtype=torch.float64)
     for j in range(0, len(b), _TILE):  # neither factor is converted to float64 as a whole
         right = b[j : j + _TILE].double().T
@@ -191,5 +158,5 @@ def _large(a: Tensor, b: Tensor) -> _Large:
         fourth += (block @ block.T).square_().sum()
         for other in blocks[i + 1 :]:
             fourth += 2 * (block @ other.T).square_().sum()
-        cross += (block * rows[i]).sum() if len(a) == len(b) else math.nan
-    return _Large(m.diagonal().clone(), energy, fourth, cross)
+        cross += (block * rows[i]).sum()
+    return m.diagonal().clone(), energy, fourth, cross

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from weightscope._util.arms import point_text, value_text
 from weightscope._util.names import shortened, unknown
-from weightscope.benchmarking.design import point_text, value_text
 from weightscope.benchmarking.statistics import Runs, by_arm, cell_key, holm_levels, paired, values_of
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError

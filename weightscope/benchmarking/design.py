@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.arms import CONTROLS, FROZEN
+from weightscope._util.arms import CONTROLS, FROZEN, point_text, value_text
 from weightscope._util.checks import choice, count
 from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
@@ -100,30 +100,8 @@ def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[
 
 def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     """All combinations of the axes' points, as name -> value; one empty combination without axes."""
-    return [
-        {
-            name: value
-            for axis, point in zip(axes, chosen, strict=True)
-            for name, value in zip(axis.names, point, strict=True)
-        }
-        for chosen in product(*(axis.points for axis in axes))
-    ]
-
-
-def point_text(point: Mapping[str, Any]) -> str:
-    """`kernel_size=7, train=all` for a point: names without their sections; None is `all` images, else `none`."""
-    texts = {name: value_text(value) for name, value in point.items()}
-    texts |= {name: "none" for name, value in point.items() if value is None and not name.startswith("data.")}
-    return ", ".join(f"{name.rpartition('.')[2]}={text}" for name, text in texts.items())
-
-
-def value_text(value: Any) -> str:
-    """A value as on the command line."""
-    if value is None:
-        return "all"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:g}" if isinstance(value, float) else json.dumps(value) if isinstance(value, list) else str(value)
+    each = [[dict(zip(axis.names, point, strict=True)) for point in axis.points] for axis in axes]
+    return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*each)]
 
 
 def _text(point: Sequence[Any]) -> str:

@@ -5,8 +5,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from weightscope._util.arms import CONTROLS, Control, divergence
-from weightscope.benchmarking.design import point_text
+from weightscope._util.arms import CONTROLS, Control, divergence, epochs_text, place_of, point_text
 from weightscope.benchmarking.statistics import LEVEL, cell_key, control_of, mean_curves, seed_differences, summarise
 from weightscope.data.metrics import ACCURACY, Metric
 
@@ -62,7 +61,7 @@ def _of_runs(draw: Callable[..., Any], statistic: Callable[..., Any], runs: Rows
 
 def axes_of(arms: Rows) -> list[str]:
     """The fields and numbers that vary, in order."""
-    return list(dict.fromkeys(name for row in arms for name in (*row.get("cell", {}), *row.get("numbers", {}))))
+    return list(dict.fromkeys(name for row in arms for name in place_of(row)))
 
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
@@ -71,14 +70,9 @@ def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in arms:
-        place = {**row.get("cell", {}), **row.get("numbers", {})}
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
-        if row["difference"] is not None and {x, y} <= set(place):
-            parts = [
-                label_without(row["init"], x, y),
-                point_text(rest),
-                f"{row['epochs']} epoch{'s'[: row['epochs'] != 1]}",
-            ]
+        if row["difference"] is not None and {x, y} <= set(place_of(row)):
+            parts = [label_without(row["init"], x, y), point_text(rest), epochs_text(row["epochs"])]
             groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     return groups
 
@@ -130,7 +124,7 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
     place = point_text(best.get("cell", {}))
     where = f" at {place}" if place else ""
     if len({row["epochs"] for row in rows}) > 1:
-        where += f" after {best['epochs']} epoch{'s'[: best['epochs'] != 1]}"
+        where += f" after {epochs_text(best['epochs'])}"
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
     controls = [control for control in CONTROLS.values() if best.get(f"{control.key}_p_holm") is not None]

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weightscope._util.arms import CONTROLS, count_range, divergence
+from weightscope._util.arms import CONTROLS, count_range, divergence, epochs_text, place_of, point_text
 from weightscope._util.checks import choice
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
-from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
@@ -73,10 +72,9 @@ class BenchResult(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms`, with a column for each field or number that varies, without columns that are empty."""
-        axes = dict.fromkeys(name for row in self.arms for name in (*row["cell"], *row["numbers"]))
-        out = []
+        axes, out = pictures.axes_of(self.arms), []
         for row in self.arms:
-            place = {**row["cell"], **row["numbers"]}
+            place = place_of(row)
             plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
             out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
         empty = {key for key in out[0] if all(row.get(key) is None for row in out)} if out else ()
@@ -312,8 +310,7 @@ def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
 
 def _head(row: Mapping[str, Any], lengths: bool) -> str:
     text = point_text(row["cell"])
-    length = f"{row['epochs']} epoch{'s' * (row['epochs'] != 1)}"
-    return ", ".join(filter(None, [text, length if lengths or not text else ""]))
+    return ", ".join(filter(None, [text, epochs_text(row["epochs"]) if lengths or not text else ""]))
 
 
 def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: str, metric: Metric) -> str:

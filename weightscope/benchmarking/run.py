@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from weightscope._util import atomic
+from weightscope._util.arms import point_text
 from weightscope._util.checks import count
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
@@ -24,7 +25,7 @@ from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
-from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms, point_text
+from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, cell_key, summarise
 from weightscope.data.metrics import METRICS, Metric, over_lengths

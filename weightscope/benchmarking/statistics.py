@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arms import CONTROLS, FROZEN
+from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text
 from weightscope._util.names import joined, unknown
-from weightscope.benchmarking.design import point_text
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 from weightscope.statistics.index_effects import holm
@@ -315,4 +314,4 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
 def _placed(arm: dict[str, Any]) -> str:
     """The initialiser of an arm with its cell and training length."""
     cell = point_text(arm.get("cell", {}))
-    return f"{arm['init']} ({cell + ', ' if cell else ''}{arm['epochs']} epoch{'s'[: arm['epochs'] != 1]})"
+    return f"{arm['init']} ({cell + ', ' if cell else ''}{epochs_text(arm['epochs'])})"

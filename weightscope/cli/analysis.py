@@ -43,7 +43,7 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
 
     if code:
         member = population_member(source)
-        population = population_contents(Path(source if member is None else member[0]))
+        population = population_contents(source if member is None else member[0])
         click.echo(population.code())
         write_json(json_file, population.to_dict())
         return

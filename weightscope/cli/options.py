@@ -71,12 +71,22 @@ class Named(click.ParamType):
         return items if items or not self.files else [CompletionItem(incomplete, type="file")]
 
 
+class _Workers(click.ParamType):
+    """A number, or auto, which is None."""
+
+    name = "number|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        return None if value == "auto" else click.INT.convert(value, param, ctx)
+
+
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of every command that trains."""
     devices = Named("devices", files=False)
-    command = click.option("--workers", type=int, help="Worker processes; by default one per core, or one on a GPU.")(
-        command
+    workers = click.option(
+        "--workers", type=_Workers(), help="Worker processes; auto, the default, is one per core, or one per GPU."
     )
+    command = workers(command)
     command = click.option("--device", type=devices, default="auto", help="auto, cpu or cuda.")(command)
     return data_option(command)
 

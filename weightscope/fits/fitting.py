@@ -184,7 +184,7 @@ def _provenance(source: WeightSamples) -> dict[str, Any]:
     """What the source records about itself; an array records only its spec."""
     out: dict[str, Any] = {"weightscope": __version__, "network_spec": source.spec.fingerprint}
     if (path := getattr(source, "path", None)) is not None:
-        out["source"] = os.path.basename(os.fspath(path))
+        out["source"] = os.path.basename(str(path))
     if (recipe := getattr(source, "recipe", None)) is not None:
         out["recipe"] = recipe.to_dict()
     if (moment := getattr(source, "moment", None)) is not None:  # of training; without, its end

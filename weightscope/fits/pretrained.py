@@ -151,12 +151,8 @@ def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
     units = {name: value / (deviations[name] or 1.0) for name, value in folded.items()}
     squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.views}
     parts = invariant_parts(spec.pack(units, np.float64)[None], spec, permutations)
-    return _Measured(
-        where,
-        spec,
-        permutations,
-        [_covariance(k, x[0], squares) for k, x in zip(permutations.types, parts, strict=True)],
-    )
+    types = [_covariance(kind, part[0], squares) for kind, part in zip(permutations.types, parts, strict=True)]
+    return _Measured(where, spec, permutations, types)
 
 
 def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, float]) -> TypeCovariance:
@@ -182,13 +178,20 @@ def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, flo
 def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measured]) -> TypeCovariance:
     """The covariance of a type of the reference, averaged over networks."""
     c = kind.copies
-    weight, products, noise, variances = np.zeros((c, c)), np.zeros((c, c)), np.zeros((c, c)), np.zeros(c)
+    weight, products, noise = np.zeros((3, c, c))
+    variances = np.zeros(c)
     for network in networks:
-        found = _aligned(kind, reference, network)
-        weight += found.samples
-        products += found.samples * found.correlation
-        noise += (found.samples * found.errors) ** 2
-        variances += found.samples.diagonal() * found.variances
+        types, places = network.types, _places(kind, reference, network)
+        correlations = {at: types[at].correlation() for at, *_ in places}
+        for one, (at, a, block, taken) in zip(kind.views, places, strict=True):
+            found, mine = types[at], kind.slices[one.name]
+            variances[mine] += found.samples * found.covariance.diagonal()[a]
+            for other, (too, b, another, others) in zip(kind.views, places, strict=True):
+                if at == too and (block == another or taken != others):  # of one type, no block taken twice
+                    pair = mine, kind.slices[other.name]
+                    weight[pair] += found.samples
+                    products[pair] += found.samples * correlations[at][a, b]
+                    noise[pair] += (found.samples * np.nan_to_num(found.errors[a, b])) ** 2
     known = np.where(weight > 0, weight, np.nan)
     units = default_deviations(reference.spec)
     deviation = np.sqrt(variances / weight.diagonal())
@@ -199,20 +202,11 @@ def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measu
     return TypeCovariance(kind, samples, covariance, np.zeros(c), np.sqrt(noise) / known, 1)
 
 
-class _Aligned(NamedTuple):
-    """A type's numbers in one network, all (C, C) but the variances (C,); samples are 0 where it has no such pair."""
-
-    samples: np.ndarray
-    correlation: np.ndarray
-    errors: np.ndarray
-    variances: np.ndarray
-
-
-def _aligned(kind: InvariantType, reference: _Measured, network: _Measured) -> _Aligned:
-    """The numbers of the views of a network that the reference's views correspond to."""
+def _places(kind: InvariantType, reference: _Measured, network: _Measured) -> list[tuple[int, slice, str, str]]:
+    """Of each view of the reference the number of its type in a network, its slice there, its block, and that taken."""
     tensors = tensors_by_depth(network.spec, reference.spec)
     views, types = {view.name: view for view in network.permutations.views}, network.permutations.types
-    places = []  # type and slice in the network
+    places = []
     for view in kind.views:
         name = tensors.get(view.tensor, view.tensor) + view.name[len(view.tensor) :]
         if (origin := views.get(name)) is None or origin.copies != view.copies:
@@ -223,15 +217,4 @@ def _aligned(kind: InvariantType, reference: _Measured, network: _Measured) -> _
             )
         at = type_of(kind, view, origin, types)
         places.append((at, types[at].slices[name], block_of(view.tensor), block_of(origin.tensor)))
-    c, correlations = kind.copies, {at: network.types[at].correlation() for at, *_ in places}
-    out = _Aligned(np.zeros((c, c)), np.zeros((c, c)), np.zeros((c, c)), np.zeros(c))
-    for one, (at, a, block, taken) in zip(kind.views, places, strict=True):
-        measured, mine = network.types[at], kind.slices[one.name]
-        out.variances[mine] = measured.covariance.diagonal()[a]
-        for other, (too, b, another, others) in zip(kind.views, places, strict=True):
-            if at == too and (block == another or taken != others):  # else not in one type, or one block taken twice
-                pair = mine, kind.slices[other.name]
-                out.samples[pair] = measured.samples
-                out.correlation[pair] = correlations[at][a, b]
-                out.errors[pair] = np.nan_to_num(measured.errors[a, b])
-    return out
+    return places

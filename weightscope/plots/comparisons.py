@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.arms import FROZEN, count_range, divergence
+from weightscope._util.arms import FROZEN, count_range, divergence, epochs_text, place_of, point_text, value_text
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
@@ -81,11 +81,6 @@ def seeds_text(pairs: Sequence[int | None]) -> str:
     """`, 2 to 8 seeds`: how many differences are over; empty if rows do not have `pairs`."""
     known = [n for n in pairs if n is not None]
     return f", {count_range(known)} seed{'s' * (max(known) != 1)}" if known else ""
-
-
-def epochs_text(epochs: float) -> str:
-    """`1 epoch`, `3 epochs`."""
-    return f"{epochs:g} epoch{'s' * (epochs != 1)}"
 
 
 def value_axis(axis: Any, factor: float = 1.0) -> None:
@@ -345,7 +340,7 @@ def metric_along(
     horizontal line.
     """
     grouped = _lines(summary, axis)
-    values = _in_order([place[axis] for row in summary if axis in (place := _place(row))])
+    values = _in_order([place[axis] for row in summary if axis in (place := place_of(row))])
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
     inits, others = (list(dict.fromkeys(key[i] for key in grouped)) for i in (0, 1))
@@ -355,33 +350,31 @@ def metric_along(
         order = inits.index(init) if len(others) == 1 else others.index(rest)
         style = styles[init] if len(others) == 1 else theme.look(order) | {k: styles[init][k] for k in ("color", "mfc")}
         x = None
-        if axis in _place(rows[0]):
-            rows.sort(key=lambda row: at[repr(_place(row)[axis])])
-            x = [at[repr(_place(row)[axis])] for row in rows]
+        if axis in place_of(rows[0]):
+            rows.sort(key=lambda row: at[repr(place_of(row)[axis])])
+            x = [at[repr(place_of(row)[axis])] for row in rows]
             style |= {} if numeric else {"ls": "none"}  # nothing lies between two names
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
         lines[", ".join(filter(None, [init, rest]))] = style, x, rows
-    lengths, text = {row["epochs"] for row in summary}, {at[repr(value)]: _text(value, axis) for value in values}
+    lengths, text = (
+        {row["epochs"] for row in summary},
+        {at[repr(value)]: value_text(value, axis) for value in values},
+    )
     after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
     return _means(ax, lines, metric, axis, title, text=text, after=after, log_from=16 if numeric else np.inf)
-
-
-def _place(row: Row) -> dict[str, Any]:
-    """The fields of the recipe and the numbers of the initialiser that vary."""
-    return {**row.get("cell", {}), **row.get("numbers", {})}
 
 
 def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]]:
     """(initialiser without its number on the axis, what else varies) -> rows; arms without the parameter come first."""
     lines: dict[tuple[str, str], list[Row]] = {}
     several = len({row["epochs"] for row in summary}) > 1
-    for row in sorted(summary, key=lambda row: axis in _place(row)):
-        others = [f"{k.rpartition('.')[2]}={_text(v, k)}" for k, v in row.get("cell", {}).items() if k != axis]
-        others += [epochs_text(row["epochs"])] * several
-        lines.setdefault((label_without(row["init"], axis), ", ".join(others)), []).append(row)
-    if not any(axis in _place(row) for row in summary):
-        known = ", ".join(sorted({key for row in summary for key in _place(row)}))
+    for row in sorted(summary, key=lambda row: axis in place_of(row)):
+        rest = point_text({key: value for key, value in row.get("cell", {}).items() if key != axis})
+        others = ", ".join(filter(None, [rest, epochs_text(row["epochs"]) * several]))
+        lines.setdefault((label_without(row["init"], axis), others), []).append(row)
+    if not any(axis in place_of(row) for row in summary):
+        known = ", ".join(sorted({key for row in summary for key in place_of(row)}))
         raise UsageError(f"axis: expected one of {known or 'a benchmark with --vary or --grid'}, found {axis!r}")
     return lines
 
@@ -391,12 +384,6 @@ def label_without(label: str, *numbers: str) -> str:
     for name in numbers:
         label = re.sub(rf"(?<=[(\s]){re.escape(name.rpartition('.')[2])}=[^,()]*(?:, )?", "", label)
     return label.replace(", )", ")").replace(" ()", "")
-
-
-def _text(value: Any, name: str) -> str:
-    if value is None:
-        return "all" if name.startswith("data.") else "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @theme.themed()
@@ -417,15 +404,15 @@ def difference_map(
     """
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
-        if row.get("difference") is not None and set(axes) <= set(_place(row)):
-            key = repr(_place(row)[axes[0]]), repr(_place(row)[axes[1]])
+        if row.get("difference") is not None and set(axes) <= set(place_of(row)):
+            key = repr(place_of(row)[axes[0]]), repr(place_of(row)[axes[1]])
             if key in found:
                 both = f"{found[key]['init']} and {row['init']}"
                 raise UsageError(f"difference map: expected one row at {', '.join(key)}, found {both}")
             found[key] = row
     if not found:
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
-    columns, rows = (_in_order([_place(row)[axis] for row in found.values()]) for axis in axes)
+    columns, rows = (_in_order([place_of(row)[axis] for row in found.values()]) for axis in axes)
     at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
     values = [metric.factor * row.get("difference", np.nan) for row in at.values()]  # as shown
     grid = np.reshape(values, (len(rows), len(columns)))
@@ -441,7 +428,7 @@ def difference_map(
     for i, j in (place for place, row in at.items() if row is _best(list(found.values()), metric)):
         ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
     for axis, places_, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
-        axis.set_ticks(range(len(places_)), [_text(value, name) for value in places_])
+        axis.set_ticks(range(len(places_)), [value_text(value, name) for value in places_])
         axis.set_label_text(name)
         axis.set_tick_params(length=0)
     ax.set_xlabel("\n".join(filter(None, (axes[0], of))))
@@ -488,10 +475,8 @@ def training_curves(
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
     metric.check(kept.ravel(), "training curves")
     canvas, ax = theme.canvas(ax, 6.4, 3.9)
-    epochs, style = (
-        np.arange(1, values.shape[1] + 1),
-        theme.look(0, lw=1.6, marker="o" if values.shape[1] == 1 else None),
-    )
+    epochs = np.arange(1, values.shape[1] + 1)
+    style = theme.look(0, lw=1.6, marker="o" if len(epochs) == 1 else None)
     low, median, high = np.quantile(kept, [0.05, 0.5, 0.95], axis=0)
     text = f"median of {len(kept):,}"
     if len(kept) > 1:

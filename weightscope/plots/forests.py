@@ -8,11 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
-from weightscope._util.arms import CONTROLS
+from weightscope._util.arms import CONTROLS, epochs_text, point_text
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.plots import theme
-from weightscope.plots.comparisons import CI, difference_label, epochs_text, row_height, styles_of, value_axis
+from weightscope.plots.comparisons import CI, difference_label, row_height, styles_of, value_axis
 from weightscope.plots.text import LABEL, interval, number, p_value, places, signed, wrap
 
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
@@ -185,5 +185,5 @@ def _place(row: Row, init: str) -> tuple[str, Any, str]:
 
 
 def _named(row: Row, *, several: bool) -> str:
-    cell = [f"{key.rpartition('.')[2]}={'all' if v is None else v}" for key, v in row.get("cell", {}).items()]
-    return ", ".join([row["init"], *cell, *[epochs_text(row["epochs"])] * several])
+    cell, length = point_text(row.get("cell", {})), epochs_text(row["epochs"]) * several
+    return ", ".join(filter(None, [row["init"], cell, length]))

@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from weightscope._util import atomic, checks, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
-from weightscope._util.sources import as_path, is_population, read_regular
+from weightscope._util.sources import is_population, location, read_regular
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
@@ -135,7 +134,7 @@ class _Run:
             ) from None
         except (DataError, UsageError) as error:
             if created and self.manifest is not None and (self.unfit or isinstance(error, UsageError)):
-                shutil.rmtree(self.path / manifests.SHARDS)
+                atomic.remove_folder(self.path / manifests.SHARDS)
                 (self.path / manifests.NAME).unlink()
                 if not existed:
                     self.path.rmdir()
@@ -310,7 +309,7 @@ def import_networks(
     progress: bool = True,
 ) -> None:
     """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
-    path = as_path(path)
+    path = location(path)
     if count is None:
         if not isinstance(networks, Sized):
             raise UsageError("count: expected the number of networks, since this iterable has no length")

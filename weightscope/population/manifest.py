@@ -161,12 +161,14 @@ def read(path: Path) -> Manifest:
     """The manifest of the population in folder `path`."""
     file = path / NAME
     try:
-        values = json.loads(read_regular(file, _LARGEST).decode("utf-8"))
+        data = read_regular(file, _LARGEST)
     except (FileNotFoundError, NotADirectoryError):
         what = "no such folder" if not path.exists() else f"a folder without {NAME}"
         raise DataError(f"{path}: expected a population, found {what}; `collect` and `import` make them") from None
     except OSError as error:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
+    try:
+        values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: damaged, expected JSON: {error}") from error
     return _parse(values, file)

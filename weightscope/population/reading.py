@@ -12,7 +12,7 @@ import numpy as np
 
 from weightscope._util import plugins
 from weightscope._util.results import Result, data_frame
-from weightscope._util.sources import is_population, population_member
+from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.population import manifest as manifests
@@ -39,7 +39,7 @@ class Population(Result):
     (N, D). The SHA-256 of a shard is verified when it is first read.
 
     Args:
-        path: the population's folder.
+        path: the population's folder, or its URL in an object store, `"s3://bucket/digits.pop"`.
         partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
             `indices`, in ascending order.
         trust: run the population's own code where networks are built (docs/what-runs-when.md).
@@ -54,10 +54,10 @@ class Population(Result):
     """
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
-        self.path, self._trust = Path(path), trust
+        self.path, self._trust = location(path), trust
         self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
-        self._verified: dict[int, tuple[int, ...]] = {}
+        self._verified: dict[int, Any] = {}
         self._unchanged: dict[str, Any] = {}  # sources read by reference, with signatures of their files
         self._rows: dict[int, int] = {}
         for tile in shards.tiles_on_disk(self.path, self.manifest):
@@ -527,10 +527,11 @@ def population_in(folder: str | Path | Population, *, partial: bool = False) -> 
     """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""
     if isinstance(folder, Population):
         return folder
-    if not Path(folder).is_dir():
-        found = "a file" if Path(folder).exists() else "no such folder"
+    path = location(folder)
+    if not path.is_dir():
+        found = "a file" if path.exists() else "no such folder"
         raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")
-    return Population(folder, partial=partial)
+    return Population(path, partial=partial)
 
 
 def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:

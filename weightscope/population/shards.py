@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -144,30 +143,34 @@ def state(path: Path, manifest: Manifest, tile: int) -> State:
 
 def tidy_hash(file: Path) -> str:
     """List only the current hash of a valid shard (a replacement may have been interrupted)."""
-    listed, digest = _listed(file), _digest(file)
-    if listed != [digest] and digest in listed:
+    listed = _listed(file)
+    if len(listed) == 1:
+        return listed[0]
+    if (digest := _digest(file)) in listed:
         _write_hashes(file, [digest])
     return digest
 
 
 @contextlib.contextmanager
 def open_shard(
-    file: Path, manifest: Manifest, tile: int, *, verified: dict[int, tuple[int, ...]] | None = None, least: int = 1
+    file: Path, manifest: Manifest, tile: int, *, verified: dict[int, Any] | None = None, least: int = 1
 ) -> Iterator[h5py.File]:
     """A shard with at least `least` networks; DataError if it is damaged or foreign.
 
     First its hash, which keeps HDF5 from parsing a damaged file, and then its structure are verified, unless `verified`
     has inode, size and modification time of the tile's file; they are put there. What is verified is what is read: one
-    open file, which HDF5 reads through Python, so that it does not mind who else has opened it.
+    open file, which HDF5 reads through Python, so that it does not mind who else has opened it. Of an object store,
+    `verified` keeps the bytes of the shard that was read last.
     """
     with contextlib.ExitStack() as stack:
+        known = None if verified is None else verified.get(tile)
         try:
-            stream = stack.enter_context(open_regular(file))
-            if fresh := verified is None or verified.get(tile) != _signature(stream):
+            stream = known if isinstance(known, io.BytesIO) else _opened(file, stack)
+            if fresh := known is None or known != _signature(stream):
                 try:
                     _check_hash(stream, file)
                 except DamagedShard:  # or replaced before its hash was read
-                    stream = stack.enter_context(open_regular(file))
+                    stream = _opened(file, stack)
                     _check_hash(stream, file)
             h5 = stack.enter_context(h5py.File(stream, "r"))
         except FileNotFoundError:
@@ -185,17 +188,27 @@ def open_shard(
             except (KeyError, OSError, RuntimeError, TypeError, ValueError, AttributeError) as error:
                 raise _foreign(file, "a shard of this version", f"an unreadable one ({error})") from error
         if verified is not None:
+            if isinstance(stream, io.BytesIO):
+                verified.clear()
             verified[tile] = _signature(stream)
         yield h5
 
 
-def _signature(stream: BufferedReader) -> tuple[int, ...]:
-    """Inode, size and modification time, which change when a file is replaced or rewritten."""
+def _opened(file: Path, stack: contextlib.ExitStack) -> io.BufferedIOBase:
+    """A file that is closed with the stack, or the bytes of an object, which `verified` may keep."""
+    stream = open_regular(file)
+    return stream if isinstance(stream, io.BytesIO) else stack.enter_context(stream)
+
+
+def _signature(stream: io.BufferedIOBase) -> Any:
+    """Inode, size and modification time, which change when a file is replaced; of an object in a store itself."""
+    if isinstance(stream, io.BytesIO):
+        return stream
     found = os.fstat(stream.fileno())
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _check_hash(stream: BufferedReader, file: Path) -> None:
+def _check_hash(stream: io.BufferedIOBase, file: Path) -> None:
     digest, listed = hashlib.file_digest(stream, "sha256").hexdigest(), _listed(file)
     if not listed:
         raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
@@ -204,7 +217,7 @@ def _check_hash(stream: BufferedReader, file: Path) -> None:
         why = " (HDF5 marks it as open for writing: close it where it is open)" if stream.read(1) not in b"\0" else ""
         raise DamagedShard(
             f"{file}: checksum mismatch{why}, expected sha256 {listed[0][:16]}, found {digest[:16]} in "
-            f"{os.fstat(stream.fileno()).st_size} bytes; {AGAIN}"
+            f"{stream.seek(0, os.SEEK_END)} bytes; {AGAIN}"
         )
 
 

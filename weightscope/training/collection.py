@@ -63,8 +63,8 @@ def collect(
         networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
             trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size. Of two
             runs at once the larger number counts, and a warning says so.
-        workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
-            Changes only the speed.
+        workers: processes of this machine, each with one thread; by default one per usable core, or one per GPU that
+            CUDA_VISIBLE_DEVICES allows, which sees no other. Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
             tile at a time in each worker process).
         scheduler: the cluster's address, such as "tcp://host:8786".
@@ -249,7 +249,8 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
 def _kept(requests: Sequence[Request]) -> str:
     here = sum(shards.networks_on_disk(r.path, r.manifest) for r in requests)
     total = sum(r.manifest.networks for r in requests)
-    folder = os.path.commonpath([r.path for r in requests]) if requests else ""
+    paths = [str(r.path) for r in requests]
+    folder = os.path.commonpath(paths) if len(paths) > 1 else "".join(paths)
     return f"{here} of {total} networks are kept in {folder}"
 
 

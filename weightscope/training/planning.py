@@ -92,7 +92,7 @@ def plan(
     request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
     manifest, done = request.manifest, 0
     if (request.path / manifests.NAME).exists():
-        manifests.match(Path(path), manifests.read(request.path), manifest)
+        manifests.match(request.path, manifests.read(request.path), manifest)
         done = shards.tiles_done(request.path, manifest)
     costs = on_each(partial(_time, [request]), chosen.on_device(request.device, manifest.tiles), manifest.tiles)
     seconds = tuple(cost.seconds(request.recipe.training) for cost in costs)

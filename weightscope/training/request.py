@@ -25,7 +25,7 @@ import torch
 from weightscope import training
 from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
-from weightscope._util.sources import as_path
+from weightscope._util.sources import as_path, location
 from weightscope.data.task import Source
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.init import _trained
@@ -141,7 +141,7 @@ class Request:
                 results[key] = work()
             return results[key]
 
-        path = as_path(path)
+        path = location(path)
         wanted = recipe if isinstance(recipe, Recipe) else Recipe.parse(recipe)
         wanted = wanted.model_copy(update={"bench": None})  # which says nothing about the networks
         if networks is not None:
@@ -199,10 +199,9 @@ class Request:
 
     def kernels_here(self) -> tuple[Choice, str]:
         """What trains the networks in this process, and device and kernels for the headers of shards."""
-        if self.kernels is not None:
-            return self.kernels, self.made_on
-        kernels = choose_kernels(self.recipe, torch.device(self.device))
-        return kernels, made_on(kernels, self.device)
+        with current(torch.device(self.device)):  # GPUs of one machine may be of several models
+            kernels = self.kernels or choose_kernels(self.recipe, torch.device(self.device))
+            return kernels, made_on(kernels, self.device)
 
 
 def _check_snapshots(recipe: Recipe, examples: int) -> None:
