@@ -187,6 +187,17 @@ class Command(click.Command):
         if own is not None:
             own.is_eager, own.callback = True, _note_overwrite
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; UsageError for an empty value, and for an option that is given twice and takes one."""
+        values, _, order = self.make_parser(ctx).parse_args(list(args))
+        for param in () if ctx.resilient_parsing else dict.fromkeys(order):
+            given = values[param.name or ""]
+            if "" in (given if isinstance(given, list | tuple) else [given]):
+                raise UsageError(f"{_named(param)}: expected a value, found an empty text")
+            if order.count(param) > 1 and not param.multiple and not getattr(param, "is_flag", False):
+                raise UsageError(f"{_named(param)}: expected it once, found it {order.count(param)} times")
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""
         values = [(p, v) for p in self.params for v in _each(ctx.params.get(p.name or ""))]
