@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+import references_sequences as reference
 import shims
 import torch
 from families import FAMILIES, HEADS, HIDDEN, TOKENS, WIDTH, Family, built, rows, scramble
@@ -349,17 +350,13 @@ def test_mamba_scan_from_the_views(monkeypatch):
     FAMILIES["hf-mamba"].call(model)
     for part in anatomy.ssms(model):
         mixer = model.get_submodule(part.name)
-        u = recorder.inputs[f"{part.name}.x_proj"][0][0][0]  # (T, channels), after the convolution
-        gate = mixer.in_proj(recorder.inputs[part.name][0][0])[0].chunk(2, dim=-1)[1]
+        u = recorder.inputs[f"{part.name}.x_proj"][0][0]  # (1, T, channels), after the convolution
+        gate = mixer.in_proj(recorder.inputs[part.name][0][0]).chunk(2, dim=-1)[1]
         rank = part.read("dt_weight").shape[1]
         delta = F.softplus(u @ mixer.x_proj.weight[:rank].T @ part.read("dt_weight").T + part.read("dt_bias"))
         a, b, c = -part.read("A_log").exp(), u @ part.read("B").T, u @ part.read("C").T
-        h, ys = torch.zeros(part.channels, part.state), []
-        for t in range(len(u)):
-            h = torch.exp(delta[t, :, None] * a) * h + delta[t, :, None] * b[t] * u[t, :, None]
-            ys.append(h @ c[t] + part.read("D") * u[t])
-        expected = torch.stack(ys) * F.silu(gate)
-        torch.testing.assert_close(expected, recorder.inputs[f"{part.name}.out_proj"][0][0][0], rtol=1e-4, atol=1e-4)
+        expected = (reference.selective_scan(u, delta, a, b, c) + part.read("D") * u) * F.silu(gate)
+        torch.testing.assert_close(expected, recorder.inputs[f"{part.name}.out_proj"][0][0], rtol=1e-4, atol=1e-4)
         assert part.read("conv_weight").shape == (part.channels, 4)
 
 
@@ -381,16 +378,11 @@ def test_mamba2_scan_from_the_views(monkeypatch):
         u, b, c = mixed.split([d, n, n], dim=1)
         delta = F.softplus(x @ part.read("dt_weight").T + part.read("dt_bias"))  # (T, heads)
         a = -part.read("A_log").exp()
-        u = u.reshape(len(x), part.heads, -1)
-        b, c = (
-            t.reshape(len(x), part.groups, part.state).repeat_interleave(part.heads // part.groups, 1) for t in (b, c)
+        u, b, c = (t.unflatten(1, (n, -1))[None] for t, n in ((u, part.heads), (b, part.groups), (c, part.groups)))
+        expected = reference.heads_scan(u, delta[None], a, b, c) + part.read("D")[:, None] * u
+        torch.testing.assert_close(
+            expected.flatten(2), recorder.inputs[f"{part.name}.norm"][0][0], rtol=1e-3, atol=1e-4
         )
-        h, ys = torch.zeros(part.heads, u.shape[-1], part.state), []
-        for t in range(len(x)):
-            h = torch.exp(delta[t] * a)[:, None, None] * h + delta[t, :, None, None] * u[t, :, :, None] * b[t, :, None]
-            ys.append((h * c[t, :, None]).sum(-1) + part.read("D")[:, None] * u[t])
-        expected = torch.stack(ys).reshape(len(x), d)
-        torch.testing.assert_close(expected, recorder.inputs[f"{part.name}.norm"][0][0][0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", **ids([f for f in rows("positions") if "vit" in f.name or f.name in DEIT]))

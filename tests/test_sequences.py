@@ -54,21 +54,15 @@ def _with_gradients(function, inputs: list[Tensor], **options) -> list[Tensor]:
     return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
 
 
-@pytest.mark.parametrize("segments", [None, 1, 3, 8, 100])
-@pytest.mark.parametrize("tokens", [1, 2, 37])
-def test_selective_scan_and_its_gradients_are_those_of_the_recurrence(tokens, segments):
-    inputs = _scan_inputs(tokens)
-    ours = _with_gradients(selective_scan, inputs, segments=segments)
-    for mine, theirs in zip(ours, _with_gradients(reference.selective_scan, inputs), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+SCANS = [(selective_scan, reference.selective_scan, _scan_inputs, {"segments": n}) for n in (None, 1, 3, 8, 100)]
+SCANS += [(block_scan, reference.heads_scan, _block_inputs, {"block": n}) for n in (1, 4, 64)]
 
 
-@pytest.mark.parametrize("block", [1, 4, 64])
+@pytest.mark.parametrize(("scan", "recurrence", "make", "option"), SCANS)
 @pytest.mark.parametrize("tokens", [1, 2, 37])
-def test_block_scan_and_its_gradients_are_those_of_the_recurrence(tokens, block):
-    inputs = _block_inputs(tokens)
-    ours = _with_gradients(block_scan, inputs, block=block)
-    for mine, theirs in zip(ours, _with_gradients(reference.heads_scan, inputs), strict=True):
+def test_scans_and_their_gradients_are_those_of_the_recurrence(tokens, scan, recurrence, make, option):
+    inputs = make(tokens)
+    for mine, theirs in zip(_with_gradients(scan, inputs, **option), _with_gradients(recurrence, inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 

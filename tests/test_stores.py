@@ -144,9 +144,9 @@ def test_a_tile_that_fails_and_a_new_population_without_networks(folder, monkeyp
     monkeypatch.setattr(training, "train_tile", fake.train_tile_or_refuse)
     with pytest.raises(DataError, match="tile 1 is broken, in tile 1 "):
         collect(fake.recipe(), path, workers=1)
-    [found] = status(path)
+    found = status(path)
     assert (found.trained, [row["state"] for row in found.rows()]) == (12, ["failed"])
-    assert [each.trained for each in status(folder)] == [12]
+    assert [each.trained for each in status(folder).populations] == [12]
     monkeypatch.setattr(training, "train_tile", lambda *_, **__: 1 / 0)
     with pytest.raises(WeightscopeError, match="ZeroDivisionError"):
         collect(fake.recipe(), folder / "b.pop", workers=1)

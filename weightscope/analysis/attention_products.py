@@ -123,28 +123,17 @@ class ProductsResult(Result):
 
     def select(self, part: Part, source: str | None = None, *, layers: bool | None = None) -> list[Row]:
         """The rows of a part; `layers` chooses whole layers (True) or heads (False)."""
-        return [
-            row
-            for row in self.records
-            if row["part"] == part
-            and source in (None, row["source"])
-            and (layers is None or (row["head"] is None) == layers)
-        ]
+        rows = (row for row in self.records if row["part"] == part and source in (None, row["source"]))
+        return [row for row in rows if layers is None or (row["head"] is None) == layers]
 
     def count(self, part: Part, source: str | None = None, *, layers: bool = False) -> Count:
         """How many diagonals are positive, among heads or whole layers."""
         rows = [row for row in self.select(part, source, layers=layers) if row["finite"]]
         means = [float(np.mean([row[key] for row in rows])) if rows else None for key in ("beta", "alpha")]
         z = [row["z"] or 0.0 for row in rows]
-        return Count(
-            n=len(rows),
-            positive=sum(row["beta"] > 0 for row in rows),
-            sure=sum(value > _SURE for value in z),
-            negative=sum(row["beta"] < 0 for row in rows),
-            surely_negative=sum(value < -_SURE for value in z),
-            beta=means[0],
-            alpha=means[1],
-        )
+        positive, sure = sum(row["beta"] > 0 for row in rows), sum(value > _SURE for value in z)
+        negative, surely_negative = sum(row["beta"] < 0 for row in rows), sum(value < -_SURE for value in z)
+        return Count(len(rows), positive, sure, negative, surely_negative, *means)
 
     def finding(self, source: str) -> str:
         """One line: how many diagonals of a model are positive."""
@@ -549,11 +538,8 @@ def _queries_keys(model: _Model, part: AttentionPart, norm: _Norm, turn: Tensor 
         more = {}
         if bias_q is not None and bias_k is not None:
             b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
-            more = {
-                "bias_on_keys": _per_channel(torch.einsum("hdk,hk->hd", right.double(), b)),
-                "bias_on_queries": _per_channel(torch.einsum("hdk,hk->hd", left.double(), c)),
-                "bias_constant": (b * c).sum(-1),
-            }
+            sums = (torch.einsum("hdk,hk->hd", x.double(), y) for x, y in ((right, b), (left, c)))
+            more = dict(zip(_BIASES["qk"], (*map(_per_channel, sums), (b * c).sum(-1)), strict=True))
         model.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
 
 

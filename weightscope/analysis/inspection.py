@@ -150,12 +150,10 @@ class PopulationContents(Result):
 
     def _origin(self, imported: dict[str, Any]) -> str:
         kept = "read by reference" if imported["by_reference"] else "imported"
-        options = [f"names {text}" for text in imported["rename"]] + [f"network {imported['network']}"] * bool(
-            imported["network"]
-        )
-        return "; ".join(
-            [f"{kept} from {joined((each[0] for each in imported['sources']), most=4) or 'memory'}", *options]
-        )
+        options = [f"names {text}" for text in imported["rename"]]
+        options += [f"network {imported['network']}"] * bool(imported["network"])
+        where = joined((each[0] for each in imported["sources"]), most=4) or "memory"
+        return "; ".join([f"{kept} from {where}", *options])
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""

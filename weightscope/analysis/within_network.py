@@ -329,11 +329,9 @@ def _rows(
     """Panels in rows, row labels and notes: one network fills several rows, several networks have one row each."""
     found = _series(layers)
     if len(found) == 1:
-        rows: list[list[Panel | None]] = [
-            [panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)
-        ]
-        group = layers[0].group
-        return rows, [group] * len(rows) if group else [], []
+        rows: list[list[Panel | None]]
+        rows = [[panel(x) for x in layers[i : i + ACROSS]] for i in range(0, len(layers), ACROSS)]
+        return rows, [layers[0].group] * len(rows) if layers[0].group else [], []
     groups = list(dict.fromkeys(row.group for row in layers))
     found.sort(key=lambda item: groups.index(item[1][0].group))  # the same matrix of all networks below each other
     most = max(len(mine) for _, mine in found)
@@ -445,9 +443,8 @@ def skeleton(
     part = _first_part(where) if part is None else part
     root = nn.Module()
     with seeded(seed):
-        for name in dict.fromkeys(
-            name for piece in PARTS[choice("part", part, PARTS)](where) for name in piece.tensors
-        ):
+        found = PARTS[choice("part", part, PARTS)](where)
+        for name in dict.fromkeys(name for piece in found for name in piece.tensors):
             path = name.rpartition(".")[0]
             holder = root
             *above, last = path.split(".")
@@ -558,13 +555,9 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
     shown = samples
     if len(samples) > most:
         shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
-    return replace(
-        layer,
-        moments=moments,
-        focus=centre_focus(samples, (shape[1], shape[2]), moments),
-        kronecker=_kronecker(moments.covariance, *shape[1:]) if square else None,
-        examples=shown.reshape(-1, *shape),
-    )
+    focus = centre_focus(samples, (shape[1], shape[2]), moments)
+    kronecker = _kronecker(moments.covariance, *shape[1:]) if square else None
+    return replace(layer, moments=moments, focus=focus, kronecker=kronecker, examples=shown.reshape(-1, *shape))
 
 
 def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> tuple[float, float] | None:

@@ -422,17 +422,7 @@ _QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 # What configs say, for models without code.
 _ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "rotary_dim", "rotary_pct", "rotary_emb_base")
 _ROPE_TYPES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "gpt_neox",
-    "gptj",
-    "codegen",
-    "qwen2",
-    "gemma",
-    "phi",
-    "stablelm",
-    "olmo",
+    *("llama", "mistral", "mixtral", "gpt_neox", "gptj", "codegen", "qwen2", "gemma", "phi", "stablelm", "olmo"),
 )
 _ROPE_TABLES = re.compile(r"(rotary_emb|rope)\b.*(inv_freq|freqs)")
 _UNSCALED = ("t5", "mt5", "umt5", "gpt_neo")  # 1/sqrt(k) is in their initial weights
@@ -464,11 +454,7 @@ def layer_scale(tensors: NamedTensors, part: AttentionPart) -> str | None:
     for parent in (block, block.rpartition(".")[0]):
         for candidate in _NAMES:
             name = f"{parent}.{candidate}" if parent else candidate
-            if (
-                name in tensors
-                and tensors.shape(name)[-1:] == (part.width,)
-                and math.prod(tensors.shape(name)) == part.width
-            ):
+            if name in tensors and tensors.shape(name)[-1:] == (math.prod(tensors.shape(name)),) == (part.width,):
                 return name
     return None
 

@@ -73,11 +73,8 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     for name, bad in (lost | dict(tensors.every)).items():
         path, shape = name.rpartition(".")[0], tensors.known_shape(name)
         fits = not bad and _fits(tensors, name, stem)
-        ndim = (
-            len(shape) - 2
-            if fits
-            else good.get(_template(name), len(shape) - 2 if bad and _is_shape(shape, name) else 0)
-        )
+        alike = len(shape) - 2 if fits or (bad and _is_shape(shape, name)) else 0
+        ndim = alike if fits else good.get(_template(name), alike)
         # Where other blocks have depthwise filters there may be a 1 x 1 convolution, which has no pixels.
         if not ndim or (not fits and not bad and len(shape) == ndim + 2 and all(n == 1 for n in shape[2:])):
             continue

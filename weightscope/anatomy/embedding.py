@@ -132,11 +132,8 @@ def _grid(tensors: NamedTensors, name: str, tokens: int, patch: PatchEmbedding) 
     if known is not None and len(known) == 2 and 0 <= tokens - known[0] * known[1] <= 16:
         return tokens - known[0] * known[1], (int(known[0]), int(known[1]))
     top = name.split(".")[0] if "." in name else ""
-    special = sum(
-        tensors.shape(n)[-2] if len(tensors.shape(n)) > 1 else 1
-        for n in tensors.names
-        if _TOKENS.search(n) and (not top or n.startswith(top) or "." not in n)
-    )
+    rows = (tensors.shape(n)[-2:-1] for n in tensors.names if _TOKENS.search(n) and (n.startswith(top) or "." not in n))
+    special = sum(shape[0] if shape else 1 for shape in rows)
     for prefix in range(special + 1):
         side = math.isqrt(max(tokens - prefix, 0))
         if side * side == tokens - prefix and side > 0:

@@ -132,14 +132,10 @@ _POOLED = _words(
 )
 _MAXIMA = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max_pool1d_with_indices"}
 _SPATIAL = {name: 1 if "1d" in name else 3 if "3d" in name else 2 for name in [*_POOLED, *_MAXIMA]}
-_ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_attention_math",
-    "_scaled_dot_product_cudnn_attention",
-    "scaled_dot_product_attention",
-}
+_ATTENTION = _words(
+    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention scaled_dot_product_attention "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"
+)
 
 
 class Propagation:
@@ -185,15 +181,13 @@ class Propagation:
     def _step(self, step: Step) -> None:
         refs = [x for x in tree_leaves(step.arguments) if isinstance(x, Ref)]
         inputs = [self.value(ref) for ref in refs]
-        base = step.name.removesuffix("_") if step.written and step.name.endswith("_") else step.name
+        base = step.name.removesuffix("_") if step.written else step.name
         moving = base in _MOVEMENTS
-        arguments = dict(step.arguments)
-        if not moving:
-            for ref in refs:
-                self.values[ref.number] = [self.axes.collapsed(axis) for axis in self.value(ref)]
+        for ref in () if moving else refs:
+            self.values[ref.number] = [self.axes.collapsed(axis) for axis in self.value(ref)]
         for ref in refs:
             self._restrict(self.value(ref))
-        arguments = tree_map(lambda x: self.value(x) if isinstance(x, Ref) else x, arguments)
+        arguments = tree_map(lambda x: self.value(x) if isinstance(x, Ref) else x, step.arguments)
         if not refs and base not in _FILLED:
             found = [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
         elif base in RULES:
@@ -263,19 +257,15 @@ class Propagation:
         """Entry by entry."""
         refs = {key: ref for key, ref in step.arguments.items() if isinstance(ref, Ref)}
         values = [a[key] for key in refs]
-        scalars = [
-            x for key, x in a.items() if key in ("self", "other", "value", "exponent") and isinstance(x, int | float)
-        ]
-        if name in _ODD:
-            return values[0]
         power = a.get("exponent")
-        if name in _EVEN or (name == "pow" and isinstance(power, int | float) and power % 2 == 0):
-            return [self.axes.even(axis) for axis in values[0]]
-        if name == "pow" and isinstance(power, int | float) and power % 2 == 1:
+        parity = power % 2 if name == "pow" and isinstance(power, int | float) else None
+        if name in _ODD or parity == 1:
             return values[0]
+        if name in _EVEN or parity == 0:
+            return [self.axes.even(axis) for axis in values[0]]
         if name in _SUMS:
             out = self.broadcast(values)
-            if any(scalars):
+            if any(isinstance(a.get(key), int | float) and a[key] for key in ("self", "other")):  # a number is added
                 self.unsigned(out)
             return out
         if name in _PRODUCTS and not isinstance(a.get("rounding_mode"), str):
@@ -286,8 +276,7 @@ class Propagation:
         if name in ("addcmul", "addcdiv"):
             return self.broadcast([a["self"], self.broadcast([a["tensor1"], a["tensor2"]], product=True)])
         out = self.broadcast(values)
-        self.unsigned(out)
-        for value in values:
+        for value in (out, *values):
             self.unsigned(value)
         return out
 
@@ -326,9 +315,11 @@ def _dims(given: Any, n: int) -> list[int]:
     return [d % n for d in (given if isinstance(given, list | tuple) else [given])] if n else []
 
 
-@_rule(*_MOVED, "dropout", "native_dropout")
-def _kept(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    return [a["self"] if "self" in a else a["input"]]
+RULES |= dict.fromkeys(
+    (*_MOVED, "dropout", "native_dropout"), lambda p, a, step: [a["self" if "self" in a else "input"]]
+)
+RULES["permute"] = lambda p, a, step: [[a["self"][d] for d in _dims(list(a["dims"]), len(a["self"]))]]
+RULES["unbind"] = lambda p, a, step: [_select(p, {**a, "index": i}, step)[0] for i in range(len(step.out))]
 
 
 @_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
@@ -336,11 +327,6 @@ def _view(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if step.overload == "dtype":
         return p.without_rule(step, [a["self"]])
     return [p.axes.reshaped(a["self"], p.shapes[step.out[0].number])]
-
-
-@_rule("permute")
-def _permute(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    return [[a["self"][d] for d in _dims(list(a["dims"]), len(a["self"]))]]
 
 
 @_rule("t", "transpose", "numpy_T", "mT")
@@ -397,15 +383,10 @@ def _between(p: Propagation, value: Value, dim: int, start: int, stop: int) -> V
 
 @_rule("select")
 def _select(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    dim = a["dim"] % len(a["self"])
+    dim = a.get("dim", 0) % len(a["self"])
     i = a["index"] % length(a["self"][dim])
     out = _between(p, a["self"], dim, i, i + 1)
     return [out[:dim] + out[dim + 1 :]]
-
-
-@_rule("unbind")
-def _unbind(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    return [_select(p, {**a, "dim": a.get("dim", 0), "index": i}, step)[0] for i in range(len(step.out))]
 
 
 @_rule("split", "split_with_sizes", "split_copy", "split_with_sizes_copy", "unsafe_split")

@@ -139,10 +139,7 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
     """
     spec = WeightSpec.of(module)
     recorder = Recorder()
-    state = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    state = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     named = {name: recorder.ref(state[name]).number for name in spec.names}
     with _evaluating(module), recorder:
         outputs = [recorder.ref(tensor) for tensor in tensors_in(call(module, inputs))]
@@ -213,19 +210,10 @@ def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], n
             layout = tuple(entry for row in rows for entry in row)
             lengths = tuple(prod(n for n, _ in pairs) for _, pairs, _ in layout)
             offset = tuple(segment.offset for segment in chosen)
-            strides = tuple((axis, pairs) for axis, pairs, _ in layout)
+            strides, axes_of_view = tuple((axis, pairs) for axis, pairs, _ in layout), tuple(g for *_, g in layout)
             if [axis for axis, _ in strides] == list(range(len(shape))) and all(map(_contiguous, strides)):
                 strides = ()  # rows of the tensor, or all of it
-            views.append(
-                View(
-                    label,
-                    name,
-                    lengths,
-                    tuple(g for *_, g in layout),
-                    offset if any(offset) or strides else (),
-                    strides,
-                )
-            )
+            views.append(View(label, name, lengths, axes_of_view, offset if any(offset) or strides else (), strides))
     groups = {names[unit]: (None if head.fixed else names[head], head.size) for unit, head in outer.items()}
     groups |= {names[head]: (names[head], head.size) for head in outer.values() if not head.fixed}
     used = {axis.removeprefix("~") for view in views for axis in view.axes if axis is not None}
@@ -298,17 +286,13 @@ def _view_axes(
 ) -> list[tuple[int, tuple[tuple[int, int], ...], str | None]]:
     """(axis of the tensor, lengths and strides, label) of each axis of a view."""
     out: list[tuple[int, tuple[tuple[int, int], ...], str | None]] = []
-    row = segment.factors
-    skip = False
-    for i, (unit, sign, n, stride) in enumerate(row):
-        if skip:
-            skip = False
-            continue
-        inner = row[i + 1] if i + 1 < len(row) else None
-        if inner is not None and outer.get(inner[0]) is unit:
-            mark = "~" if flipped.get(inner[0], 0) & inner[1] else ""
-            out.append((axis, ((n, stride), inner[2:4]), mark + names[inner[0]]))
-            skip = True
+    row = list(segment.factors)
+    while row:
+        unit, sign, n, stride = row.pop(0)
+        if row and outer.get(row[0][0]) is unit:
+            unit, sign, *pair = row.pop(0)
+            mark = "~" if flipped.get(unit, 0) & sign else ""
+            out.append((axis, ((n, stride), (pair[0], pair[1])), mark + names[unit]))
         elif unit.fixed:
             last = out[-1] if out else None
             if last is not None and last[2] is None and last[1][-1][1] == n * stride:

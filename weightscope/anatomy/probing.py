@@ -303,23 +303,15 @@ def _model_inputs(module: nn.Module) -> Iterator[Any]:
     like = next(p for p in module.parameters() if p.is_floating_point())
     config, ids = getattr(module, "config", None), torch.tensor([[1, 2, 3, 4, 5]], device=like.device)
     stated = [(getattr(module, "pretrained_cfg", None) or {}).get("input_size"), 224, 32]
-    stated = [
-        getattr(holder, name, None)
-        for holder in (config, getattr(config, "vision_config", None), module, getattr(module, "patch_embed", None))
-        for name in ("image_size", "img_size")
-    ] + stated
+    holders = (config, getattr(config, "vision_config", None), module, getattr(module, "patch_embed", None))
+    stated = [getattr(holder, name, None) for holder in holders for name in ("image_size", "img_size")] + stated
     sizes = [n[-1] if isinstance(n, (tuple, list)) else n for n in stated if n]
     if hasattr(module, "main_input_name"):  # transformers
         decoder = {"decoder_input_ids": ids} if getattr(config, "is_encoder_decoder", False) else {}
         images = like.new_ones(1, getattr(config, "num_channels", 3), sizes[0], sizes[0])
         sound = like.new_ones(1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1))
-        words = {"input_ids": ids, **decoder}
-        yield from (
-            words,
-            {"pixel_values": images},
-            words | {"pixel_values": images},
-            {"input_features": sound} | decoder,
-        )
+        words, pixels = {"input_ids": ids, **decoder}, {"pixel_values": images}
+        yield from (words, pixels, words | pixels, {"input_features": sound} | decoder)
     for n in dict.fromkeys(sizes):
         yield torch.randn(1, 3, n, n, generator=torch.Generator().manual_seed(0)).to(like)
     yield ids

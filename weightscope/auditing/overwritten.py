@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -154,9 +155,7 @@ def _address(tensor: Tensor) -> int:
 
 def _places(frame: FrameType) -> str:
     """The innermost two frames outside torch and weightscope: `file:line in function`."""
-    places = [
-        f"{outer.f_code.co_filename}:{outer.f_lineno} in {outer.f_code.co_name}"
-        for outer, _ in traceback.walk_stack(frame)
-        if outer.f_globals.get("__name__", "").split(".")[0] not in ("torch", "weightscope")
-    ]
-    return ", called from ".join(places[:2]) or "unknown code"
+    frames = (outer for outer, _ in traceback.walk_stack(frame))
+    others = (f for f in frames if f.f_globals.get("__name__", "").split(".")[0] not in ("torch", "weightscope"))
+    places = (f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in islice(others, 2))
+    return ", called from ".join(places) or "unknown code"

@@ -100,14 +100,8 @@ def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[
 
 def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     """All combinations of the axes' points, as name -> value; one empty combination without axes."""
-    return [
-        {
-            name: value
-            for axis, point in zip(axes, chosen, strict=True)
-            for name, value in zip(axis.names, point, strict=True)
-        }
-        for chosen in product(*(axis.points for axis in axes))
-    ]
+    each = [[dict(zip(axis.names, point, strict=True)) for point in axis.points] for axis in axes]
+    return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*each)]
 
 
 def _text(point: Sequence[Any]) -> str:

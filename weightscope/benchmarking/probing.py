@@ -190,12 +190,7 @@ def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.devi
             probe.step(train[slot, index], data.train_labels[index], rate * factor)
         loss, accuracy = probe.evaluate(test, data.test_labels)
         curve.append(accuracy)
-    return {
-        "test_accuracy": curve[-1],
-        "test_accuracy_per_epoch": np.stack(curve, axis=1),
-        "test_loss": loss,
-        "diverged": ~np.isfinite(loss),
-    }
+    return dict(zip(_METRICS, (curve[-1], np.stack(curve, axis=1), loss, ~np.isfinite(loss)), strict=True))
 
 
 @torch.no_grad()

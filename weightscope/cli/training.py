@@ -2,6 +2,8 @@
 
 import math
 import re
+import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import click
 from weightscope.cli.options import (
     Named,
     OutputFile,
+    backend_options,
     command,
     json_option,
     maybe_partial,
@@ -51,8 +54,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
 @out_option("The population's folder, or its URL in an object store.", type=Named())
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
-@click.option("--backend", default="loky", help="loky, dask or ray.")
-@click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
+@backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
 @training_options
 def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
@@ -150,15 +152,27 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     """
     from weightscope.training.status import status
 
+    shown = None
     while True:
         found = status(path)
-        if watch:
-            click.clear()
-        click.echo("\n".join(each.text() for each in found))
-        if not watch or all(each.complete or not each.networks for each in found):
+        states = found.trained, found.damaged, [(mark["tile"], mark["state"]) for mark in found.marks]
+        if watch and sys.stdout.isatty():
+            click.echo(f"\033[H{_fitted(found.text(), *shutil.get_terminal_size())}\033[J", nl=False)
+        elif states != shown:  # in a file, not every two seconds
+            click.echo(found.text())
+        shown = states
+        if not watch or found.complete or not found.networks:
             break
         time.sleep(2)
-    write_json(json_file, {"populations": [each.to_dict() for each in found]})
+    write_json(json_file, found.to_dict())
+
+
+def _fitted(text: str, columns: int, lines: int) -> str:
+    """A text for a terminal that is not scrolled: long lines are cut, and what is below the last one is counted."""
+    cut = [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in text.splitlines()]
+    if (left := len(cut) - (lines - 2)) > 1:
+        cut = [*cut[:-left], f"... {left} more lines; without --watch all are shown"]
+    return "".join(f"{line}\033[K\n" for line in cut)
 
 
 @command("fit-init")

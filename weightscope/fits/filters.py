@@ -127,10 +127,8 @@ class FilterFit(Numbers):
         """What of the network is not used, and which distributions stand in for it."""
         used, dead = self.used, [x for x in self.layers if self.kernel in (None, x.kernel) and x.dead]
         does = {False: " and not used", True: "; its distribution includes them"}
-        out = [
-            f"`{x.name}`: {x.dead} of {x.count} filters are dead{does[x.usable]}"
-            for x in sorted(dead, key=lambda x: x.usable)
-        ]
+        dead.sort(key=lambda x: x.usable)
+        out = [f"`{x.name}`: {x.dead} of {x.count} filters are dead{does[x.usable]}" for x in dead]
         if 0 < len(used) < len(self.layers):
             span = f"{used[0].depth:.3f} to {used[-1].depth:.3f}"
             out.append(

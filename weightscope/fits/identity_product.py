@@ -145,19 +145,11 @@ def fit_identity_product(
         heads = range(part.heads)
         qk = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in heads]
         vo = [_fitted(values, outputs, 1, f"`{part.name}` values and outputs")]
-        facts = {
-            "name": part.name,
-            "depth": known.index(part.layer) / max(1, len(known) - 1),
-            "width": part.width,
-            "heads": part.heads,
-        }
-        layers.append(ProductLayer.model_validate(facts | {"qk": _joined(qk), "vo": _joined(vo)}))
+        depth, sizes = known.index(part.layer) / max(1, len(known) - 1), {"width": part.width, "heads": part.heads}
+        layers.append(ProductLayer(name=part.name, depth=depth, **sizes, qk=_joined(qk), vo=_joined(vo)))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
-    return NetworkFit(
-        ProductFit.model_validate(
-            {"signs": "products", "parts": parts, "layer_scale": state, "layers": layers, "left_out": left_out}
-        )
-    )
+    numbers = {"parts": parts, "layer_scale": state, "layers": layers, "left_out": left_out}
+    return NetworkFit(ProductFit.model_validate({"signs": "products", **numbers}))
 
 
 def _finite(name: str, value: Tensor) -> Tensor:

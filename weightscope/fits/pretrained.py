@@ -151,12 +151,8 @@ def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
     units = {name: value / (deviations[name] or 1.0) for name, value in folded.items()}
     squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.views}
     parts = invariant_parts(spec.pack(units, np.float64)[None], spec, permutations)
-    return _Measured(
-        where,
-        spec,
-        permutations,
-        [_covariance(k, x[0], squares) for k, x in zip(permutations.types, parts, strict=True)],
-    )
+    types = [_covariance(kind, part[0], squares) for kind, part in zip(permutations.types, parts, strict=True)]
+    return _Measured(where, spec, permutations, types)
 
 
 def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, float]) -> TypeCovariance:

@@ -475,10 +475,8 @@ def training_curves(
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
     metric.check(kept.ravel(), "training curves")
     canvas, ax = theme.canvas(ax, 6.4, 3.9)
-    epochs, style = (
-        np.arange(1, values.shape[1] + 1),
-        theme.look(0, lw=1.6, marker="o" if values.shape[1] == 1 else None),
-    )
+    epochs = np.arange(1, values.shape[1] + 1)
+    style = theme.look(0, lw=1.6, marker="o" if len(epochs) == 1 else None)
     low, median, high = np.quantile(kept, [0.05, 0.5, 0.95], axis=0)
     text = f"median of {len(kept):,}"
     if len(kept) > 1:

@@ -199,10 +199,9 @@ class Request:
 
     def kernels_here(self) -> tuple[Choice, str]:
         """What trains the networks in this process, and device and kernels for the headers of shards."""
-        if self.kernels is not None:
-            return self.kernels, self.made_on
-        kernels = choose_kernels(self.recipe, torch.device(self.device))
-        return kernels, made_on(kernels, self.device)
+        with current(torch.device(self.device)):  # GPUs of one machine may be of several models
+            kernels = self.kernels or choose_kernels(self.recipe, torch.device(self.device))
+            return kernels, made_on(kernels, self.device)
 
 
 def _check_snapshots(recipe: Recipe, examples: int) -> None:
