@@ -28,7 +28,7 @@ from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, cell_key, summarise
-from weightscope.data.metrics import Metric
+from weightscope.data.metrics import METRICS, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
@@ -378,7 +378,7 @@ class Design:
 
     def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
         """One row for each network of an arm."""
-        curves = found.get(f"{self.metric.name}_per_epoch")
+        curves, found = found.get(f"{self.metric.name}_per_epoch"), {**found, **over_lengths(found)}
         return [
             {
                 "init": arm.init,
@@ -420,6 +420,7 @@ def metrics_of(arms: Sequence[Arm], name: str | None) -> tuple[Metric, tuple[Met
     """The metric that arms are compared by, the primary one if it is not named, and all that their tasks share."""
     tasks = [arm.recipe.data.metrics for arm in arms]
     shared = tuple(metric for metric in tasks[0] if all(metric in task for task in tasks))
+    shared += tuple(METRICS[name] for name in over_lengths({metric.name: [0.0] for metric in shared}))
     names = [metric.name for metric in shared]
     if not shared:
         raise UsageError("data: expected tasks with a metric in common, found none; compare them one by one")

@@ -13,6 +13,7 @@ import click
 from weightscope.cli.options import (
     Named,
     OutputFile,
+    backend_options,
     command,
     json_option,
     maybe_partial,
@@ -56,8 +57,7 @@ price_option = click.option("--price", type=float, help="Of an hour of one worke
 @out_option("The population's folder, or its URL in an object store.", type=Named())
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
-@click.option("--backend", default="loky", help="loky, dask or ray.")
-@click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")
+@backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
 @price_option
 @training_options
