@@ -1,20 +1,28 @@
-"""What a GPU runs: `torch.compile` in place of kernels in C, also without a GPU; populations there."""
+"""What a GPU runs: `torch.compile` in place of kernels in C, also without a GPU; populations there; several GPUs."""
 
+import os
+import time
 import warnings
+from contextlib import nullcontext
 
+import fake_training as fake
 import numpy as np
 import pytest
 import tiny
 import torch
 
+from weightscope._util import environment, workers
+from weightscope._util.workers import ClusterLost, DeviceFailed, TilesFailed, Workers, spread
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
 from weightscope.training import kernel_choice, spec_of, train_tile
-from weightscope.training.collection import collect
+from weightscope.training.collection import collect, train
+from weightscope.training.devices import current
 from weightscope.training.engine import TileRun
 from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import functions
+from weightscope.training.request import Request
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -128,3 +136,134 @@ def test_covariance_on_a_gpu_equals_numpy(tmp_path, precision):
     exact = np.cov(population.weights().astype(np.float64), rowvar=False)
     scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
     assert (abs(found.matrix - exact) <= (1e-5 if precision == "float32" else 1e-10) * scale.max()).all()
+
+
+WHOLE = "GPU 0: NVIDIA A100 (UUID: GPU-aa)\nGPU 1: NVIDIA A100 (UUID: GPU-bb)\n"
+SLICES = "  MIG 1g.5gb Device  0: (UUID: MIG-a0)\n  MIG 1g.5gb Device  1: (UUID: MIG-a1)\n"
+SLICED = WHOLE.replace("GPU 1", f"{SLICES}GPU 1")
+
+
+@pytest.mark.parametrize(
+    ("given", "listed", "torchs", "expected"),
+    [
+        (None, WHOLE, 2, ("0", "1")),
+        (None, SLICED, 1, ("MIG-a0", "MIG-a1", "GPU-bb")),
+        (None, None, 2, ("0", "1")),  # nvidia-smi is not there
+        ("3, 5", WHOLE, 2, ("3", "5")),
+        ("GPU-bb,GPU-aa", WHOLE, 2, ("GPU-bb", "GPU-aa")),
+        ("1,9,0", WHOLE, 1, ("1",)),  # CUDA stops at the first that is not there
+        ("MIG-a1,MIG-a0", SLICED, 1, ("MIG-a1", "MIG-a0")),
+        ("", WHOLE, 0, ()),
+    ],
+)
+def test_the_gpus_of_this_process(given, listed, torchs, expected, tmp_path, monkeypatch):
+    if listed is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "{listed}"')
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if listed is not None else str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: torchs)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert environment.visible_gpus() == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "tiles", "expected"),
+    [(None, "cuda", 9, 3), (None, "cuda", 2, 2), (5, "cuda", 9, 5), (1, "cuda", 9, 1), (None, "cuda:1", 9, 1)],
+)
+def test_by_default_there_is_a_worker_for_each_gpu(count, device, tiles, expected, monkeypatch):
+    monkeypatch.setattr(workers, "visible_gpus", lambda: ("0", "1", "2"))
+    found = Workers("loky", count).on_device(device, tiles)
+    assert (found.count, found.devices) == (expected, ("0", "1", "2") if device == "cuda" else ())
+
+
+def recording(folder, broken=""):
+    """A task that notes which GPU its process has; some GPUs fail. Sent as it is, so that processes start quickly."""
+
+    def record(tile, *, progress):
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        (folder / f"{tile}-{device}-{os.getpid()}").touch()
+        if device and device in broken:
+            raise DeviceFailed("CUDA out of memory")
+        time.sleep(0.05)
+        return device
+
+    return record
+
+
+def test_each_process_has_a_gpu_of_its_own(tmp_path):
+    for count, devices in ((2, ["3", "GPU-b"]), (3, ["3", "GPU-b"])):
+        found = dict(spread(recording(tmp_path), range(12), Workers("loky", count, devices=tuple(devices))))
+        assert set(found.values()) == set(devices)
+    assert not [worker for worker in workers._spare if worker.device], "they would hold the memory of their GPU"
+
+
+def test_a_gpu_that_fails_loses_its_tiles_and_is_left_alone(tmp_path, caplog):
+    found = dict(spread(recording(tmp_path, "0"), range(8), Workers("loky", 2, devices=("0", "1"))))
+    assert found == dict.fromkeys(range(8), "1")
+    attempts = [path.name.split("-") for path in tmp_path.iterdir()]
+    failed = [process for _, device, process in attempts if device == "0"]
+    assert len(set(failed)) == len(failed) == 2, "each time another process, and not a third time"
+    assert "GPU 0 is not used again in this run: CUDA out of memory" in caplog.text
+    with pytest.raises(TilesFailed):  # the last one is not left alone, so the tiles are
+        list(spread(recording(tmp_path, "01"), range(2), Workers("loky", 2, devices=("0", "1"))))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), DeviceFailed),
+        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), DeviceFailed),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), DeviceFailed),
+        (RuntimeError("Expected all tensors to be on the same device, cuda:0 and cpu"), RuntimeError),
+    ],
+)
+def test_what_a_gpu_raises_is_told_from_other_errors(error, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    with pytest.raises(expected) as found, current(torch.device("cuda")):
+        raise error
+    assert type(found.value) is expected
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it has gone since
+    with pytest.raises(DeviceFailed, match="no GPU"), current(torch.device("cuda")):
+        pass
+
+
+@pytest.mark.slow
+def test_a_population_of_two_gpus_has_the_bits_of_one(tmp_path):
+    """Pretended ones: the processes have a GPU each, and train on the CPU."""
+    wanted = fake.recipe(networks=16, tile=4)
+    collect(wanted, tmp_path / "one.pop", workers=1, device="cpu")
+    request = Request.of(wanted, tmp_path / "two.pop", device="cpu")
+    train([request], Workers("loky", 2, devices=("0", "1")))
+    assert fake.files(tmp_path / "two.pop/shards") == fake.files(tmp_path / "one.pop/shards")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_clusters_give_each_tile_a_gpu(tmp_path, monkeypatch):
+    """Of dask's workers only those that say that they have one."""
+    distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "processes": False}
+    task = recording(tmp_path)
+    with distributed.LocalCluster(**options, resources={"GPU": 1}) as cluster:
+        assert len(dict(spread(task, range(3), Workers("dask", scheduler=cluster.scheduler_address, gpu=True)))) == 3
+    monkeypatch.setattr(workers, "START_SECONDS", 1.0)
+    with distributed.LocalCluster(**options) as cluster:
+        assert len(dict(spread(task, range(3), Workers("dask", scheduler=cluster.scheduler_address)))) == 3
+        with pytest.raises(ClusterLost, match="no worker with the resource GPU"):
+            list(spread(task, range(3), Workers("dask", scheduler=cluster.scheduler_address, gpu=True)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_ray_gives_each_tile_a_gpu(tmp_path):
+    ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    ray.init(num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        found = dict(spread(recording(tmp_path), range(8), Workers("ray", gpu=True)))
+        assert set(found.values()) == {"0", "1"}
+    finally:
+        ray.shutdown()

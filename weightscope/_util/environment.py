@@ -3,6 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -49,6 +52,27 @@ def usable_cores() -> int:
     return int(joblib.cpu_count())
 
 
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs and MIG slices that this process may use, each as a value of CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        found = [name.strip() for name in given.split(",")]
+    else:
+        try:
+            listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+        except (OSError, subprocess.TimeoutExpired):  # as on AMD's GPUs
+            listed = ""
+        # slices are listed below their GPU, which then cannot be used as a whole
+        whole = re.sub(r"(?m)^GPU .*\n(?=\s+MIG )", "", listed)
+        found = re.findall(r"\(UUID: (\S+)\)", whole)
+    if any(name.startswith("MIG-") for name in found):  # of which CUDA counts one only
+        return tuple(found)
+    number = torch.cuda.device_count()
+    return tuple(found[:number] if given is not None else map(str, range(number)))
+
+
 def available_memory() -> int:
     """Bytes that can still be allocated on this machine, and in this container."""
     machine, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
@@ -69,19 +93,21 @@ def single_threaded() -> Iterator[None]:
     """Run NumPy, SciPy and torch on one thread within the block.
 
     On matrices of some hundred rows threads cost more time than they save, and many times more on a busy machine, where
-    each operation waits for the slowest of them. SciPy must have been imported before: only loaded libraries are
-    limited.
+    each operation waits for the slowest of them. SciPy and torch must have been imported before: only loaded libraries
+    are limited.
     """
-    import torch
     from threadpoolctl import threadpool_limits
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own MKL is not among the libraries that threadpoolctl finds
+    torch = sys.modules.get("torch")  # importing it takes seconds and hundreds of megabytes
+    threads = torch.get_num_threads() if torch else 1
+    if torch:
+        torch.set_num_threads(1)  # torch's own MKL is not among the libraries that threadpoolctl finds
     try:
         with threadpool_limits(1):
             yield
     finally:
-        torch.set_num_threads(threads)
+        if torch:
+            torch.set_num_threads(threads)
 
 
 @cache

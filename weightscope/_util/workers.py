@@ -31,12 +31,13 @@ from joblib.externals.loky.backend import resource_tracker
 from joblib.externals.loky.backend.process import LokyProcess
 
 from weightscope._util.checks import choice, count
-from weightscope._util.environment import usable_cores
+from weightscope._util.environment import usable_cores, visible_gpus
 from weightscope.errors import UsageError, WeightscopeError
 
 _log = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # workers that a tile may lose before it is given up
+_DEVICE_FAILURES = 2  # workers that a GPU may lose in a row before it is left alone: less than a tile may lose
 _FAILURES_AT_FIRST = 3  # failed tiles after which nothing else is tried, if no tile has succeeded
 BACKENDS = ("loky", "dask", "ray")
 
@@ -60,6 +61,7 @@ _ONE_THREAD = dict.fromkeys(
 Task = Callable[..., Any]
 Progress = Callable[[Any, float], None]
 Named = Callable[[Any], str]
+_tile = "tile {}".format
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
@@ -71,6 +73,10 @@ os.register_at_fork(after_in_child=_spare.clear)
 
 class WorkerDied(Exception):
     """A worker ended or stopped without returning a result; the message says how."""
+
+
+class DeviceFailed(WorkerDied, WeightscopeError):
+    """The worker's GPU failed, or has no memory left; the process cannot be used again."""
 
 
 class ClusterLost(Exception):
@@ -132,13 +138,16 @@ class Workers:
     count: int | None = None  # processes of this machine; 1: this one. A cluster has its own number
     scheduler: str | None = None  # the cluster's address; without one, ray finds or starts a cluster
     gpu: bool = False  # whether every task needs one
+    devices: tuple[str, ...] = ()  # GPUs of this machine, one for each process: values of CUDA_VISIBLE_DEVICES
 
     def on_device(self, device: str, tiles: int) -> "Workers":
-        """For some tiles on a device: by default one process per core, or one on a GPU."""
-        number = self.count
+        """For some tiles on a device: by default one process per core, or one per GPU ("cuda" is any of them)."""
+        number, devices = self.count, self.devices
         if self.backend == "loky":
-            number = min(number or (usable_cores() if device == "cpu" else 1), max(tiles, 1))
-        return replace(self, count=number, gpu=device != "cpu")
+            devices = devices or (visible_gpus() if device == "cuda" else ())
+            number = number or len(devices) or (usable_cores() if device == "cpu" else 1)
+            number = min(number, max(tiles, 1))
+        return replace(self, count=number, gpu=device != "cpu", devices=devices)
 
 
 def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
@@ -150,7 +159,7 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
 
 
 def spread(
-    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None, named: Named = str
+    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None, named: Named = _tile
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
@@ -165,7 +174,7 @@ def spread(
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
     """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, _silent)) as pool:
-        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, str)]
+        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, _tile)]
 
 
 def _silent(_tile: Any, _done: float) -> None:
@@ -174,11 +183,11 @@ def _silent(_tile: Any, _done: float) -> None:
 
 def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
     if workers.backend == "dask":
-        return DaskPool(task, workers.scheduler, progress)
+        return DaskPool(task, workers.scheduler, workers.gpu, progress)
     if workers.backend == "ray":
         return RayPool(task, workers.scheduler, workers.gpu, progress)
     number = workers.count or 1
-    return LocalPool(task, number, progress) if number > 1 else Pool(task, progress)
+    return LocalPool(task, number, workers.devices, progress) if number > 1 else Pool(task, progress)
 
 
 def _distribute(
@@ -200,14 +209,14 @@ def _distribute(
             progress(tile, 0.0)
             lost[tile] += isinstance(error, WorkerDied)
             if isinstance(error, WorkerDied) and lost[tile] < ATTEMPTS:
-                again = f"{error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again"
-                _log.warning("tile %s: %s", named(tile), again)
-                waiting.append(tile)
+                again = f"{error} (attempt {lost[tile]} of {ATTEMPTS}); it is run again"
+                _log.warning("%s: %s", named(tile), again)
+                waiting.appendleft(tile)  # results of others may have to wait for it
                 continue
             if isinstance(error, UsageError) or type(error) is WeightscopeError:
                 raise error
             failed[tile] = error
-            _log.warning("tile %s failed: %s: %s", named(tile), type(error).__name__, error)
+            _log.warning("%s failed: %s: %s", named(tile), type(error).__name__, error)
             if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
                 raise TilesFailed(failed)
     if failed:
@@ -247,23 +256,30 @@ def run(task: Task, tile: Any, report: Callable[[float | None], None], hangs: fl
 
 
 class LocalPool(Pool):
-    """Processes of this machine."""
+    """Processes of this machine; if there are GPUs, each has one of them, and several may have the same."""
 
-    def __init__(self, task: Task, count: int, progress: Progress) -> None:
+    def __init__(self, task: Task, count: int, devices: Sequence[str], progress: Progress) -> None:
         super().__init__(task, progress)
         self._count, self._pickled = count, cloudpickle.dumps(task)
         self._busy: list[_Process] = []
+        self._idle = list(itertools.islice(itertools.cycle(devices or [""]), count))  # devices of idle workers
+        self._lost: Counter[str] = Counter()  # workers that a device has lost since it last finished a tile
 
     def size(self) -> int:
         return self._count
 
     def free(self) -> int:
-        return self._count - len(self._busy)
+        return len(self._idle)
 
     def start(self, tile: Any) -> None:
-        while _spare and not _spare[-1].process.is_alive():
-            _spare.pop().end()
-        worker = _spare.pop() if _spare else _Process()
+        device, worker = self._idle.pop(0), None
+        for other in [each for each in _spare if each.device == device]:
+            _spare.remove(other)
+            if other.process.is_alive():
+                worker = other
+                break
+            other.end()
+        worker = worker or _Process(device)
         self._busy.append(worker)
         worker.give(self._pickled, tile)
 
@@ -274,21 +290,38 @@ class LocalPool(Pool):
             self._busy.remove(worker)
             if isinstance(found.error, WorkerDied):
                 worker.end()
+                self._lost[worker.device] += 1
+                self._idle.append(worker.device)
             else:
                 _spare.append(worker)
+                self._lost[worker.device] = 0
+                self._idle.insert(0, worker.device)
+            self._leave_alone(worker.device, found.error)
         return [found for _, found in ended]
 
+    def _leave_alone(self, device: str, error: Exception | None) -> None:
+        """Do not use a device again that has failed several times in a row, unless it is the last one."""
+        others = {each for each in self._idle if each != device} | {each.device for each in self._busy}
+        if self._lost[device] >= _DEVICE_FAILURES and others - {device}:
+            self._idle = [each for each in self._idle if each != device]
+            _log.warning("GPU %s is not used again in this run: %s", device, error)
+
     def close(self) -> None:
-        for worker in self._busy:
+        """Stop what still runs; processes that have nothing to do are kept, unless they hold a GPU's memory."""
+        with_gpu = [worker for worker in _spare if worker.device]
+        _spare[:] = [worker for worker in _spare if not worker.device]
+        for worker in self._busy + with_gpu:
             worker.end()
 
 
 class _Process:
     """One process, and its last message."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.connection, theirs = Pipe()
-        self.process = LokyProcess(target=_serve, args=(theirs,), daemon=True, env=_ONE_THREAD)
+        environment = _ONE_THREAD | ({"CUDA_VISIBLE_DEVICES": device} if device else {})  # before torch is imported
+        self.process = LokyProcess(target=_serve, args=(theirs,), daemon=True, env=environment)
         # Ctrl-C reaches every process of a terminal; only the parent reports it. A blocked signal stays blocked in the
         # new process, from its first moment. Starting the tracker would unblock it.
         resource_tracker.ensure_running()
@@ -386,7 +419,7 @@ class DaskPool(Pool):
     Each is given one tile at a time by name, so that a tile is known to be lost when its worker is.
     """
 
-    def __init__(self, task: Task, scheduler: str | None, progress: Progress) -> None:
+    def __init__(self, task: Task, scheduler: str | None, gpu: bool, progress: Progress) -> None:
         distributed = _package("distributed", "dask")
         if scheduler is None:
             raise UsageError("backend dask: expected the address of a scheduler, such as tcp://host:8786, found none")
@@ -394,6 +427,7 @@ class DaskPool(Pool):
             client = distributed.Client(scheduler, set_as_default=False)
         super().__init__(task, progress)
         self._client, self._scheduler = client, scheduler
+        self._resources = {"GPU": 1} if gpu else None
         self._running: dict[str, tuple[Any, Any]] = {}  # address of a worker -> tile, future
         self._heartbeats: dict[str, tuple[float, float]] = {}  # address -> its last heartbeat, and when it was new
         self._last_heartbeat = time.monotonic()
@@ -401,15 +435,15 @@ class DaskPool(Pool):
         client.subscribe_topic(_PROGRESS, lambda event: progress(*event[1]))
 
     def size(self) -> int:
-        return len(self._client.scheduler_info(n_workers=-1)["workers"])
+        return len(self._usable(self._client.scheduler_info(n_workers=-1)["workers"]))
 
     def free(self) -> int:
         return len(self._idle())
 
     def start(self, tile: Any) -> None:
         address = self._idle()[0]
-        here: dict[str, Any] = {"workers": [address], "allow_other_workers": False, "pure": False}
-        future = self._client.submit(_run_on_dask, self._task, tile, HANGS_SECONDS, **here)
+        here: dict[str, Any] = {"workers": [address], "allow_other_workers": False, "resources": self._resources}
+        future = self._client.submit(_run_on_dask, self._task, tile, HANGS_SECONDS, pure=False, **here)
         self._running[address] = tile, future
 
     def poll(self) -> list[Ended]:
@@ -423,7 +457,8 @@ class DaskPool(Pool):
         if not self._heartbeats:  # workers that are still to start
             limit = START_SECONDS
         if silent - self._lookout.age() > limit:  # as long as the scheduler has answered
-            raise ClusterLost(f"no worker of the dask cluster has responded for {limit:.0f} seconds")
+            kind = "worker with the resource GPU" if self._resources else "worker"
+            raise ClusterLost(f"no {kind} of the dask cluster has responded for {limit:.0f} seconds")
         ended = []
         for address, (tile, future) in list(self._running.items()):
             if future.status == "pending":
@@ -453,12 +488,16 @@ class DaskPool(Pool):
 
     def _alive(self) -> set[str]:
         """The workers with a recent heartbeat, by this machine's clock: those of others may differ."""
-        now, found = time.monotonic(), self._lookout.latest or {}
+        now, found = time.monotonic(), self._usable(self._lookout.latest or {})
         for address, info in found.items():
             if self._heartbeats.get(address, (None,))[0] != info["last_seen"]:
                 self._heartbeats[address] = info["last_seen"], now
                 self._last_heartbeat = now
         return {a for a in found if now - self._heartbeats[a][1] < SILENT_SECONDS}
+
+    def _usable(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The workers that have a GPU if tiles need one."""
+        return {a: info for a, info in found.items() if not self._resources or info["resources"].get("GPU", 0) >= 1}
 
     def _result(self, tile: Any, future: Any, address: str) -> Ended:
         try:

@@ -63,8 +63,8 @@ def collect(
         networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
             trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size. Of two
             runs at once the larger number counts, and a warning says so.
-        workers: processes of this machine, each with one thread; by default one per usable core, or one on a GPU.
-            Changes only the speed.
+        workers: processes of this machine, each with one thread; by default one per usable core, or one per GPU that
+            CUDA_VISIBLE_DEVICES allows, which sees no other. Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
             tile at a time in each worker process).
         scheduler: the cluster's address, such as "tcp://host:8786".
@@ -171,7 +171,7 @@ def _trained(
         return requests[item[0]].manifest.rows(item[1])
 
     def named(item: Item) -> str:
-        return f"{item[1]} of population {item[0]}" if item[0] else str(item[1])
+        return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
 
     def show(item: Item, fraction: float) -> None:
         running[item] = fraction * rows(item)

@@ -2,9 +2,10 @@
 
 import ctypes
 import math
+import re
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from weightscope import networks
 from weightscope._util.environment import available_memory
 from weightscope._util.names import unknown
 from weightscope._util.torch_random import seeded
+from weightscope._util.workers import DeviceFailed
 from weightscope.errors import UsageError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
@@ -23,6 +25,7 @@ DEFAULT_TILE = 32  # networks, on a CPU
 _CPU: Any = torch.backends.mkldnn
 _IN_FLOAT32: tuple[Any, ...] = _CPU.matmul, _CPU.conv, _CPU.rnn, torch.backends.cuda.matmul
 _ATTENTION = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "EFFICIENT", "CUDNN")] + [SDPBackend.MATH]
+_OF_A_GPU = re.compile(r"out of memory|CUDA (driver )?error|cuDNN error|No CUDA GPUs|HIP error", re.IGNORECASE)
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
 
 
@@ -72,9 +75,21 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def current(device: torch.device) -> AbstractContextManager[None]:
-    """Launch kernels on `device` within the block; does nothing for a CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Launch kernels on `device` within the block; does nothing for a CPU. DeviceFailed if a GPU fails."""
+    if device.type != "cuda":
+        yield
+        return
+    try:
+        if not torch.cuda.is_available():
+            raise DeviceFailed("torch finds no GPU")
+        with torch.cuda.device(device):
+            yield
+    except RuntimeError as error:  # those of libraries have no class of their own
+        if not _OF_A_GPU.search(str(error)):
+            raise
+        raise DeviceFailed(f"its GPU failed: {' '.join(str(error).split())[:200]}") from error
 
 
 @contextmanager
