@@ -12,7 +12,7 @@ from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.data import Dataset, load
 from weightscope.data.augment import normalise
 from weightscope.data.sequence_config import TaskConfig
-from weightscope.data.sequences import TASKS, ScoredSequences, cross_entropy
+from weightscope.data.sequences import TASKS, GeneratedTask, ScoredSequences, cross_entropy
 from weightscope.networks import build_for
 from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences import TokenEmbedding
@@ -164,7 +164,7 @@ def train_sequences_alone(
     )
     steps, means = data.train // training.batch_size, []
     for epoch in range(training.epochs):
-        whole = TASKS[data.name](generator, steps * training.batch_size, data.length, data.vocabulary)
+        whole = _sequences(data, generator, steps * training.batch_size)
         losses = []
         for step, parts in enumerate(zip(*(value.split(training.batch_size) for value in whole), strict=True)):
             factor = schedule_factor(training.schedule, epoch * steps + step, training.epochs * steps, training.warmup)
@@ -178,6 +178,15 @@ def train_sequences_alone(
             losses.append(float(loss.detach()))
         means.append(sum(losses) / steps)
     return network, means
+
+
+def _sequences(data: TaskConfig, generator: torch.Generator, count: int) -> ScoredSequences:
+    """Training sequences with their masks; those that differ between sequences are the signs of the stored tokens."""
+    if data.plain:
+        return TASKS[data.name](generator, count, data.length, data.vocabulary)
+    stored = GeneratedTask(data).compact(generator, count, data.length).long()
+    whole = torch.where(stored < 0, -1 - stored, stored)
+    return ScoredSequences(whole[:, :-1], whole[:, 1:], stored[:, 1:] < 0)
 
 
 def _drop_tokens(network: torch.nn.Module, vocabulary: int, generator: torch.Generator) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.image_section import dataset_info
-from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig, sequence_length
+from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig
 from weightscope.networks import building
 from weightscope.networks.layers import Attention
 from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
@@ -27,10 +27,8 @@ def forward_cost(recipe: Recipe) -> tuple[int, int]:
     data = recipe.data
     if isinstance(data, TextConfig):
         return _forward_of_tokens(recipe.network, data.vocabulary or VOCABULARIES[data.path, data.unit], data.length)
-    if isinstance(data, MarkovConfig):
-        return _forward_of_tokens(recipe.network, data.vocabulary, data.length)
-    if isinstance(data, TaskConfig):
-        return _forward_of_tokens(recipe.network, data.vocabulary, sequence_length(data.name, data.length))
+    if isinstance(data, MarkovConfig | TaskConfig):
+        return _forward_of_tokens(recipe.network, data.vocabulary, data.trained)
     info = dataset_info(recipe.data)
     return _forward(recipe.network, info.channels, info.size, info.classes)
 

@@ -58,11 +58,11 @@ def planted() -> BenchResult:
 
 
 def test_metrics_have_the_names_of_populations_and_a_direction() -> None:
-    keys = ["accuracy", "accuracy_2x", "accuracy_4x", "loss", "bits", "perplexity"]
+    keys = ["accuracy", "accuracy_2x", "accuracy_4x", "loss", "bits", "perplexity", "area", "length_90"]
     assert {metric.key: metric.length for metric in METRICS.values()} == dict(
-        zip(keys, (1, 2, 4, 1, 1, 1), strict=True)
+        zip(keys, (1, 2, 4, 1, 1, 1, 1, 1), strict=True)
     )
-    assert all(metric.higher_is_better == (metric.unit == "%") for metric in METRICS.values())
+    assert all(metric.higher_is_better == (metric.unit in ("%", "x")) for metric in METRICS.values())
     assert ACCURACY_4X.title == "test accuracy at 4x the length (%)"
     for metric, difference in ((ACCURACY, 0.1), (BITS, -0.1)):
         assert metric.better(difference)
@@ -461,6 +461,23 @@ def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
     amount = f"{0.06 - NOISE[1].mean():.3f}"
     assert f"−{amount}" in texts_of(ax)
     assert f"{amount} bits per token better than default" in words(ax.figure)
+
+
+def test_how_far_networks_generalise_is_one_number() -> None:
+    """Against a fine grid of the polygon; networks that fail at once, never, and in between."""
+    values = np.array([[0.5, 1.0, 0.9], [1.0, 1.0, 1.0], [1.0, 0.8, 0.95], [0.95, 0.9, 0.1], [np.nan, 1.0, 1.0]])
+    names, lengths = ("test_accuracy", "test_accuracy_2x", "test_accuracy_5x"), [1, 2, 5]
+    found = metrics.over_lengths(dict(zip(names, values.T, strict=True)) | {"test_loss": values[:, 0]})
+    assert list(found) == ["test_area", "test_length_90"]
+    grid = np.linspace(1, 5, 400_001)
+    for row, area, length in zip(values[:-1], *found.values()):  # noqa: B905 - the last has no finite value
+        polygon = np.interp(grid, lengths, row)
+        assert area == pytest.approx(polygon.mean(), abs=1e-5)
+        good = grid[np.logical_and.accumulate(polygon >= 0.9)]
+        assert length == pytest.approx(good.max(initial=0), abs=1e-4)
+    assert np.isnan(found["test_area"][-1])
+    assert np.isnan(found["test_length_90"][-1])
+    assert metrics.over_lengths({"test_accuracy": values[:, 0], "test_loss": values[:, 0]}) == {}, "one length"
 
 
 def by_length(init: str, shift: np.ndarray) -> list[dict[str, Any]]:

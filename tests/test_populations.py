@@ -126,6 +126,8 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
     smaller = {"network.depth": depth}
     if isinstance(recipe.data, SequenceConfig):  # the networks at the papers' width take long on any length
         smaller |= {"network.width": 32, "data.length": 4}
+        if getattr(recipe.data, "context", None):
+            smaller |= {"data.shortest": 2, "data.context": 20}
         if recipe.network.type == "transformer":
             smaller |= {"network.heads": 2}
         elif recipe.network.layers:

@@ -9,7 +9,8 @@ import references_sequences as reference
 import torch
 from families import seeded
 
-from weightscope.data.sequences import TASKS, MarkovSource, Text, accuracy, bits, cross_entropy
+from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, accuracy, bits, cross_entropy
 from weightscope.errors import DataError, UsageError
 
 LENGTH, VOCABULARY, BATCH = 10, 26, 64
@@ -33,6 +34,38 @@ def test_answers_are_those_of_the_solver(task):
         assert len(asked) == len(expected)
         assert all(mine == theirs for mine, theirs in zip(asked, expected, strict=True) if theirs is not None)
         assert mask == [False] * LENGTH + [token is not None for token in expected]
+
+
+@pytest.mark.parametrize("context", [None, 30])
+@pytest.mark.parametrize("task", sorted(TASKS))
+def test_packed_contexts_are_read_token_by_token(task, context):
+    """`$ string | answer .` again and again, of uniform lengths (chi-squared, false alarm 1e-6); what is cut is not
+    scored."""
+    from scipy.stats import chisquare
+
+    sizes = {"shortest": 2, "length": 6, "context": context, "vocabulary": 20, "lengths": (1,)}
+    corpus = GeneratedTask(TaskConfig(name=task, begin=True, stop=True, **sizes))
+    stored = corpus.compact(seeded(), 2000, 6)
+    whole, lengths = corpus.expanded(stored, 6), []
+    assert whole.shape == (2000, corpus.config.trained + 1)
+    for row, scored in zip(whole.tolist(), (stored < 0).tolist(), strict=True):
+        begins, expected = [i for i, token in enumerate(row) if token == 19], []  # 17 is `|`, 18 `.`
+        assert begins[0] == 0
+        for start, end in zip(begins, [*begins[1:], len(row)], strict=True):
+            part = row[start + 1 : end]
+            if 18 not in part:  # cut, or padding
+                expected += [False] * (end - start)
+                continue
+            string, asked = part[: part.index(17)], part[part.index(17) + 1 : part.index(18)]
+            answer = reference.answer(task, string, 18, asked)
+            assert all(mine == theirs for mine, theirs in zip(asked, answer, strict=True) if theirs is not None)
+            expected += [False] * (len(string) + 2) + [token is not None for token in answer] + [True]
+            lengths += [len(string)] if start == 0 else []
+        assert scored == expected
+    kinds, counts = np.unique(lengths, return_counts=True)
+    assert kinds.tolist() == list(range(2, 7, 2 if task == "associative_recall" else 1))
+    assert len(lengths) == 2000
+    assert chisquare(counts).pvalue > 1e-6
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))

@@ -67,6 +67,23 @@ def test_networks_train_as_alone(name):
     assert not np.allclose(tile.weights[0], tile.weights[1], atol=1e-2), "each network has seeds of its own"
 
 
+@pytest.mark.parametrize("engine", ["batched", "loop"])
+def test_packed_strings_train_as_alone(engine):
+    """The mean is over the scored tokens, which differ between sequences; over all tokens it would be less."""
+    data = BASE["data"] | {"shortest": 1, "begin": True, "stop": True, "context": 20}
+    plan = recipe(data=data, training__engine=engine)
+    tile = train_tile(plan, 0, device="cpu")
+    network, expected = train_sequences_alone(plan, 1)
+    np.testing.assert_allclose(tile.metrics["train_loss_per_epoch"][1], expected, rtol=1e-4)
+    assert_same_weights(WeightSpec.of(network), tile.weights[1], network, atol=1e-4)
+    assert expected[0] > 1
+    (held_out,) = load(plan.data).held_out[2]
+    with torch.no_grad():
+        found = network.eval()(held_out.tokens).argmax(2) == held_out.targets
+    right = found[:, 2 * 3 + 1 : -1].double().mean()  # 6 tokens of `$ ...... | ...... .`
+    assert tile.metrics["test_accuracy_2x"][1] == pytest.approx(float(right), abs=1e-6)
+
+
 def test_the_references_networks_are_the_same_in_one_module_as_in_many():
     """As in the benchmark, which compiles one and writes the others' weights into it."""
     plan, module = recipe(training__epochs=1), None
@@ -279,6 +296,15 @@ REFUSED = [
     ({"data__name": "sort"}, ONE_ANSWER),
     ({"data__name": "associative_recall"}, "data: length: expected an even number"),
     ({"data__length": 10**9}, IN_ALL),
+    ({"data__context": 10**9}, IN_ALL),
+    ({"data__shortest": 4}, "data: shortest: expected at most the length, 3, found 4"),
+    (
+        {"data__context": 5},
+        "data: context: expected at least 6, the tokens of the longest string with its ans.*found 5",
+    ),
+    ({"data__name": "associative_recall", "data__length": 4, "data__shortest": 3}, r"even number.* 3 \(`shortest`\)"),
+    ({"data__name": "sort", "data__lengths": [1], "data__vocabulary": 4, "data__stop": True}, "found 3, besides the"),
+    ({"data__context": 40, "network": CONTEXT}, "network.context: expected at least 40"),
     ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
     (MARKOV, "data: length: .* in all training sequences, found 2000 sequences of 1000000"),
     ({"data__lenght": 4}, "data.lenght: unknown key, did you mean 'length'"),

@@ -96,6 +96,8 @@ def named(path: Path) -> str:
 @pytest.mark.parametrize("recipe", BENCHMARKS, ids=named)
 def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
     """Every arm of the recipe in at least 8 paired seeds at two lengths, and the README has the table as it is."""
+    if recipe.with_name("DESIGN.md").exists() and not recipe.with_name("results.json").exists():
+        pytest.skip("designed, not yet run")
     planned, result = Recipe.load(recipe), BenchResult.load(recipe.parent)
     assert planned.bench is not None
     options = planned.bench.model_dump(exclude={"init", "seed", "metric", "contrast"})

@@ -283,6 +283,13 @@ def test_no_other_state_lets_code_run(folder, seed, monkeypatch):
         sys.modules.pop(name, None)
 
 
+def test_another_name_in_a_file_that_is_trusted_is_said_to_be_one(folder):
+    with trust.trusting():
+        plugins.imported("foreign:network")
+    with pytest.raises(trust.CannotRun, match=r"nor trusted before \(only network of it, not netwrok\); read it"):
+        plugins.imported("foreign:netwrok")
+
+
 @pytest.mark.parametrize("reference", ["builtins:eval", "os.path:join", "subprocess:run", "weightscope.init:get"])
 def test_what_is_installed_needs_trust_too(folder, reference):
     with pytest.raises(UsageError, match=r"neither run nor trusted|no Python file of this name"):

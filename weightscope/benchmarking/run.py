@@ -17,7 +17,7 @@ import torch
 
 from weightscope._util import atomic
 from weightscope._util.arms import point_text
-from weightscope._util.checks import count
+from weightscope._util.checks import count, number
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
@@ -28,7 +28,7 @@ from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, cell_key, summarise
-from weightscope.data.metrics import Metric
+from weightscope.data.metrics import METRICS, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
@@ -125,6 +125,14 @@ class BenchPlan(Result):
     design: "Design" = field(compare=False)  # what is compared
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
+    price: float | None = None  # of a worker's hour
+
+    @property
+    def cost(self) -> float | None:
+        """The price of all workers for the expected time."""
+        if self.price is None or self.seconds is None:
+            return None
+        return self.price * self.workers * self.seconds / 3600
 
     def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
@@ -149,7 +157,11 @@ class BenchPlan(Result):
 
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
-        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
+            "price": self.price,
+            "cost": self.cost,
+            "contrasts": contrasts,
+        }
 
     def summary(self) -> str:
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
@@ -159,6 +171,7 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+        text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
             text += f"\ndeclared contrast: {contrast.text}{late}"
@@ -170,11 +183,8 @@ class BenchPlan(Result):
     def text(self) -> str:
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
-        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
-        rows = [
-            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
-            for r in self.cells
-        ]
+        header = ("cell", *_COUNTED, "time of one worker")
+        rows = [(point_text(r["cell"]), *(r[key] for key in _COUNTED), duration(r["seconds"])) for r in self.cells]
         return f"{text_table(header, rows)}\n{self.summary()}"
 
 
@@ -184,14 +194,16 @@ def plan_bench(
     out: str | Path | None = None,
     *,
     measure: bool = True,
+    price: float | None = None,
     data: str | Path | None = None,
     progress: bool = True,
     **given: Any,
 ) -> BenchPlan:
     """What `bench` with the same arguments will cost.
 
-    A tile of every initialiser in every cell is trained for a few steps and evaluated, as many at a time as there are
-    workers. Nothing is kept of it.
+    A tile of every initialiser in every cell is initialised, and one of each kind that takes another time is trained
+    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is that of an
+    hour of one worker.
 
         seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
                             + evaluations x seconds of an evaluation
@@ -202,6 +214,7 @@ def plan_bench(
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
+    price = None if price is None else number("price", price, least=0)
     where = {key: given.pop(key) for key in _WHERE if key in given}
     design = Design.of(recipe, inits, out, data=data, **given)
     requests, on = design.requests(**where)
@@ -224,9 +237,9 @@ def plan_bench(
             row[key] += more
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
-    number = on.count or usable_cores()
-    expected = _makespan(seconds, number) if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), number, expected, design, requests, on)
+    workers = on.count or usable_cores()
+    expected = _makespan(seconds, workers) if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
 @dataclass(frozen=True)
@@ -374,7 +387,7 @@ class Design:
 
     def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
         """One row for each network of an arm."""
-        curves = found.get(f"{self.metric.name}_per_epoch")
+        curves, found = found.get(f"{self.metric.name}_per_epoch"), {**found, **over_lengths(found)}
         return [
             {
                 "init": arm.init,
@@ -416,6 +429,7 @@ def metrics_of(arms: Sequence[Arm], name: str | None) -> tuple[Metric, tuple[Met
     """The metric that arms are compared by, the primary one if it is not named, and all that their tasks share."""
     tasks = [arm.recipe.data.metrics for arm in arms]
     shared = tuple(metric for metric in tasks[0] if all(metric in task for task in tasks))
+    shared += tuple(METRICS[name] for name in over_lengths({metric.name: [0.0] for metric in shared}))
     names = [metric.name for metric in shared]
     if not shared:
         raise UsageError("data: expected tasks with a metric in common, found none; compare them one by one")

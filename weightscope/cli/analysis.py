@@ -19,6 +19,7 @@ from weightscope.cli.options import (
     out_option,
     partial_option,
     permutations_option,
+    spread_options,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -174,6 +175,7 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @permutations_option
+@spread_options
 @partial_option
 @json_option
 def covariance(
@@ -209,7 +211,7 @@ def covariance(
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
-    own = options.pop("permutations")
+    own, workers = options.pop("permutations"), options.pop("workers")
     if own is not None and (throughout or not options["exchangeable"]):
         raise UsageError("--permutations requires --exchangeable, without --at all")
     if options.pop("exchangeable"):
@@ -228,10 +230,10 @@ def covariance(
 
             if len(sources) > 1:
                 raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
-            found = emergence(population_in(sources[0]), select or "*")
+            found = emergence(population_in(sources[0]), select or "*", workers)
         else:
             given = sources[0] if len(sources) == 1 else sources
-            found = compute(given, select or "auto", exchangeable=True, permutations=own)
+            found = compute(given, select or "auto", exchangeable=True, permutations=own, workers=workers)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
@@ -246,7 +248,7 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    found = compute(networks[0] if len(networks) == 1 else networks, workers=workers, **across, **within)
     _show(found, out, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)

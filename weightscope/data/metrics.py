@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -94,7 +94,39 @@ def accuracy_at(length: int) -> Metric:
 
 
 ACCURACY_2X, ACCURACY_4X = accuracy_at(2), accuracy_at(4)
-METRICS = {metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY)}
+AREA = replace(ACCURACY, name="test_area", label="accuracy averaged over lengths")
+LENGTH_90 = Metric("test_length_90", "length at 90 % accuracy", "x", higher_is_better=True, decimals=2)
+METRICS = {
+    metric.name: metric for metric in (ACCURACY, ACCURACY_2X, ACCURACY_4X, LOSS, BITS, PERPLEXITY, AREA, LENGTH_90)
+}
+
+
+def over_lengths(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """How far networks generalise, `AREA` and `LENGTH_90`, each (N,), of their accuracies a_1 .. a_K at K > 1 lengths.
+
+        area = sum_i (l_(i+1) - l_i) (a_i + a_(i+1)) / 2 / (l_K - l_1)
+
+    for the lengths l_1 = 1 < .. < l_K in multiples of the training length. The length at 90 % is the largest l up to
+    which the accuracy is 90 % or more, linear between the l_i; 0 if it is less at l_1, and l_K if it is nowhere less.
+
+    Args:
+        metrics: name -> values (N,); what is not the accuracy at a length is ignored. No values if K = 1.
+
+    Source: thesis 3.3.4, Fig. 3.30 ("area under the curve", "generalization length").
+    """
+    found = {metric.length: name for name in metrics if (metric := metric_named(name)) and metric.key[:8] == "accuracy"}
+    if len(found) < 2:
+        return {}
+    lengths = np.array(sorted(found))
+    values = np.array([metrics[found[length]] for length in lengths], dtype=float)  # (K, N)
+    area = np.trapezoid(values, lengths, axis=0) / (lengths[-1] - 1)
+    below = np.vstack([values < 0.9, np.ones_like(values[:1], bool)]).argmax(0)  # the first length with less than 90 %
+    last = (below - 1).clip(0, len(lengths) - 2)
+    here, there = (np.take_along_axis(values, at[None], 0)[0] for at in (last, last + 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        between = lengths[last] + (here - 0.9) / (here - there) * (lengths[last + 1] - lengths[last])
+    reached = np.where(below == 0, 0.0, np.where(below == len(lengths), float(lengths[-1]), between))
+    return {AREA.name: area, LENGTH_90.name: np.where(np.isfinite(area), reached, np.nan)}
 
 
 def same_differences(values: np.ndarray, others: np.ndarray | float = 0.0) -> bool:

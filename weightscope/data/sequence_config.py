@@ -105,6 +105,11 @@ class SequenceConfig(Task):
         return BITS, LOSS, PERPLEXITY, ACCURACY
 
     @property
+    def trained(self) -> int:
+        """n, the tokens of a training sequence that a network sees."""
+        return self.length
+
+    @property
     def longest(self) -> int:
         """The most tokens of a sequence that a network sees."""
         return self.length
@@ -157,8 +162,7 @@ class SequenceConfig(Task):
         """Refuse sequences that are drawn at once, as those of text are not, and would not fit into memory."""
         if self.name not in (*TASK_SIZES, MARKOV):
             return self
-        shortest = sequence_length(self.name, self.length) if self.name in TASK_SIZES else self.length
-        for what, number, tokens in (("training", self.train, shortest), ("held-out", self.test, self.longest)):
+        for what, number, tokens in (("training", self.train, self.trained), ("held-out", self.test, self.longest)):
             if number is not None and number * tokens > MOST_TOKENS:
                 raise ValueError(
                     f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {number} sequences "
@@ -170,10 +174,26 @@ class SequenceConfig(Task):
 class TaskConfig(SequenceConfig):
     """A generated task: a string, a separator, and the answer, whose tokens are scored.
 
-    Each is described in `weightscope.data.sequences`. Source: thesis 3.3.1 to 3.3.3.
+    Each is described in `weightscope.data.sequences`. Training strings have `length` tokens or, if `shortest` is given,
+    lengths that are drawn uniformly from `shortest` to `length`. With `begin` and `stop` a sequence is
+    `$ string | answer .`; the stop token is trained, and not counted in accuracies. In a `context` of n tokens strings
+    follow one another; the one that its end cuts is not scored. Held-out sequences have one string of a stated length.
+
+    The thesis has a stop token at completion, strings of varying length and uniform tokens (3.3.1, Eq. 3.36), trains
+    with strings of 50 tokens and shows accuracies at 50, 100, 200 and 300 (Fig. 3.25 to 3.28, p. 54 to 61). Shortest
+    length and context are not stated; its "training pipeline is taken from Jelassi et al. (2024)" (3.3.4), whose code
+    (transformers_ssm_copy, synthetic_exps) has begin and stop tokens, lengths from 8 to 50 and contexts of 220 tokens.
+
+    Source: thesis 3.3.1 to 3.3.4.
     """
 
-    vocabulary: Vocabulary  # v, with the separator, which is its last token
+    added: ClassVar[tuple[str, ...]] = ("shortest", "begin", "stop", "context")
+
+    vocabulary: Vocabulary  # v; the separator, the stop token and the begin token are its last ones, in this order
+    shortest: Count | None = None
+    begin: bool = False
+    stop: bool = False
+    context: Count | None = None
     train: Count = 2000
     test: Count = 100
     # multiples of the training length at which networks are evaluated; the first is 1
@@ -183,18 +203,27 @@ class TaskConfig(SequenceConfig):
     def _sizes(self) -> "TaskConfig":
         if self.lengths[0] != 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ValueError(f"lengths: expected 1 and then growing multiples of it, found {list(self.lengths)}")
-        for multiple in self.lengths:
+        if self.shortest is not None and self.shortest > self.length:
+            raise ValueError(f"shortest: expected at most the length, {self.length}, found {self.shortest}")
+        if self.context is not None and self.context < (least := self.tokens(self.length)):
+            raise ValueError(
+                f"context: expected at least {least}, the tokens of the longest string with its answer, "
+                f"found {self.context}"
+            )
+        lengths = {m * self.length: f" (at {m} times the length; see `lengths`)" * (m > 1) for m in self.lengths}
+        for length, at in ({self.shortest or self.length: " (`shortest`)"} | lengths).items():
             try:
-                check_task(self.name, multiple * self.length, self.vocabulary)
+                check_task(self.name, length, self.task_vocabulary)
             except UsageError as error:
-                at = f" (at {multiple} times the length; see `lengths`)" if multiple > 1 else ""
-                raise ValueError(f"{error}{at}") from None
+                beside = ", besides the begin and stop tokens" * (self.begin or self.stop)
+                raise ValueError(f"{error}{beside}{at}") from None
         return self
 
     def check_new(self) -> None:
         """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated."""
         for multiple in self.lengths:
             least = TASK_SIZES[self.name].varied(multiple * self.length)
+            least += self.vocabulary - self.task_vocabulary
             if self.vocabulary < least:
                 at = f" at {multiple} times the length (see `data.lengths`)" if multiple > 1 else ""
                 raise RecipeError(
@@ -208,15 +237,34 @@ class TaskConfig(SequenceConfig):
         return (*map(accuracy_at, self.lengths), LOSS)
 
     @property
+    def task_vocabulary(self) -> int:
+        """The tokens of strings and answers, and the separator."""
+        return self.vocabulary - self.begin - self.stop
+
+    @property
+    def plain(self) -> bool:
+        """Whether a training sequence is one string of `length` with its answer."""
+        return self.shortest is None and self.context is None and not (self.begin or self.stop)
+
+    def tokens(self, length: int) -> int:
+        """n, the tokens of one string with its answer that a network sees."""
+        return sequence_length(self.name, length) + self.begin + self.stop
+
+    @property
+    def trained(self) -> int:
+        """n, the tokens of a training sequence that a network sees."""
+        return self.context or self.tokens(self.length)
+
+    @property
     def longest(self) -> int:
-        """The most tokens of a sequence that a network sees, at the largest multiple of the length."""
-        return sequence_length(self.name, self.lengths[-1] * self.length)
+        """The most tokens of a sequence that a network sees, in training or at the largest multiple of the length."""
+        return max(self.trained, self.tokens(self.lengths[-1] * self.length))
 
     def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
         """1 / K of K equally probable tokens of an answer; None for sorting, whose tokens depend on their place."""
         if metric.unit != "%" or self.name == "sort":
             return None
-        values, answer = self.vocabulary - 1, TASK_SIZES[self.name].answer(metric.length * self.length)
+        values, answer = self.task_vocabulary - 1, TASK_SIZES[self.name].answer(metric.length * self.length)
         if self.name == "selective_copy":
             values -= 1
         if self.name == "associative_recall":  # half of the tokens are keys, and keys of the answer are not scored

@@ -23,7 +23,15 @@ from weightscope._util.checks import choice, count, positive
 from weightscope._util.names import shortened
 from weightscope._util.plugins import Registry
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope.data.sequence_config import MarkovConfig, Part, SequenceConfig, TaskConfig, TextConfig, check_task
+from weightscope.data.sequence_config import (
+    TASK_SIZES,
+    MarkovConfig,
+    Part,
+    SequenceConfig,
+    TaskConfig,
+    TextConfig,
+    check_task,
+)
 from weightscope.data.task import hash_of
 from weightscope.errors import DataError, UsageError
 
@@ -379,8 +387,54 @@ class GeneratedTask(Corpus):
         return self.config.vocabulary
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
-        """Draw sequences, whose strings have `length` tokens."""
-        return TASKS[self.config.name](generator, batch, length, self.vocabulary)
+        """Draw sequences of one string each, which has `length` tokens."""
+        whole, scored = self._strings(generator, batch, length)
+        return ScoredSequences(whole[:, :-1], whole[:, 1:], scored[:, 1:])
+
+    def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
+        """Draw training sequences; where masks differ between them, ~t is stored for a scored token t."""
+        if self.config.plain:
+            return super().compact(generator, batch, length)
+        whole, scored = self._packed(generator, batch)
+        return torch.where(scored, ~whole, whole).int()
+
+    def expanded(self, compact: Tensor, length: int) -> Tensor:
+        return torch.where(compact < 0, ~compact, compact).long()
+
+    def _strings(
+        self, generator: torch.Generator, batch: int, length: int, stop: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """`$ string | answer .`, (B, m), and which tokens are scored; the stop token is if `stop`."""
+        config, size = self.config, self.config.task_vocabulary
+        found = TASKS[config.name](generator, batch, length, size)
+        whole, scored = torch.cat([found.tokens, found.targets[:, -1:]], 1), F.pad(found.mask, (1, 0))
+        if config.begin:
+            whole, scored = F.pad(whole, (1, 0), value=self.vocabulary - 1), F.pad(scored, (1, 0))
+        if config.stop:
+            whole, scored = F.pad(whole, (0, 1), value=size), F.pad(scored, (0, 1), value=stop)
+        return whole, scored
+
+    def _packed(self, generator: torch.Generator, batch: int) -> tuple[Tensor, Tensor]:
+        """Strings of drawn lengths behind one another, cut to (B, n + 1), and which tokens are scored."""
+        config, device, end = self.config, generator.device, self.config.trained + 1
+        low, step = config.shortest or config.length, TASK_SIZES[config.name].step
+        most = 1 if config.context is None else -(-end // (config.tokens(low) + 1))  # strings of a sequence
+        kinds = (config.length - low) // step + 1
+        lengths = low + step * torch.randint(kinds, (batch, most), generator=generator, device=device)
+        sizes = torch.tensor([config.tokens(low + step * i) + 1 for i in range(kinds)], device=device)
+        sizes = sizes[(lengths - low) // step]
+        starts = sizes.cumsum(1) - sizes
+        whole = torch.full((batch, end + config.tokens(config.length)), self.vocabulary - 1, device=device)
+        scored = torch.zeros_like(whole, dtype=torch.bool)
+        for length in range(low, config.length + 1, step):
+            rows, slots = ((lengths == length) & (starts < end)).nonzero(as_tuple=True)
+            if not len(rows):
+                continue
+            first = starts[rows, slots].unsqueeze(1)
+            tokens, answers = self._strings(generator, len(rows), length, stop=True)
+            places = rows.unsqueeze(1), first + torch.arange(tokens.shape[1], device=device)
+            whole[places], scored[places] = tokens, answers & (first + tokens.shape[1] <= end)
+        return whole[:, :end], scored[:, :end]
 
 
 @dataclass(frozen=True, eq=False)
@@ -431,9 +485,9 @@ class SequenceSource:
         return self.corpus.vocabulary
 
     @property
-    def mask(self) -> Tensor:
-        """Whether each target of a training sequence is scored, (n,); the same in all."""
-        return self.held_out[1][0].mask[0]
+    def mask(self) -> Tensor | None:
+        """Whether each target of a training sequence is scored, (n,), if it is the same in all."""
+        return self.held_out[1][0].mask[0] if not isinstance(self.config, TaskConfig) or self.config.plain else None
 
     def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
         """Draw B training sequences in a compact form, int32 (B, m) on the generator's device."""
@@ -443,6 +497,13 @@ class SequenceSource:
         """Tokens and targets int64 (..., n) of sequences in compact form (..., m)."""
         whole = self.corpus.expanded(compact, self.config.length)
         return whole[..., :-1], whole[..., 1:]
+
+    def weights(self, compact: Tensor) -> Tensor | None:
+        """The weights of targets in the mean over the scored ones, (T, B n) of (T, B, n + 1); None with a mask."""
+        if self.mask is not None:
+            return None
+        scored = (compact[..., 1:] < 0).flatten(1)
+        return scored / scored.sum(1, keepdim=True)
 
     def to(self, device: torch.device) -> "SequenceSource":
         """The same with its tensors on a device."""

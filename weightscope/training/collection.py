@@ -198,7 +198,7 @@ def _trained(
         return requests[item[0]].manifest.rows(item[1])
 
     def named(item: Item) -> str:
-        return f"{item[1]} of population {item[0]}" if item[0] else str(item[1])
+        return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
 
     def show(item: Item, fraction: float) -> None:
         running[item] = fraction * rows(item)

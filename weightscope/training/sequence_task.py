@@ -35,7 +35,7 @@ class SequenceBatches:
         self.batch = min(recipe.training.batch_size, data.examples)
         self.steps = data.examples // self.batch
         self.evaluated = tuple(metric.name for metric in recipe.data.metrics)
-        self.scored = _places(self.data.mask)
+        self.scored = None if self.data.mask is None else _places(self.data.mask)
         root = recipe.population.seed
         self.streams = [torch.Generator(device).manual_seed(torch_seed(root, k, Purpose.SEQUENCES)) for k in ids]
         dropping = [layer for layer in nets.modules() if isinstance(layer, TokenEmbedding) and layer.dropout]
@@ -55,6 +55,8 @@ class SequenceBatches:
             each = [torch.rand(self.dropped, generator=stream, device=self.device) for stream in self.dropout]
             self.nets.drop_tokens(torch.stack(each))
         losses, right = _scores(self.nets(tokens), targets, self.scored, self.smoothing)
+        if (weights := self.data.weights(numbers["compact"])) is not None:
+            return (weights * losses).sum(1), (weights * right).sum(1)
         return losses.mean(1), right.mean(1)
 
     @torch.no_grad()
