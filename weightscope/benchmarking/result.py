@@ -130,11 +130,8 @@ class BenchResult(Result):
         line = "intervals are over networks, for the test examples that were used"
         if not examples:
             return line
-        pairs = [
-            (row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"])
-            for row in self.arms
-            if row["difference"] is not None
-        ]
+        rows = [row for row in self.arms if row["difference"] is not None]
+        pairs = [(row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"]) for row in rows]
         error = max((p * (1 - p) + q * (1 - q)) / examples for p, q in pairs) ** 0.5
         return (
             f"{line}; other {examples:,} move a difference by a standard error of at most {_number(error, self.metric)}"

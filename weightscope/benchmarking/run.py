@@ -171,11 +171,8 @@ class BenchPlan(Result):
     def text(self) -> str:
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
-        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
-        rows = [
-            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
-            for r in self.cells
-        ]
+        header = ("cell", *_COUNTED, "time of one worker")
+        rows = [(point_text(r["cell"]), *(r[key] for key in _COUNTED), duration(r["seconds"])) for r in self.cells]
         return f"{text_table(header, rows)}\n{self.summary()}"
 
 
