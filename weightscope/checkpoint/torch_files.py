@@ -195,7 +195,7 @@ def _tensor(name: str, item: Any, places: _Places, where: str) -> FileTensor | s
     if dtype is None or stored is None:
         return "a quantised tensor" if stored is None else "a tensor of an unknown data type"
     if len(shape) != len(stride) or not all(map(natural, (offset, *shape, *stride))):  # nested ones have no end as text
-        raise DataError(f"{where}: `{name}`: its pickle builds a tensor whose shape, stride or offset is no such thing")
+        raise DataError(f"{where}: `{name}`: its pickle builds a tensor of shape, stride or offset that is none")
     shown = f"{where}: `{name}`: its pickle builds a tensor of shape {ascii(shape)[:80]}"
     room = count * stored.itemsize // dtype.itemsize
     # Entries of the storage from the first to the last one
