@@ -441,6 +441,7 @@ def _run(arguments: list[str], folder: Path) -> None:
     out = os.open(".said", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(out, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))  # not those of pytest
     resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30, 64 * 2**30))
     code = 99
     try:
