@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -523,8 +524,16 @@ def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
 def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
     recipe = fake.recipe(networks=12, tile=4, training__epochs=40)
     path = tmp_path / "a.pop"
-    expected = plan(recipe, path, workers=1)
+    expected = plan(recipe, path, workers=1, price=2.5)
     assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert (expected.files, expected.cost) == (7, pytest.approx(2.5 * expected.hours))
+    assert expected.alone_seconds == expected.tile_seconds[0]
+    assert 1 < expected.limits["memory, workers"] < 1000
+    crowded = replace(expected, workers=9, memory_free=expected.memory)
+    assert "too little room: memory, workers: 1 of 9" in crowded.text()
+    with pytest.raises(UsageError, match="price: expected a number >= 0"):
+        plan(recipe, path, price=-1)
     assert (expected.networks, expected.tiles, expected.done, expected.workers) == (12, 3, 0, 1)
     assert expected.hours == pytest.approx(3 * expected.tile_seconds[0] / 3600)
     begun = time.monotonic()

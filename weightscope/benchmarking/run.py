@@ -17,7 +17,7 @@ import torch
 
 from weightscope._util import atomic
 from weightscope._util.arms import point_text
-from weightscope._util.checks import count
+from weightscope._util.checks import count, number
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
@@ -122,6 +122,14 @@ class BenchPlan(Result):
     design: "Design" = field(compare=False)  # what is compared
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
+    price: float | None = None  # of a worker's hour
+
+    @property
+    def cost(self) -> float | None:
+        """The price of all workers for the expected time."""
+        if self.price is None or self.seconds is None:
+            return None
+        return self.price * self.workers * self.seconds / 3600
 
     def run(self, *, progress: bool = True) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
@@ -137,7 +145,11 @@ class BenchPlan(Result):
 
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
-        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
+            "price": self.price,
+            "cost": self.cost,
+            "contrasts": contrasts,
+        }
 
     def summary(self) -> str:
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
@@ -147,6 +159,7 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+        text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
             text += f"\ndeclared contrast: {contrast.text}{late}"
@@ -158,11 +171,8 @@ class BenchPlan(Result):
     def text(self) -> str:
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
-        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
-        rows = [
-            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
-            for r in self.cells
-        ]
+        header = ("cell", *_COUNTED, "time of one worker")
+        rows = [(point_text(r["cell"]), *(r[key] for key in _COUNTED), duration(r["seconds"])) for r in self.cells]
         return f"{text_table(header, rows)}\n{self.summary()}"
 
 
@@ -172,14 +182,16 @@ def plan_bench(
     out: str | Path | None = None,
     *,
     measure: bool = True,
+    price: float | None = None,
     data: str | Path | None = None,
     progress: bool = True,
     **given: Any,
 ) -> BenchPlan:
     """What `bench` with the same arguments will cost.
 
-    A tile of every initialiser in every cell is trained for a few steps and evaluated, as many at a time as there are
-    workers. Nothing is kept of it.
+    A tile of every initialiser in every cell is initialised, and one of each kind that takes another time is trained
+    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is that of an
+    hour of one worker.
 
         seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
                             + evaluations x seconds of an evaluation
@@ -190,6 +202,7 @@ def plan_bench(
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
+    price = None if price is None else number("price", price, least=0)
     where = {key: given.pop(key) for key in _WHERE if key in given}
     design = Design.of(recipe, inits, out, data=data, **given)
     requests, on = design.requests(**where)
@@ -212,9 +225,9 @@ def plan_bench(
             row[key] += more
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
-    number = on.count or usable_cores()
-    expected = _makespan(seconds, number) if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), number, expected, design, requests, on)
+    workers = on.count or usable_cores()
+    expected = _makespan(seconds, workers) if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
 @dataclass(frozen=True)
