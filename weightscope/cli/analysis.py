@@ -82,8 +82,9 @@ def verify(source: str, json_file: Path | None, **options: Any) -> None:
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
+@spread_options
 @partial_option
-def export(source: str, out: Path, select: str, partial: bool) -> None:
+def export(source: str, out: Path, select: str, partial: bool, workers: Any) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
 
     \b
@@ -93,7 +94,7 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
     from weightscope.population import export as write
     from weightscope.population import population_in
 
-    click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
+    click.echo(f"wrote {write(population_in(source, partial=partial), out, select, workers=workers)}")
 
 
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
