@@ -176,7 +176,7 @@ class Request:
         kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
             if there is None:  # one choice for all arms of a benchmark that differ in nothing else
-                about = str(where), settings(wanted), values["population"]["tile"]
+                about = str(where), settings(wanted), wanted.population.tile
                 kernels = once(lambda: faster_kernels(wanted, source, where, kernels), "faster kernels", *about)
             kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
             if (kept, kernels.kernels) == ("compiled", "torch"):
