@@ -166,6 +166,24 @@ def test_training_checkpoints_list_what_is_skipped(tmp_path):
         Checkpoint(tmp_path / "m.pt")
 
 
+@pytest.mark.parametrize("loose", [0, 1, 2, 3])
+@pytest.mark.parametrize("key", ["state_dict", "layer._extra_state"])
+def test_tensors_beside_a_dictionary_of_two(tmp_path, loose, key):
+    """Whichever is taken, the other is named; as many beside a dictionary that could be the weights are refused."""
+    state = {f"t{i}": torch.ones(()) for i in range(loose)} | {key: {"a": torch.zeros(2), "b": torch.zeros(2)}}
+    torch.save(state, tmp_path / "m.pt")
+    for source in (tmp_path / "m.pt", state):
+        if key == "state_dict" and loose >= 2:
+            with pytest.raises(DataError, match=f"{loose} tensors beside the dictionary 'state_dict' of 2"):
+                Checkpoint(source)
+            assert Checkpoint(source, key=key).names == ("a", "b")
+            continue
+        found = Checkpoint(source)
+        assert len(found) == (2 if loose < 2 else loose)
+        others = [name for name in state if name not in found and name != key] + [key] * (loose >= 2)
+        assert [name for name in others if found.skipped[name].startswith("outside")] == others
+
+
 def test_quarter_precision_and_quantised_tensors(tmp_path):
     state = {
         "a": torch.randn(4, 4).to(torch.float8_e4m3fn),

@@ -171,6 +171,10 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert [row["source"] for row in population.rows()] == [str(files[k]) for k in (0, 1, 8)]
     renamed = Population.of(files[:3], tmp_path / "renamed.pop", rename=["module.="])
     assert np.array_equal(renamed.weights(), rows_of(renamed, found[:3]))
+    for _ in range(2):  # the second time, its layout is known
+        with pytest.raises(UsageError, match=r"no tensor's name begins with 'modul_', as 'modul_=x'"):
+            Population.of(files[:3], tmp_path / "idle.pop", rename=["module.=", "modul_=x"])
+        assert not (tmp_path / "idle.pop").exists()
     chosen = Population.of([*files[:2], files[5]], tmp_path / "chosen.pop", select="first.*,second.*")
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
 
@@ -385,7 +389,25 @@ def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snaps
     assert "NN_tune_trainable_1: no results of its last checkpoint, 6" in caplog.text
 
 
-def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["lora_A.weight lora_B.weight", "ia3_l", "lora_magnitude_vector"])
+@pytest.mark.parametrize("by_reference", [False, True])
+def test_adapters_are_not_passed_over(tmp_path, kind, by_reference):
+    """A base weight that an adapter changes is none of the network's; adapters alone are a population."""
+    base, own = "layer.base_layer.weight", [f"layer.{name}" for name in kind.split()]
+    found = [{base: torch.randn(4, 4)} | {name: torch.randn(4, 2) for name in own} for _ in range(3)]
+    files = saved(tmp_path / "zoo", found)
+    for select in ("*", base):
+        with pytest.raises(DataError, match=f"3 of 3 networks do not fit .*the adapter `{own[0]}` changes a weight"):
+            Population.of(files, tmp_path / "a.pop", select=select, by_reference=by_reference)
+        assert not (tmp_path / "a.pop").exists()
+    alone = Population.of(files, tmp_path / "b.pop", select=own, by_reference=by_reference)
+    assert alone.spec.names == tuple(own)
+    if len(own) == 2:  # one that was never trained changes nothing
+        files = saved(tmp_path / "zoo", [state | {own[1]: torch.zeros(4, 2)} for state in found])
+        assert len(Population.of(files, tmp_path / "c.pop", select=base, by_reference=by_reference)) == 3
+
+
+def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp_path, monkeypatch, caplog):
     """Only the byte ranges of the tensors asked for are fetched, and addresses name commits."""
     isolate(monkeypatch, tmp_path / "cache")
     found = states(1)[0]
@@ -413,6 +435,7 @@ def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp
             "00000": "verified",
             "hf://": "unverified",
         }
+    assert caplog.text.count("1 network unverified, only byte ranges were read") == 3
     assert np.array_equal(copied.weights(), population.weights("second.*"))
     assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
     assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)

@@ -1,5 +1,6 @@
 """Exchangeable fits to single networks: what they find, where they apply, what audits say of them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import torch
 from programs import run
 from torch import nn
 
+from weightscope.anatomy import named_tensors
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.anatomy.places import Source
+from weightscope.anatomy.places import _UNIT_OFFSET, Source, unit_offset
 from weightscope.auditing import audit
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.fitting import fit_init
@@ -247,7 +249,7 @@ def test_gains_of_norms_are_those_that_the_model_multiplies_by() -> None:
         "head_dim": 16,
     }
     sizes |= {"intermediate_size": 64, "vocab_size": 11}
-    for kind, offset in (("Llama", 0), ("Gemma", 1), ("Gemma2", 1)):
+    for kind, offset in (("Llama", 0), ("Gemma", 1), ("Gemma2", 1), ("Nemotron", 1), ("StableLm", 0)):
         model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes)).eval()
         layer, x = model.model.layers[0], torch.randn(3, 32)
         before = layer.pre_feedforward_layernorm if kind == "Gemma2" else layer.post_attention_layernorm
@@ -258,9 +260,39 @@ def test_gains_of_norms_are_those_that_the_model_multiplies_by() -> None:
         source = Source(state, model)
         for norm, name in ((layer.input_layernorm, "self_attn.q_proj"), (before, "mlp.up_proj")):
             path = f"model.layers.0.{name}.weight"
-            plain = x / x.square().mean(-1, keepdim=True).add(1e-6).sqrt()
+            centred = x - x.mean(-1, keepdim=True) if hasattr(norm, "bias") else x
+            plain = centred / centred.square().mean(-1, keepdim=True).add(1e-6).sqrt()
             folded = torch.from_numpy(source.folded([path])[path]).float()
             torch.testing.assert_close(plain @ folded.T, layer.get_submodule(name)(norm(x)), rtol=0, atol=1e-4)
-        assert source.offset("model.layers.0.input_layernorm.weight") == offset
+        gain = "model.layers.0.input_layernorm.weight"
+        configured = named_tensors(state, model.config.to_dict())
+        assert source.offset(gain) == unit_offset(configured, gain) == offset
         with pytest.raises(DataError, match="multiplies by its weight or by 1"):
-            Source(state).folded(["model.layers.0.mlp.up_proj.weight"])
+            Source(state).offset(gain)
+
+
+def test_the_types_whose_norms_add_one_are_those_of_transformers() -> None:
+    """By the source of every model that transformers has: `* (1.0 + self.weight)` in a norm."""
+    folder = Path(shims.transformers().__file__).parent / "models"
+    files = {path.parent.name: path.read_text() for path in folder.glob("*/modeling_*.py")}
+    adds = re.compile(r"1(\.0)? \+ self\.weight\b|self\.weight(\.float\(\))? \+ 1(\.0)?\b")
+    assert {"gemma", "nemotron"} <= (found := {kind for kind, text in files.items() if adds.search(text)})
+    assert found <= _UNIT_OFFSET
+
+
+def test_a_norm_of_ones_own_is_measured() -> None:
+    """By running it, as its class and the model's type are unknown; one that computes something else is refused."""
+
+    class Norm(nn.LayerNorm):
+        kind = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:]) * (self.kind + self.weight) + self.bias
+
+    model = vit()
+    model.blocks[1].norm1 = Norm(48)
+    offsets = [Source(model.state_dict(), model).offset(f"blocks.{i}.norm1.weight") for i in range(2)]
+    assert offsets == [0, 1]
+    model.blocks[1].norm1.kind = 0.5
+    with pytest.raises(DataError, match=r"`blocks.1.norm1`: expected a norm that multiplies by its weight or by 1"):
+        Source(model.state_dict(), model).offset("blocks.1.norm1.weight")

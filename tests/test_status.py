@@ -120,9 +120,12 @@ def test_marks_that_are_none(folder):
 
 
 def test_a_damaged_shard_is_named(folder):
+    whole = status(folder).trained
     file = folder / "shards" / "00001.h5"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    assert "00001.h5: checksum mismatch" in status(folder).text()
+    found = status(folder)
+    assert "00001.h5: checksum mismatch" in found.text()
+    assert (found.trained, found.complete) == (whole - 8, False)  # those in it do not count
 
 
 def test_a_benchmark(folder, tmp_path):

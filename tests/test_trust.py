@@ -109,6 +109,7 @@ LOOK = [  # for parts that this network does not have
     ("covariance", "own.pop", "--part", "filters", "-o", "a.png"),
     ("covariance", "own.pop", "--part", "filters", "--network", "1", "-o", "a.png"),
     ("covariance", "own.pop", "--exchangeable", "-o", "a.png"),
+    ("report", "own.pop", "-o", "a.html"),
     ("fit-init", "own.pop::0", "--structure", "filters", "-o", "a.safetensors"),
     ("fit-init", "own.pop", "--select", "*", "--structure", "exchangeable", "--gain", "auto", "-o", "a.safetensors"),
 ]
@@ -280,6 +281,13 @@ def test_no_other_state_lets_code_run(folder, seed, monkeypatch):
     assert (folder / "mark").exists()
     for name in ("package", "package.foreign"):
         sys.modules.pop(name, None)
+
+
+def test_another_name_in_a_file_that_is_trusted_is_said_to_be_one(folder):
+    with trust.trusting():
+        plugins.imported("foreign:network")
+    with pytest.raises(trust.CannotRun, match=r"nor trusted before \(only network of it, not netwrok\); read it"):
+        plugins.imported("foreign:netwrok")
 
 
 @pytest.mark.parametrize("reference", ["builtins:eval", "os.path:join", "subprocess:run", "weightscope.init:get"])

@@ -59,6 +59,16 @@ def test_an_audit_reads_the_weights_that_layers_compute_with(kind):
     )
 
 
+def test_a_part_of_a_network_that_is_called_as_in_an_adapter_is_none():
+    """timm's DLA begins with a sequence of layers called `base_layer`."""
+    network = nn.ModuleDict({"base_layer": nn.Sequential(nn.Linear(4, 4)), "level": nn.Linear(4, 4)})
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    wi.kaiming_uniform_(network, generator=seeded())
+    audit(network, "kaiming_uniform")
+    kept = [name for name, value in network.state_dict().items() if torch.equal(value, before[name])]
+    assert all(name.endswith("bias") for name in kept)
+
+
 def expanded():
     model = wrappings.vit()
     model.head.weight = nn.Parameter(torch.zeros(1, 24).expand(5, 24))

@@ -59,9 +59,13 @@ def check(reference: str, source: bytes, file: Path) -> None:
     elif _trusting.get():
         approve(reference, source)
     else:
+        module, _, name = reference.partition(":")
+        start = _line(f"{module}:", source)
+        known = [line.removeprefix(start) for line in sorted(_approved | _remembered()) if line.startswith(start)]
+        which = f" (only {', '.join(known[:4])} of it, not {name})" if known else ""
         raise CannotRun(
-            f"{reference}: this would run {file} (SHA-256 {line[:16]}), which you have neither run nor trusted before; "
-            "read it, then add --trust (in Python trust=True, or pass the object itself)"
+            f"{reference}: this would run {file} (SHA-256 {line[:16]}), which you have neither run nor trusted before"
+            f"{which}; read it, then add --trust (in Python trust=True, or pass the object itself)"
         )
 
 

@@ -8,7 +8,7 @@ the computation, and only if the layer then has the weight that was wanted.
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -230,11 +230,8 @@ def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: l
     own = [*_parametrised(inner, path), *_hooked(inner, path)]
     hidden = {key for key in (*inner._parameters, *inner._buffers, *inner._modules) if _adapts(key)}
     hidden |= {key for one in own for key in one.hides}
-    children = {
-        key: None if child is None else _plain(child, f"{path}{key}.", seen, computed)
-        for key, child in inner._modules.items()
-        if key not in hidden
-    }
+    kept = ((key, child) for key, child in inner._modules.items() if key not in hidden)
+    children = {key: None if child is None else _plain(child, f"{path}{key}.", seen, computed) for key, child in kept}
     if own or hidden or any(child is not inner._modules[key] for key, child in children.items()):
         made = {one.name.removeprefix(path): nn.Parameter(one.value.clone()) for one in own}
         new: nn.Module = nn.Module.__new__(parametrize.type_before_parametrizations(inner))
@@ -262,13 +259,12 @@ def _is_wrapped(module: nn.Module) -> bool:
 def _inside(module: nn.Module) -> nn.Module:
     """The module in wrappers and adapters."""
     while True:
-        key = next((key for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)), None)
+        inside = {key: module._modules[key] for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)}
+        key = next((key for key, child in inside.items() if not isinstance(child, nn.Sequential)), None)  # timm's DLA
         key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
-            held = {
-                k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)
-            }
-            others = [k for k, count in held.items() if count]
+            held = ((k, child) for k, child in module._modules.items() if child and not _adapts(k))
+            others = [k for k, child in held if any(True for _ in child.parameters())]
             key = others[0] if len(others) == 1 and "weight" not in module._parameters else None
         if key is None or getattr(module, "merged", False) is True:
             return module
@@ -280,15 +276,32 @@ def _adapts(key: str) -> bool:
     return key.lower().startswith("lora")
 
 
+_LORA = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
+
+
+def adapters(names: Iterable[str]) -> list[str]:
+    """The tensors of adapters: those called LoRA's, and those beside a `base_layer`."""
+    words = {name: name.split(".") for name in names}
+    adapted = {tuple(parts[:-2]) for parts in words.values() if parts[-2:-1] == ["base_layer"]}
+    return [
+        name
+        for name, parts in words.items()
+        if _LORA.search(name)
+        or any(part != "base_layer" and tuple(parts[:i]) in adapted for i, part in enumerate(parts))
+    ]
+
+
 def refuse_adapters(model: Any) -> None:
-    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero."""
-    lora = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
+    """A DataError if an adapter (`fc1.lora_A`, `fc1.lora_B`) changes a weight, as it does unless one factor is zero.
+
+    What lies beside a `base_layer` is an adapter under any name, and changes it.
+    """
     named = dict(model.named_parameters()) if isinstance(model, nn.Module) else model
-    names = getattr(named, "names", named if isinstance(named, Mapping) else ())
-    names = [name for name in names if isinstance(name, str) and lora.search(name)]
-    factors = {name: value.any() for name in names if isinstance(value := named.get(name), Tensor)}
-    idle = {lora.sub("", name, count=1) for name, changes in factors.items() if not changes}
-    if changing := next((name for name in factors if lora.sub("", name, count=1) not in idle), None):
+    names = [n for n in getattr(named, "names", named if isinstance(named, Mapping) else ()) if isinstance(n, str)]
+    adapting = adapters(names)
+    factors = {name: value.any() for name in adapting if isinstance(value := named.get(name), Tensor)}
+    idle = {_LORA.sub("", name, count=1) for name, changes in factors.items() if not changes and _LORA.search(name)}
+    if changing := next((name for name in factors if _LORA.sub("", name, count=1) not in idle), None):
         raise DataError(
             f"the adapter `{changing}` changes a weight; merge it into the weight for good (in peft, "
             "merge_and_unload), or use the model without it"

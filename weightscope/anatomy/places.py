@@ -4,6 +4,7 @@ Canonical weights of a model are its matrices at their places, with what scales 
 LayerScales, gains of the norms of queries and keys.
 """
 
+import copy
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from weightscope._util.names import unwrapped
 from weightscope.anatomy.effective import plain
@@ -80,27 +82,47 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
 _OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
-# Model types of transformers whose norms multiply by 1 + weight (`_text` of those with images is left out).
+# Model types of transformers 5.23 whose norms multiply by 1 + weight (`_text` of those with images is left out).
 _UNIT_OFFSET = {
     *("gemma", "gemma2", "gemma3", "paligemma", "recurrent_gemma", "t5gemma", "t5gemma2", "vaultgemma", "nemotron"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7", "videoprism"),
+    *("muse_glimmer", "muse_spark"),
 }
 
 
 def unit_offset(tensors: NamedTensors, name: str) -> int:
     """1 if the norm of this weight multiplies by 1 + weight, as Gemma's do, and 0 if by the weight.
 
-    Module and config say which; a DataError if an RMS norm of a decoder, whose names both kinds share, has neither.
+    A module is run, a config has the model's type; a DataError if the norm of a decoder, whose names both kinds share,
+    has neither.
     """
-    norm = name.rpartition(".")[0]
+    norm, _, key = name.rpartition(".")
+    if isinstance(tensors, ModuleTensors):
+        return _measured_offset(tensors.module.get_submodule(norm), key, norm)
     kind = tensors.hint(norm, ("model_type",), str)
-    shared = re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm) and f"{norm}.bias" not in tensors
-    if kind is None and shared and not isinstance(tensors, ModuleTensors):
+    if kind is None and re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm):
         raise DataError(
             f"`{name}`: expected a config that tells whether this norm multiplies by its weight or by 1 + weight, "
             "found none; give the module, a folder with config.json, or config={'model_type': ...}"
         )
     return int(kind is not None and kind.removesuffix("_text") in _UNIT_OFFSET)
+
+
+def _measured_offset(norm: nn.Module, key: str, path: str) -> int:
+    """C of a norm that multiplies by c + weight, from what it gives with weights of 0 and of 1, without a shift."""
+    copied = copy.deepcopy(norm).eval()
+    zeros = {name: torch.zeros_like(value) for name, value in copied.named_parameters()}
+    x = torch.randn(1, len(zeros[key]), generator=torch.Generator().manual_seed(0)).to(zeros[key])
+    for given in (x, x[..., None, None]):  # of tokens, of images
+        try:
+            with torch.no_grad():
+                zero, one = (functional_call(copied, zeros | {key: zeros[key] + c}, given).flatten() for c in (0, 1))
+        except Exception:  # noqa: BLE001 - a layer that takes something else
+            continue
+        ratio = (zero.double() / (one - zero).double()).median()
+        if found := [c for c in (0, 1) if abs(ratio - c) < 0.05]:
+            return found[0]
+    raise DataError(f"`{path}`: expected a norm that multiplies by its weight or by 1 + weight, found another layer")
 
 
 def places(names: Iterable[str]) -> dict[str, Place]:

@@ -237,12 +237,16 @@ def weights_in(
         if key not in inner:
             there = f"expected one of {', '.join(ascii(name) for name in list(inner)[:8])}" if inner else "found none"
             raise UsageError(f"{where}: no dictionary of tensors {key!r}; {there}")
-    elif sum(map(is_tensor, value.values())) >= max(
-        (sum(map(is_tensor, d.values())) for d in inner.values()), default=0
-    ):
-        return value, {}  # a loss beside the dictionary of weights is fewer tensors than it has
     else:
         found = [name for name in inner if name in _ROOTS]
+        loose = sum(map(is_tensor, value.values()))  # a loss beside the dictionary of weights is fewer than it has
+        if loose >= max(counts.values(), default=0):
+            if found:
+                raise DataError(
+                    f"{where}: found {loose} tensors beside the dictionary {found[0]!r} of {counts[found[0]]}; choose "
+                    f"with key={found[0]}, or save what is meant by itself"
+                )
+            return value, {n: f"outside the weights: a dictionary of {counts[n]} tensors; key= reads it" for n in inner}
         if len(found) != 1 and len(inner) != 1:
             there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
             raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")

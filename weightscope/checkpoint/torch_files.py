@@ -149,7 +149,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
     for name, item in weights.items():
         found = _tensor(printable(name, file.where), item, places, file.where)
         if isinstance(found, str):
-            skipped[name] = found
+            skipped.setdefault(name, found)
         else:
             tensors[name] = found
     return Store(file.where, tensors, skipped)

@@ -91,10 +91,48 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return data_option(command)
 
 
+log_option = click.option(
+    "--log", metavar="tensorboard:DIR", help="Also write the metrics of each tile for TensorBoard, into this folder."
+)
 data_option = click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
 )
+
+
+def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the parts of a large population are read; the command gets `workers`, None or `Workers`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, workers: int | None, backend: str, scheduler: str | None, **options: Any) -> Any:
+        if (backend, scheduler) == ("loky", None):
+            return command(*args, workers=workers, **options)
+        from weightscope._util.workers import chosen_workers
+
+        return command(*args, workers=chosen_workers(backend, workers, scheduler), **options)
+
+    text = "Processes that read more than 4,096 networks; auto, the default, is one per core."
+    return click.option("--workers", type=_Workers(), help=text)(backend_options(run))
+
+
+def backend_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--backend` and `--scheduler`."""
+    command = click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")(command)
+    return click.option("--backend", default="loky", help="loky, dask or ray.")(command)
+
+
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
+
+
+def tile_logger(text: str | None) -> Any:
+    """The `on_tile` of `--log`."""
+    if text is None:
+        return None
+    kind, _, folder = text.partition(":")
+    if kind != "tensorboard" or not folder:
+        raise UsageError(f"--log: expected tensorboard:DIR, found {text}")
+    from weightscope.training.tensorboard import tensorboard
+
+    return tensorboard(folder)
 
 
 def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:
@@ -163,6 +201,17 @@ class Command(click.Command):
             self.params.append(own)
         if own is not None:
             own.is_eager, own.callback = True, _note_overwrite
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse; UsageError for an empty value, and for an option that is given twice and takes one."""
+        values, _, order = self.make_parser(ctx).parse_args(list(args))
+        for param in () if ctx.resilient_parsing else dict.fromkeys(order):
+            given = values[param.name or ""]
+            if "" in (given if isinstance(given, list | tuple) else [given]):
+                raise UsageError(f"{_named(param)}: expected a value, found an empty text")
+            if order.count(param) > 1 and not param.multiple and not getattr(param, "is_flag", False):
+                raise UsageError(f"{_named(param)}: expected it once, found it {order.count(param)} times")
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""

@@ -29,6 +29,7 @@ from weightscope._util import atomic, checks, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import is_population, location, read_regular
+from weightscope.anatomy.effective import adapters, refuse_adapters
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
 from weightscope.errors import DataError, Resumable, UsageError
@@ -65,6 +66,8 @@ class _Network:
     finite: bool = True  # the network's own weights
     config: dict[str, Any] = field(default_factory=dict)
     commits: tuple[str | None, ...] = ()  # of models at the hub
+    verified: bool = True  # whether its files at the hub were compared with their hashes
+    matched: frozenset[str] = frozenset()  # those of `rename` that change a name
     reasons: tuple[str, ...] = ()  # why it does not fit
 
 
@@ -85,6 +88,8 @@ class _Run:
     kept: list[int] = field(default_factory=list)  # place in the iterable of each network
     sources: list[tuple[str, ...]] = field(default_factory=list)
     first: dict[bytes, str] = field(default_factory=dict)  # digest -> the first network that has it
+    matched: set[str] = field(default_factory=set)  # those of `rename` that changed a name
+    ranges: list[str] = field(default_factory=list)  # networks of which only byte ranges were read
     unfit: dict[str, list[str]] = field(default_factory=dict)  # reason -> networks
     left_out: dict[str, list[str]] = field(default_factory=dict)  # why statistics leave them out -> networks
     config: dict[str, Any] | None = None  # what those of all networks have in common
@@ -126,6 +131,9 @@ class _Run:
                     "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, "
                     "skip_unfit=)"
                 )
+            if idle := [text for text in self.wanted.made.rename if text not in self.matched]:
+                old = idle[0].partition("=")[0]
+                raise UsageError(f"rename: no tensor's name begins with {old!r}, as {idle[0]!r} expects; leave it out")
             self.finish()
         except KeyboardInterrupt:
             done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
@@ -139,7 +147,12 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        for what, which in (("left out of statistics", self.left_out), ("not imported", self.unfit)):
+        ranges = {"only byte ranges were read; `weightscope verify --download` compares whole files": self.ranges}
+        for what, which in (
+            ("left out of statistics", self.left_out),
+            ("not imported", self.unfit),
+            ("unverified", ranges if self.ranges else {}),
+        ):
             for why, names in which.items():
                 count = f"{len(names)} network{'s' * (len(names) > 1)}"
                 _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
@@ -163,6 +176,7 @@ class _Run:
 
     def take(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
         """Take a network into the tile, and write the tile if it is full."""
+        self.matched |= found.matched
         if found.reasons:
             self.unfit.setdefault(joined(found.reasons, _NAMED), []).append(label)
         elif not self.unfit or self.skip_unfit:
@@ -212,6 +226,8 @@ class _Run:
         self.weights[row], self.digests[row] = found.weights, found.digests
         key = found.digests.tobytes()
         duplicate = key in self.first
+        if not found.verified:
+            self.ranges.append(label)
         if not found.finite:
             self.left_out.setdefault("with NaN or infinite weights", []).append(label)
         if duplicate:
@@ -341,19 +357,21 @@ def import_networks(
 # --- one source -------------------------------------------------------------------------------------------------------
 
 
-_fitting: dict[Any, dict[str, str]] = {}  # (wanted, layout of a file that fits) -> names, here -> as stored
+# (wanted, layout of a file that fits) -> names, here -> as stored, and which of `rename` change one
+_fitting: dict[Any, tuple[dict[str, str], frozenset[str]]] = {}
 
 
 def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Network:
     """Read a network and its snapshots, in this process or another."""
-    opened, reasons, spec = [], list[str](), wanted.spec
+    opened, reasons, spec, matched = [], list[str](), wanted.spec, set[str]()
     if len(_fitting) > _LAYOUTS:
         _fitting.clear()
     try:
         for source in sources:
             checkpoint = _opened(source, wanted.made.key)
             key = wanted.spec, wanted.made.rename, wanted.patterns, checkpoint.layout
-            if (names := _fitting.get(key)) is None:
+            names, rules = _fitting.get(key, ({}, frozenset[str]()))
+            if not names:
                 names = names_in(checkpoint, wanted.made.rename)
                 spec = spec or WeightSpec(
                     replace(checkpoint.spec[stored], name=name) for name, stored in names.items()
@@ -361,8 +379,13 @@ def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Netwo
                 if found := _misfits(wanted, spec, checkpoint, names):
                     reasons += found
                     continue
-                if wanted.spec is not None:
-                    _fitting[key] = names
+                rules = _matched(wanted.made.rename, names.values())
+                adapting = adapters(names)
+                if set(spec.names) - set(adapting):  # a population of adapters alone is one
+                    refuse_adapters(checkpoint)
+                if wanted.spec is not None and not adapting:
+                    _fitting[key] = names, rules
+            matched |= rules
             opened.append((checkpoint, names))
     except DataError as error:
         if any(str(source).startswith(_HUB) for source in sources):
@@ -386,7 +409,9 @@ def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Netwo
             finite.append(True)
     commits = tuple(checkpoint.commit for checkpoint, _ in opened)
     table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(opened), 32)
-    return _Network(spec, weights, table, finite[0], opened[0][0].config, commits)
+    verified = not any(checkpoint.unverified for checkpoint, _ in opened)
+    config = opened[0][0].config
+    return _Network(spec, weights, table, finite[0], config, commits, verified, frozenset(matched))
 
 
 def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
@@ -421,6 +446,12 @@ def renamed(name: str, rename: Sequence[str]) -> str:
         old, _, new = text.partition("=")
         name = new + name.removeprefix(old) if name.startswith(old) else name
     return name
+
+
+def _matched(rename: Sequence[str], names: Iterable[str]) -> frozenset[str]:
+    """Those of `rename` that change a name."""
+    steps = [rename[: i + 1] for i in range(len(rename))]
+    return frozenset(to[-1] for to in steps if any(renamed(n, to[:-1]) != renamed(n, to) for n in names))
 
 
 def names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
@@ -512,8 +543,6 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
     found: list[tuple[Any, dict[str, float]]] = []
     hub: dict[str, list[str]] = {}
     for text in texts:
-        if not text:
-            raise UsageError("SOURCE: expected a path, a pattern or hf://org/name, found an empty text")
         if text.startswith(_HUB):
             for address in _braces(text):
                 hub.setdefault(address.partition("@")[0], []).append(address)

@@ -90,7 +90,7 @@ class Status(Result):
 
     path: Path
     networks: int  # N of the complete population; 0 if it cannot be read
-    trained: int  # networks on disk
+    trained: int  # networks on disk, without those in damaged shards
     waiting: int  # tiles that are neither on disk nor running
     epochs: int  # of a tile's training, to which its time is proportional
     marks: list[dict[str, Any]]  # of tiles that are trained now, or were when their worker died or they failed
@@ -107,8 +107,10 @@ class Status(Result):
         marks = [mark for mark in _marks(path) if mark["tile"] in missing]
         for mark in marks:
             mark |= {"networks": whole.rows(mark["tile"]), "epochs": epochs}
-        waiting = len(missing) - sum(mark["state"] == "running" for mark in marks)
-        return cls(path, whole.networks, len(population), waiting, epochs, marks, *_recent(path, whole))
+        metrics, wrong = _recent(path, whole)
+        waiting = len(missing | wrong.keys()) - sum(mark["state"] == "running" for mark in marks)
+        trained = int((~np.isin(population.indices // whole.tile, [*wrong])).sum())
+        return cls(path, whole.networks, trained, waiting, epochs, marks, metrics, [*wrong.values()])
 
     @classmethod
     def together(cls, path: Path, parts: list["Status"]) -> "Status":
@@ -278,10 +280,10 @@ def _runs(process: int) -> bool:
     return True
 
 
-def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], list[str]]:
-    """Means of the metrics in the last few shards, and what is wrong with those that cannot be read."""
+def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], dict[int, str]]:
+    """Means of the metrics in the last few shards, and the tiles of those that cannot be read, with what is wrong."""
     found: defaultdict[str, list[np.ndarray]] = defaultdict(list)
-    wrong, size = [], 0
+    wrong, size = {}, 0
     for tile in reversed(shards.tiles_on_disk(path, manifest)[-_RECENT:]):
         if size > _RECENT_BYTES:
             break
@@ -294,6 +296,6 @@ def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], list[str]
                 for name in (n for n in metrics if n.startswith("test_") and not n.endswith("_per_epoch")):
                     found[name].append(metrics[name][:].reshape(len(fine), -1)[fine, -1])
         except DataError as error:
-            wrong.append(str(error))
+            wrong[tile] = str(error)
     joined = {name: np.concatenate(values) for name, values in found.items()}
     return {name: float(values.mean()) for name, values in joined.items() if values.size}, wrong
