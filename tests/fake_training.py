@@ -92,7 +92,7 @@ def write_population(path, recipe, tiles=None):
 
 def files(path: Path) -> dict[str, bytes]:
     """The content of every file below a folder."""
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {str(p)[len(str(path)) + 1 :]: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 LARGE = WeightSpec([TensorSpec("w", (100_000,))])
@@ -109,17 +109,18 @@ def train_large_tile(recipe, tile, **options):
     return trained
 
 
-def collect_in_process(path, recipe, trainer="small", workers=1):
+def collect_in_process(path, recipe, trainer="small", workers=1, environment=()):
     """`collect` in a process group of its own, for tests that kill it. Exits as the command line does.
 
-    What it and its workers print goes to a file beside the population.
+    What it and its workers print goes to a file beside the population, unless it is in an object store.
     """
     from weightscope import training
     from weightscope.errors import WeightscopeError
     from weightscope.training.collection import collect
 
     os.setpgid(0, 0)
-    with open(path.with_suffix(".log"), "w") as log:
+    os.environ.update(environment)
+    with open(path.with_suffix(".log") if isinstance(path, Path) else os.devnull, "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     DataConfig.load = lambda *_: SimpleNamespace(fingerprint="0" * 16, examples=64)

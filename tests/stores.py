@@ -1,6 +1,7 @@
 """Object stores for tests: fsspec's own in memory, and the S3 protocol on the loopback interface (moto's server)."""
 
 import contextlib
+import io
 import logging
 import threading
 import time
@@ -9,7 +10,12 @@ from dataclasses import dataclass, field
 import pytest
 
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-_FAILURE = "<Error><Code>{}</Code><Message>Please reduce your request rate.</Message></Error>"
+_FAILURES = {
+    400: ("IncompleteBody", "You did not provide the number of bytes specified by the Content-Length HTTP header."),
+    403: ("InvalidAccessKeyId", "The AWS Access Key Id you provided does not exist in our records."),
+    500: ("InternalError", "We encountered an internal error. Please try again."),
+    503: ("SlowDown", "Please reduce your request rate."),
+}
 
 
 @dataclass
@@ -23,17 +29,22 @@ class S3:
     delay: float = 0.0  # seconds before every answer
 
     def answer(self, app, environ, start):
-        """Answer a request, as moto does unless it is to fail."""
-        method = environ["REQUEST_METHOD"]
+        """Answer a request as moto does, unless it is to fail, its body is cut off, or its key is another."""
+        method, length = environ["REQUEST_METHOD"], int(environ.get("CONTENT_LENGTH") or 0)
         self.requests.append((method, environ["PATH_INFO"]))
         time.sleep(self.delay)
         status = self.always or (self.fail.get(method) or [0]).pop(0)
+        body = environ["wsgi.input"].read(length) if length else b""
+        if len(body) < length:  # the client was killed
+            status = 400
+        elif f"Credential={KEY}/" not in environ.get("HTTP_AUTHORIZATION", ""):
+            status = 403
         if not status:
-            return app(environ, start)
-        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-        code = {500: "InternalError", 503: "SlowDown"}[status]
+            return app(environ | {"wsgi.input": io.BytesIO(body)}, start)
+        code, message = _FAILURES[status]
         start(f"{status} {code}", [("Content-Type", "application/xml")])
-        return [_FAILURE.format(code).encode()]
+        text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>"
+        return [b"" if method == "HEAD" else text.encode()]
 
     def settle(self):
         """Answer as a store does, and forget what was asked."""

@@ -26,15 +26,15 @@ _CONTEXT.set_forkserver_preload(["fake_training", "weightscope.training.collecti
 _LONGEST = 120.0
 
 
-def start(path, recipe, trainer, workers=1):
-    process = _CONTEXT.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers))
+def start(path, recipe, trainer, workers=1, environment=()):
+    process = _CONTEXT.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers, environment))
     process.start()
     return process
 
 
-def finish(path, recipe, trainer):
+def finish(path, recipe, trainer, environment=()):
     """Run to the end; returns the seconds that it took once it had begun."""
-    process = start(path, recipe, trainer)
+    process = start(path, recipe, trainer, environment=environment)
     wait_until_begun(path, recipe, process)
     begun = time.monotonic()
     process.join(_LONGEST)
@@ -43,7 +43,8 @@ def finish(path, recipe, trainer):
 
 
 def wait_until_begun(path, recipe, process):
-    wait_for(lambda: f" {recipe.population.networks}\n ]" in (path / "population.json").read_text(), process)
+    wanted = f" {recipe.population.networks}\n ]".encode()
+    wait_for(lambda: wanted in (path / "population.json").read_bytes(), process)
 
 
 def wait_for(happened, process):

@@ -64,6 +64,23 @@ def test_chunking_does_not_change_a_bit(rows, precision):
         assert shrunk_covariance(whole)[1] == shrunk_covariance(other)[1]
 
 
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_moments_of_parts_add_up(rows, device):
+    starts = (0, 10, 25)
+    rows[700:] += 3.0
+    whole, added = (Moments(40, starts=starts, device=device) for _ in range(2))
+    whole.update(rows)
+    for part in np.split(rows, [0, 300, 301, 1000]):
+        added += Moments(40, starts=starts, device=device).update(part).update(np.full(40, np.nan))
+    assert (added.n, added.excluded) == (1500, 5)
+    assert relative(added.covariance(), naive.covariance(rows)) < 1e-13
+    centre, scale = np.linspace(-1, 1, 40), np.repeat([1.0, 3.0, 0.5], [10, 15, 15])
+    found, expected = (shrunk_covariance(m, centre, scale)[1].intensity for m in (added, whole))
+    assert found == pytest.approx(expected, rel=1e-11)
+    added += Moments(40, starts=starts, device=device).update(rows[:1] + 100)
+    assert shrunk_covariance(added, centre, scale)[1].intensity != pytest.approx(expected, rel=1e-3)
+
+
 def test_reading_in_between_changes_only_rounding(rows):
     moments = Moments(40)
     for start in range(0, len(rows), 100):

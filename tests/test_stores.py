@@ -1,22 +1,26 @@
 """Populations in object stores: the same bytes as on disk, whatever the store does."""
 
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import fake_training as fake
+import fsspec
 import numpy as np
 import pytest
 import stores
+import test_crash as crash
 import torch
 from click.testing import CliRunner
 
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
-from weightscope.cli import cli
+from weightscope.cli import cli, main
 from weightscope.errors import DataError, RecipeError, WeightscopeError
-from weightscope.population import Population, export
+from weightscope.population import Population, export, shards
+from weightscope.population import manifest as manifests
 from weightscope.recipe import DataConfig
 from weightscope.training.collection import collect
 from weightscope.training.status import status
@@ -177,3 +181,108 @@ def test_import_export_and_commands(folder, tmp_path):
     ):
         found = CliRunner().invoke(cli, command.split())
         assert found.exit_code == 0, f"{command}: {found.output} {found.exception}"
+
+
+# --- stores that fail -------------------------------------------------------------------------------------------------
+
+
+def test_one_of_several_creates_an_object(s3):
+    place = location(f"s3://bucket/{uuid.uuid4().hex}/population.json")
+    with ThreadPoolExecutor(8) as pool:
+        created = list(pool.map(lambda k: atomic.create(place, str(k).encode()), range(8)))
+    assert created.count(True) == 1
+    assert place.read_bytes() == str(created.index(True)).encode()
+
+
+def test_a_listing_is_not_a_request_for_each_shard(s3):
+    """1,100 shards with their hashes are three pages of a listing, and their sizes are in it."""
+    from moto.s3.models import s3_backends
+
+    path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+    backend = s3_backends["123456789012"]["aws"]
+    key = str(path).removeprefix("s3://bucket/")
+    wanted = manifests.Manifest(fake.recipe(networks=8_800), fake.SPEC, {}, (8_800,))
+    manifest, _ = manifests.create_or_match(path, wanted, resize=True)
+    for tile in range(1_100):
+        for suffix in (".h5", ".h5.sha256"):
+            backend.put_object("bucket", f"{key}/shards/{tile:05d}{suffix}", b"12345")
+    s3.requests.clear()
+    assert len(shards.tiles_on_disk(path, manifest)) == 1_100
+    assert len(s3.requests) == 3
+    s3.requests.clear()
+    assert sum(file.stat().st_size for file in path.glob("shards")[0].iterdir()) == 11_000
+    assert len(Population(path)) == 8_800
+    assert len(s3.requests) < 12
+
+
+@pytest.mark.slow
+def test_failures_that_pass_change_nothing(s3, tmp_path):
+    """500 and 503 at every kind of request: s3fs tries again; the delay is that of a distant store."""
+    path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+    s3.fail = {"HEAD": [500, 503], "GET": [0, 503, 500], "PUT": [503, 500, 0, 500, 500], "DELETE": [503, 500]}
+    s3.delay = 0.02
+    collect(fake.recipe(), path, workers=1)
+    assert not any(s3.fail.values())
+    collect(fake.recipe(), tmp_path / "a.pop", workers=1)
+    assert fake.files(path / "shards") == fake.files(tmp_path / "a.pop/shards")
+
+
+@pytest.mark.slow
+def test_a_store_that_stays_down_is_one_line_and_the_run_resumes(s3, monkeypatch):
+    path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")  # s3fs tries again all the same
+
+    def train_tile(recipe, tile, **options):
+        s3.always = 503 if tile == 1 else 0
+        return fake.train_tile(recipe, tile, **options)
+
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    with pytest.raises(DataError, match=r"a\.pop.*: the store failed, also when tried again .*(SlowDown|request rate)"):
+        collect(fake.recipe(), path, workers=1)
+    s3.always = 0
+    assert len(Population(path, partial=True)) >= 8
+    monkeypatch.setattr(training, "train_tile", fake.train_tile)
+    assert len(collect(fake.recipe(), path, workers=1)) == 20
+
+
+def test_credentials_that_are_missing_or_wrong_are_one_line(s3, monkeypatch, capfd):
+    """On reading and on writing; the line has none of them, neither from the environment nor from a URL."""
+
+    def printed(*arguments):
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        out, err = capfd.readouterr()
+        assert (ended.value.code, out, err.count("\n")) == (code, "", 1), (out, err)
+        assert not any(text in err for text in (*other, stores.KEY, stores.SECRET))
+        return err
+
+    other, code = ("AKIAXXXXXXXXXXXXXXXX", "another/secret"), 3
+    commands = ("inspect", "s3://bucket/a.pop"), ("collect", "digits-convnext", "-o", "s3://bucket/a.pop", "-n", "2")
+    for name, value in zip(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"), other, strict=True):
+        monkeypatch.setenv(name, value)
+    for command in commands:
+        assert "s3://bucket/a.pop" in (line := printed(*command))
+        assert "denies access" in line
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for command in commands:
+        assert "Unable to locate credentials" in printed(*command)
+    code = 2
+    for url in (f"s3://{other[0]}:{other[1]}@bucket/a.pop", f"az://bucket/a.pop?sv=1&sig={other[1]}"):
+        assert "expected a URL without credentials" in printed("inspect", url)
+    assert "Protocol not known: nonsense" in printed("inspect", "nonsense://bucket/a.pop")
+    assert "only populations may be in a store" in printed("bench", "digits-convnext", "-o", "s3://bucket/results")
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(s3, tmp_path):
+    """tests/torture/kill_collect.py --url s3://bucket has 50 kills."""
+    path, environment = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop"), stores.environment(s3.url)
+    process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
+    crash.wait_for((path / "shards/00001.h5").exists, process)
+    crash.kill_group(process)
+    Population(path, partial=True).verify()
+    crash.finish(path, crash.RECIPE, "small", environment=environment)
+    crash.finish(tmp_path / "a.pop", crash.RECIPE, "small")
+    assert fake.files(path) == fake.files(tmp_path / "a.pop")

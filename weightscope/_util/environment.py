@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -92,19 +93,21 @@ def single_threaded() -> Iterator[None]:
     """Run NumPy, SciPy and torch on one thread within the block.
 
     On matrices of some hundred rows threads cost more time than they save, and many times more on a busy machine, where
-    each operation waits for the slowest of them. SciPy must have been imported before: only loaded libraries are
-    limited.
+    each operation waits for the slowest of them. SciPy and torch must have been imported before: only loaded libraries
+    are limited.
     """
-    import torch
     from threadpoolctl import threadpool_limits
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # torch's own MKL is not among the libraries that threadpoolctl finds
+    torch = sys.modules.get("torch")  # importing it takes seconds and hundreds of megabytes
+    threads = torch.get_num_threads() if torch else 1
+    if torch:
+        torch.set_num_threads(1)  # torch's own MKL is not among the libraries that threadpoolctl finds
     try:
         with threadpool_limits(1):
             yield
     finally:
-        torch.set_num_threads(threads)
+        if torch:
+            torch.set_num_threads(threads)
 
 
 @cache

@@ -61,6 +61,7 @@ _ONE_THREAD = dict.fromkeys(
 Task = Callable[..., Any]
 Progress = Callable[[Any, float], None]
 Named = Callable[[Any], str]
+_tile = "tile {}".format
 
 # A dask worker may run tasks in threads; they would share torch's global generator and number of threads.
 _one_at_a_time = threading.Lock()
@@ -158,7 +159,7 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
 
 
 def spread(
-    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None, named: Named = str
+    task: Task, tiles: Sequence[Any], workers: Workers, progress: Progress | None = None, named: Named = _tile
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile, progress=...)` for every tile on workers; yields (tile, result) in any order.
 
@@ -173,7 +174,7 @@ def spread(
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
     """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, _silent)) as pool:
-        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, str)]
+        return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, _tile)]
 
 
 def _silent(_tile: Any, _done: float) -> None:
@@ -208,14 +209,14 @@ def _distribute(
             progress(tile, 0.0)
             lost[tile] += isinstance(error, WorkerDied)
             if isinstance(error, WorkerDied) and lost[tile] < ATTEMPTS:
-                again = f"{error} (attempt {lost[tile]} of {ATTEMPTS}); it is trained again"
-                _log.warning("tile %s: %s", named(tile), again)
-                waiting.append(tile)
+                again = f"{error} (attempt {lost[tile]} of {ATTEMPTS}); it is run again"
+                _log.warning("%s: %s", named(tile), again)
+                waiting.appendleft(tile)  # results of others may have to wait for it
                 continue
             if isinstance(error, UsageError) or type(error) is WeightscopeError:
                 raise error
             failed[tile] = error
-            _log.warning("tile %s failed: %s: %s", named(tile), type(error).__name__, error)
+            _log.warning("%s failed: %s: %s", named(tile), type(error).__name__, error)
             if not succeeded and len(failed) >= _FAILURES_AT_FIRST:
                 raise TilesFailed(failed)
     if failed:

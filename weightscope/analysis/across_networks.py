@@ -1,10 +1,11 @@
 """`covariance`: over the networks of a population, in memory or on disk, or within networks; leading eigenpairs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from weightscope._util import atomic, outputs
 from weightscope._util.checks import choice
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
+from weightscope._util.workers import Workers
 from weightscope.analysis.exchangeable import ExchangeableCovariance, exchangeable_covariance
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
@@ -19,8 +21,8 @@ from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.gram import Precision
 from weightscope.statistics.mlps import StripeResult, TransposedCorrelation, stripes, transposed_correlation
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments
-from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
-from weightscope.statistics.samples import WeightArray, WeightSamples, ahead, usable_chunks
+from weightscope.statistics.out_of_core import Eigenpairs, Total, top_eigenpairs, write_covariance
+from weightscope.statistics.samples import WeightArray, WeightSamples, ahead, over_parts, usable_chunks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from weightscope.analysis.within_network import NetworkCovariances
 
 
+T = TypeVar("T")
 Kind = Literal["covariance", "correlation"]
 _MLP = "*.mlp.fc?.weight"
 
@@ -213,6 +216,7 @@ def joint_covariance(
     chunk: int = BLOCK,
     file: str | Path | None = None,
     memory: int = 2 << 30,
+    workers: Workers | int | None = None,
 ) -> PopulationCovariance:
     """The joint covariance of any selection of tensors over the networks of a population (MLP paper, Fig. 1).
 
@@ -232,7 +236,9 @@ def joint_covariance(
         chunk: rows read at once; affects speed only.
         file: a `.npy` file in which the matrix is computed, for D' beyond memory; the result's `matrix` is then a
             read-only memory map of it. The data are read once, and once more for every panel that fits into `memory`.
-        memory: bytes to use with `file`.
+        memory: bytes to use with `file`, in each process.
+        workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
+            population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
 
     UsageError for invalid or contradictory options; DataError if fewer than 2 networks are usable.
 
@@ -247,12 +253,10 @@ def joint_covariance(
         raise UsageError("select: nothing to compute; expected tensors or computed coordinates, found neither")
     choice("precision", precision, get_args(Precision))
     size, correlation = coordinates.spec.size, kind == "correlation"
-    passes = _Passes(source, coordinates, chunk if file is None else BLOCK)
+    total = _total(source, coordinates, workers if device is None else 1, chunk if file is None else BLOCK)
     found: Moments | EntryMoments
     if file is None:
-        found = Moments(size, device=device, precision=precision)
-        for rows in passes():
-            found.update(rows)
+        found = total(partial(_moments, size, device, precision), np.dtype(precision).itemsize * size**2)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = (found.correlation if correlation else found.covariance)(destroy=True)
     elif device is not None:
@@ -261,7 +265,7 @@ def joint_covariance(
         raise UsageError(f"file: expected a name that ends in .npy, found {file}")
     else:
         with atomic.replacing(file) as out:
-            found = write_covariance(passes, size, out, dtype=precision, correlation=correlation, memory=memory)
+            found = write_covariance(total, size, out, dtype=precision, correlation=correlation, memory=memory)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = np.load(file, mmap_mode="r")
     diagnostics: dict[str, Any] = {
@@ -272,8 +276,14 @@ def joint_covariance(
     diagnostics |= {"rank_bound": min(int(n) - 1, size)}
     if (moment := getattr(source, "moment", None)) is not None:
         diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[attr-defined]
-    excluded = found.excluded + passes.diverged
-    return PopulationCovariance(matrix, mean, n, excluded, coordinates.spec, kind, diagnostics)
+    return PopulationCovariance(matrix, mean, n, found.excluded, coordinates.spec, kind, diagnostics)
+
+
+def _moments(size: int, device: Any, precision: Precision, blocks: Iterable[np.ndarray]) -> Moments:
+    found = Moments(size, device=device, precision=precision)
+    for rows in blocks:
+        found.update(rows)
+    return found
 
 
 def eigenpairs(
@@ -284,6 +294,7 @@ def eigenpairs(
     computed: Sequence[str] = (),
     fold_norms: bool = False,
     memory: int = 2 << 30,
+    workers: Workers | int | None = None,
 ) -> Eigenpairs:
     """The leading eigenpairs of the covariance over a population, without the D' x D' matrix.
 
@@ -294,23 +305,29 @@ def eigenpairs(
         >>> eigenpairs(Population("digits.pop"), 8, "*.mlp.fc?.weight").explained
     """
     coordinates = Coordinates(source.spec, select, computed=computed, fold_norms=fold_norms)
-    passes = _Passes(source, coordinates)
-    found = top_eigenpairs(passes, coordinates.spec.size, rank, memory=memory)
-    return replace(found, excluded=found.excluded + passes.diverged)
+    total = _total(source, coordinates, workers)
+    return top_eigenpairs(total, coordinates.spec.size, rank, memory=memory)
 
 
-class _Passes:
-    """The coordinates of all usable networks; each call is one more pass over the data."""
+def _total(source: WeightSamples, coordinates: Coordinates, workers: Workers | int | None, chunk: int = BLOCK) -> Total:
+    """Adds up a function of blocks of coordinates over the parts of a source; one pass over the data."""
+    return lambda function, size=0: over_parts(source, partial(_pass, coordinates, chunk, function), workers, size=size)
 
-    def __init__(self, source: WeightSamples, coordinates: Coordinates, chunk: int = BLOCK) -> None:
-        self._source, self._coordinates, self._chunk = source, coordinates, chunk
-        self.diverged = 0
 
-    def __call__(self) -> Iterator[np.ndarray]:
-        self.diverged = 0
-        for rows, out in ahead(usable_chunks(self._source, self._coordinates.reads.names, self._chunk)):
-            self.diverged += out
-            yield self._coordinates(rows)
+def _pass(coordinates: Coordinates, chunk: int, function: Callable[..., T], part: WeightSamples, _: int) -> T:
+    """A function of the blocks of a part; diverged networks are among those that moments count as excluded."""
+    diverged = 0
+
+    def blocks() -> Iterator[np.ndarray]:
+        nonlocal diverged
+        for rows, out in ahead(usable_chunks(part, coordinates.reads.names, chunk)):
+            diverged += out
+            yield coordinates(rows)
+
+    found = function(blocks())
+    if isinstance(found, EntryMoments | Moments):
+        found.excluded += diverged
+    return found
 
 
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")
@@ -324,6 +341,7 @@ def covariance(
     network: int | None = None,
     exchangeable: bool = False,
     permutations: Any = None,
+    workers: Workers | int | None = None,
     **options: Any,
 ) -> "PopulationCovariance | NetworkCovariances | ExchangeableCovariance":
     """Covariances over the networks of a population, or within one or several trained networks.
@@ -342,6 +360,7 @@ def covariance(
         network: index of one network of a population's folder, whose layers are analysed.
         exchangeable: average over permutations of hidden units; `select` is then "*" by default.
         permutations: with `exchangeable`: those of one's own, see `exchangeable_covariance`.
+        workers: of a population of more than 4,096 networks, see `joint_covariance`.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, see `weightscope.analysis.within_network.covariance_within`.
@@ -365,11 +384,12 @@ def covariance(
             given = ", ".join([*options, *(["network"] if network is not None else [])])
             raise UsageError(f"exchangeable: takes `select` only, found {given}")
         samples = _one_network(source) if population is None else population
-        return exchangeable_covariance(samples, "*" if select in ("auto", None) else select, permutations=permutations)
+        select = "*" if select in ("auto", None) else select
+        return exchangeable_covariance(samples, select, permutations=permutations, workers=workers)
     if permutations is not None:
         raise UsageError("permutations: requires exchangeable")
     if population is not None and not within:
-        return covariance_across(population, select, **options)
+        return covariance_across(population, select, workers=workers, **options)
     if across := [name for name in ACROSS if name in options] + ["select"] * (select != "auto"):
         reason = f"together with {', '.join(within)}" if population is not None else "for a trained network"
         raise UsageError(f"{', '.join(across)}: applies to a population, found {reason}")

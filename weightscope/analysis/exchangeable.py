@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,20 @@ from scipy import stats
 from weightscope._util.environment import single_threaded
 from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
+from weightscope._util.workers import Workers
 from weightscope.errors import UsageError
-from weightscope.statistics.exchangeable import ExchangeableMoments, Pair, TypeCovariance, correlated_pairs
+from weightscope.spec import WeightSpec
+from weightscope.statistics.exchangeable import (
+    CENTRE,
+    ExchangeableMoments,
+    Pair,
+    TypeCovariance,
+    centre_of,
+    correlated_pairs,
+)
 from weightscope.statistics.index_effects import IndexEffect, described
-from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.statistics.samples import WeightSamples, ahead, usable_chunks
+from weightscope.statistics.samples import WeightSamples, finite_chunks, first_rows, over_parts
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -149,6 +157,7 @@ def exchangeable_covariance(
     select: str | Sequence[str] = "*",
     *,
     permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
+    workers: Workers | int | None = None,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
@@ -165,6 +174,7 @@ def exchangeable_covariance(
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
+        workers: see `joint_covariance`. Index effects are those of the first 4,096 networks.
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.
@@ -176,15 +186,22 @@ def exchangeable_covariance(
     from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
 
     spec = source.spec.select(select)
-    moments = ExchangeableMoments(spec, permutations_of(source, permutations).restrict(spec.names))
-    excluded = 0
-    with single_threaded():  # another thread reads; on two cores more of them wait for each other
-        for rows, diverged in ahead(usable_chunks(source, spec.names)):
-            finite = finite_rows(rows)
-            excluded += diverged + int((~finite).sum())
-            moments.update(rows if finite.all() else rows[finite])
+    own = permutations_of(source, permutations).restrict(spec.names)
+    first = first_rows(source, spec.names, CENTRE)
+    moments = over_parts(source, partial(_moments, spec, own, centre_of(first) if len(first) else None), workers)
     found = moments.covariances("networks" if moments.n > 1 else "zero")
-    return ExchangeableCovariance(found, moments.permutations, moments.n, excluded, moments.index.effects())
+    return ExchangeableCovariance(found, own, moments.n, moments.excluded, moments.index.effects())
+
+
+def _moments(
+    spec: WeightSpec, permutations: PermutationSpec, centre: np.ndarray | None, part: WeightSamples, i: int
+) -> ExchangeableMoments:
+    moments = ExchangeableMoments(spec, permutations, centre=centre, index=not i)
+    with single_threaded():  # another thread reads; on two cores more of them wait for each other
+        for rows, out in finite_chunks(part, spec.names):
+            moments.excluded += out
+            moments.update(rows)
+    return moments
 
 
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
@@ -262,7 +279,9 @@ class Emergence(Result):
         return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
 
 
-def emergence(population: "Population", select: str | Sequence[str] = "*") -> Emergence:
+def emergence(
+    population: "Population", select: str | Sequence[str] = "*", workers: Workers | int | None = None
+) -> Emergence:
     """The invariant covariance (`exchangeable_covariance`) at every snapshot of a population.
 
     UsageError if the population has no snapshots, and the errors of `exchangeable_covariance`.
@@ -273,7 +292,10 @@ def emergence(population: "Population", select: str | Sequence[str] = "*") -> Em
     """
     if not population.snapshots:
         raise UsageError(f"{population.path}: no snapshots; collect it with [population] snapshots = [0, 1, 2, 4]")
-    found = {moment: exchangeable_covariance(population.at(moment), select) for moment in population.snapshots}
+    found = {
+        moment: exchangeable_covariance(population.at(moment), select, workers=workers)
+        for moment in population.snapshots
+    }
     return Emergence(found, population.unit)
 
 

@@ -19,6 +19,7 @@ from weightscope.cli.options import (
     out_option,
     partial_option,
     permutations_option,
+    spread_options,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -55,8 +56,9 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
 @command()
 @click.argument("source", type=Named())
 @click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
+@spread_options
 @json_option
-def verify(source: str, download: bool, json_file: Path | None) -> None:
+def verify(source: str, json_file: Path | None, **options: Any) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
 
     SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum,
@@ -70,7 +72,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
     """
     from weightscope.analysis.inspection import verify as run
 
-    found = run(source, download=download)
+    found = run(source, **options)
     click.echo(found.text())
     write_json(json_file, found.to_dict())
     found.raise_if_damaged()
@@ -80,8 +82,9 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
+@spread_options
 @partial_option
-def export(source: str, out: Path, select: str, partial: bool) -> None:
+def export(source: str, out: Path, select: str, partial: bool, workers: Any) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
 
     \b
@@ -91,7 +94,27 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
     from weightscope.population import export as write
     from weightscope.population import population_in
 
-    click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
+    click.echo(f"wrote {write(population_in(source, partial=partial), out, select, workers=workers)}")
+
+
+@command()
+@click.argument("source", type=Named())
+@out_option("The page.", "page.html", OutputFile(".html"))
+@click.option("--select", default="*", help="Patterns of tensor names, separated by commas, whose structure is shown.")
+@partial_option
+def report(source: str, out: Path, select: str, partial: bool) -> None:
+    """Write a population as a page to look into: metrics, a map of correlations, pairs to sort and filter.
+
+    One HTML file, for which a browser needs no server and no network.
+
+    \b
+    Example:
+      weightscope report digits.pop -o page.html
+    """
+    from weightscope.cli.page import write_page
+    from weightscope.population import population_in
+
+    click.echo(f"wrote {write_page(population_in(source, partial=partial), out, select)}")
 
 
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
@@ -154,6 +177,7 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @permutations_option
+@spread_options
 @partial_option
 @json_option
 def covariance(
@@ -189,7 +213,7 @@ def covariance(
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
-    own = options.pop("permutations")
+    own, workers = options.pop("permutations"), options.pop("workers")
     if own is not None and (throughout or not options["exchangeable"]):
         raise UsageError("--permutations requires --exchangeable, without --at all")
     if options.pop("exchangeable"):
@@ -208,10 +232,10 @@ def covariance(
 
             if len(sources) > 1:
                 raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
-            found = emergence(population_in(sources[0]), select or "*")
+            found = emergence(population_in(sources[0]), select or "*", workers)
         else:
             given = sources[0] if len(sources) == 1 else sources
-            found = compute(given, select or "auto", exchangeable=True, permutations=own)
+            found = compute(given, select or "auto", exchangeable=True, permutations=own, workers=workers)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
@@ -226,7 +250,7 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **across, **within)
+    found = compute(networks[0] if len(networks) == 1 else networks, workers=workers, **across, **within)
     _show(found, out, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)

@@ -91,10 +91,48 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return data_option(command)
 
 
+log_option = click.option(
+    "--log", metavar="tensorboard:DIR", help="Also write the metrics of each tile for TensorBoard, into this folder."
+)
 data_option = click.option(
     "--data", type=click.Path(path_type=Path, file_okay=False), help="Folder searched first for the data set."
 )
+
+
+def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Where the parts of a large population are read; the command gets `workers`, None or `Workers`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, workers: int | None, backend: str, scheduler: str | None, **options: Any) -> Any:
+        if (backend, scheduler) == ("loky", None):
+            return command(*args, workers=workers, **options)
+        from weightscope._util.workers import chosen_workers
+
+        return command(*args, workers=chosen_workers(backend, workers, scheduler), **options)
+
+    text = "Processes that read more than 4,096 networks; auto, the default, is one per core."
+    return click.option("--workers", type=_Workers(), help=text)(backend_options(run))
+
+
+def backend_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """`--backend` and `--scheduler`."""
+    command = click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")(command)
+    return click.option("--backend", default="loky", help="loky, dask or ray.")(command)
+
+
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
+
+
+def tile_logger(text: str | None) -> Any:
+    """The `on_tile` of `--log`."""
+    if text is None:
+        return None
+    kind, _, folder = text.partition(":")
+    if kind != "tensorboard" or not folder:
+        raise UsageError(f"--log: expected tensorboard:DIR, found {text}")
+    from weightscope.training.tensorboard import tensorboard
+
+    return tensorboard(folder)
 
 
 def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:

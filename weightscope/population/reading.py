@@ -1,7 +1,6 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
 _PER_EPOCH = "_per_epoch"
 _BLOCK_BYTES = 32 * 2**20
+_CACHED = ("missing", "indices", "_table")  # what follows from the tiles on disk
 
 
 class Population(Result):
@@ -131,9 +131,32 @@ class Population(Result):
         if moment not in self.snapshots:
             found = ", ".join(map(str, self.snapshots)) or "none; give the recipe's [population] a list `snapshots`"
             raise UsageError(f"{self.path}: expected a moment that has a snapshot, found {moment!r}; there are {found}")
-        view = copy.copy(self)
-        view._moment = self.snapshots.index(moment)
+        return self._view(self.__dict__ | {"_moment": self.snapshots.index(moment)})
+
+    def parts(self, networks: int) -> "list[Population]":
+        """Views of consecutive tiles with at least so many networks, but for the last; tiles keep their part."""
+        step = -(-networks // self.manifest.tile)
+        rows: dict[int, dict[int, int]] = {}
+        for tile, count in self._rows.items():
+            rows.setdefault(tile // step, {})[tile] = count
+        kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
+        return [self._view(kept | {"_rows": own}) for own in rows.values()]
+
+    def _view(self, state: dict[str, Any]) -> "Population":
+        view = object.__new__(type(self))
+        view.__dict__.update(state)
         return view
+
+    @property
+    def name(self) -> str:
+        """The folder, with the first and last shard of a part: `"digits.pop, shards 00000.h5 to 00007.h5"`."""
+        files = [shards.shard_file(self.path, tile).name for tile in (min(self._rows), max(self._rows))]
+        return f"{self.path}, shards {files[0]} to {files[1]}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to a worker, which may run in another folder."""
+        kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
+        return kept | {"path": self.path.absolute()}
 
     @property
     def moment(self) -> int | None:

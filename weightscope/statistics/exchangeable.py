@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from math import atanh, copysign, inf, prod, sqrt, tanh
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from scipy import stats
@@ -28,7 +28,7 @@ from weightscope.statistics.index_effects import IndexEffects, holm
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
-_CENTRE = 64  # networks whose median is taken
+CENTRE = 64  # networks whose median is taken
 
 
 class _Averages:
@@ -151,6 +151,9 @@ class ExchangeableMoments:
     Args:
         spec: of the D columns of the blocks.
         permutations: of the same tensors.
+        centre: what is subtracted instead, (D,), of moments that are added to others (`+=`) with the same centre;
+            index effects are those of the moments that others are added to.
+        index: whether index effects are counted (`IndexEffects`).
 
     Raises:
         DataError: if the two are of different tensors.
@@ -162,11 +165,15 @@ class ExchangeableMoments:
         >>> moments.covariances()[0].covariance
     """
 
-    def __init__(self, spec: WeightSpec, permutations: PermutationSpec) -> None:
+    def __init__(
+        self, spec: WeightSpec, permutations: PermutationSpec, *, centre: np.ndarray | None = None, index: bool = True
+    ) -> None:
         if strangers := {view.tensor for view in permutations.views} ^ set(spec.names):
             raise DataError(f"the permutation specification and the spec differ in {listing(sorted(strangers))}")
         self.spec, self.permutations, self.n = spec, permutations, 0
+        self.excluded = 0  # networks that the caller left out
         self.index = IndexEffects(permutations)
+        self._indexed = index
         self._types = {kind.groups: kind for kind in permutations.types}
         needed = 8 * 4 * sum(kind.copies**2 for kind in self._types.values())  # products, covariances, correlations
         if needed > (free := available_memory()):
@@ -189,7 +196,7 @@ class ExchangeableMoments:
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
-        self._centre = np.empty(0)  # (D,), the median of the first networks, which is subtracted
+        self._centre = np.empty(0) if centre is None else centre  # (D,), which is subtracted
 
     def update(self, block: np.ndarray) -> "ExchangeableMoments":
         """Take up networks (n, D)."""
@@ -198,12 +205,24 @@ class ExchangeableMoments:
             return self
         if not finite_rows(block).all():
             raise DataError("expected finite weights, found NaN or infinity; leave those networks out")
-        tensors = self.spec.unpack(block)
-        self.index.update({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
+        if self._indexed:
+            tensors = self.spec.unpack(block)
+            self.index.update({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
         self.n += len(block)
         self._waiting.append(block)
-        if self.n >= _CENTRE:
+        if self.n >= CENTRE:
             self._add()
+        return self
+
+    def __iadd__(self, other: "ExchangeableMoments") -> Self:
+        """Take the networks of moments about the same centre."""
+        self._add()
+        other._add()
+        self.n += other.n
+        self.excluded += other.excluded
+        for name in ("_products", "_own", "_traces", "_sums", "_units"):
+            mine = getattr(self, name)
+            mine |= {key: mine[key] + value if key in mine else value for key, value in getattr(other, name).items()}
         return self
 
     def _add(self) -> None:
@@ -213,7 +232,7 @@ class ExchangeableMoments:
         block = self._waiting[0] if len(self._waiting) == 1 else np.concatenate(self._waiting)
         self._waiting = []
         if not self._centre.size:
-            self._centre = np.median(block[:_CENTRE], axis=0)  # unlike the mean not that of a few large networks
+            self._centre = centre_of(block)
         block -= self._centre
         tensors = self.spec.unpack(block)
         views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
@@ -303,6 +322,11 @@ class ExchangeableMoments:
             values = np.stack([mean - means, spread]) / np.sqrt(np.outer(left, left))
             out[:, np.outer(single, single)] = values.reshape(2, -1)
         return out
+
+
+def centre_of(rows: np.ndarray) -> np.ndarray:
+    """The median of each entry in the first networks, (D,); unlike the mean it is not that of a few large ones."""
+    return np.median(rows[:CENTRE].astype(np.float64), axis=0)
 
 
 def _moments_of(traces: np.ndarray) -> np.ndarray:

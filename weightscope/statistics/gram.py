@@ -34,6 +34,15 @@ class _BlasGram:
         """`G += rows.T @ rows` for rows (n, D)."""
         add_gram(self._matrix, rows)
 
+    def merge(self, other: Any) -> None:
+        """`G += H`."""
+        self._matrix += other._matrix
+
+    def times(self, columns: np.ndarray) -> np.ndarray:
+        """G x for x (D, T)."""
+        symm = blas.dsymm if self._matrix.dtype == np.float64 else blas.ssymm
+        return symm(1.0, self._matrix, columns)
+
     def take(self, factor: float, *, copy: bool) -> np.ndarray:
         """`factor * G`, full, scaled and mirrored tile by tile; without a copy in the accumulator's own memory."""
         matrix = self._matrix.copy(order="F") if copy else self._matrix
@@ -81,6 +90,14 @@ class _TorchGram:
             self._matrix.addmm_(block.T, block)
         finally:
             matmul.allow_tf32 = before
+
+    def merge(self, other: Any) -> None:
+        """`G += H`."""
+        self._matrix += other._matrix
+
+    def times(self, columns: np.ndarray) -> np.ndarray:
+        """G x for x (D, T)."""
+        return (self._matrix @ self._matrix.new_tensor(columns)).cpu().numpy()
 
     def take(self, factor: float, *, copy: bool) -> np.ndarray:
         """`factor * G` in host memory."""

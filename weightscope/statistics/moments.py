@@ -1,7 +1,7 @@
 """Means, variances and covariances of N vectors in one pass, in memory independent of N."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Self, get_args
 
 import numpy as np
 from scipy.linalg import blas
@@ -34,7 +34,7 @@ class EntryMoments:
         of any linear map of them, add up over all calls to those of the deviations from the common mean. An entry with
         one value in all rows has deviations of exactly zero.
         """
-        n, both = len(rows), self.n + len(rows)
+        n = len(rows)
         deviations = (np.empty((n + 1, len(self.mean))) if out is None else out)[: n + 1]
         z, start = deviations[:-1], rows[0].astype(np.float64)
         np.copyto(z, rows)  # converting and subtracting in one call is slower than in two
@@ -42,12 +42,28 @@ class EntryMoments:
         shift = z.mean(axis=0)
         z -= shift
         self.block_mean = start + shift
-        distance = self.block_mean - self.mean
-        deviations[-1] = np.sqrt(self.n * n / both) * distance
-        self.mean = self.mean + distance * (n / both) if self.n else self.block_mean
+        deviations[-1] = self._moved(self.block_mean, n)
         self.squares += np.einsum("ij,ij->j", deviations, deviations)
-        self.n = both
         return deviations
+
+    def _moved(self, mean: np.ndarray, n: int) -> np.ndarray:
+        """Take n more rows with this mean; the distance of the means, (D,), as long as it adds to the deviations."""
+        both, distance = self.n + n, mean - self.mean
+        row = np.sqrt(self.n * n / both) * distance
+        self.mean = self.mean + distance * (n / both) if self.n else mean
+        self.n = both
+        return row
+
+    def merge(self, other: "EntryMoments") -> np.ndarray:
+        """Take the rows of others; returns the distance (D,) that completes the sums of products of deviations."""
+        self.excluded += other.excluded
+        row = self._moved(other.mean, other.n) if other.n else np.zeros_like(self.mean)
+        self.squares += other.squares + row**2
+        return row
+
+    def __iadd__(self, other: "EntryMoments") -> Self:
+        self.merge(other)
+        return self
 
     def variance(self) -> np.ndarray:
         """The variances with divisor n - 1, (D,); DataError if there are fewer than 2 rows."""
@@ -135,6 +151,20 @@ class Moments:
                 self._flush()
         return self
 
+    def __iadd__(self, other: "Moments") -> Self:
+        """Take the rows of other moments of the same size, precision and parts (Chan et al. 1983, Eq. 2.1b)."""
+        self._flush()
+        theirs, gram, added = other.entries(0), self._alive(), other._alive()
+        self.excluded += other.excluded
+        if theirs.n:
+            shift = theirs.mean - (self.fourth.pilot if self.fourth.n else other.fourth.pilot)
+            self.fourth.merge(
+                other.fourth, theirs.mean, lambda x: added.times(x) + theirs.n * np.outer(shift, shift @ x)
+            )
+            gram.merge(added)
+            gram.add(self._entries.merge(theirs)[None].astype(self.precision, copy=False))
+        return self
+
     @property
     def n(self) -> int:
         """The number of rows added, without the excluded ones."""
@@ -208,41 +238,60 @@ class FourthMoments:
     """
 
     def __init__(self, size: int, starts: Sequence[int]) -> None:
-        self._starts, self._n, self._pilot = np.array(starts), 0, np.zeros(size)
+        self._starts, self.n, self.pilot = np.array(starts), 0, np.zeros(size)
         t = len(self._starts)
         self._qq, self._qz, self._q = np.zeros((t, t)), np.zeros((t, size)), np.zeros(t)
 
     def update(self, z: np.ndarray, mean: np.ndarray) -> None:
         """Take rows about their mean, z (n, D), which are overwritten."""
-        if not self._n:
-            self._pilot = mean
-        z += mean - self._pilot
+        if not self.n:
+            self.pilot = mean
+        z += mean - self.pilot
         q = np.einsum("ij,ij->i", z, z)[:, None] if len(self._qq) == 1 else np.add.reduceat(z**2, self._starts, axis=1)
-        self._n += len(z)
+        self.n += len(z)
         self._qq += q.T @ q
         self._qz += blas.dgemm(1.0, z.T, q).T
         self._q += q.sum(axis=0)
 
     def about(self, centre: np.ndarray, scale: np.ndarray, mean: np.ndarray, products: np.ndarray) -> float:
-        """The sum, from the mean of x and `products` = sum_k (x_k - centre) (x_k - centre)^T.
+        """The sum, from the mean of x and `products` = sum_k (x_k - centre) (x_k - centre)^T."""
+        weight = 1.0 / scale[self._starts] ** 2
+        return float(weight @ self._about(centre, mean, products.__matmul__)[0] @ weight)
+
+    def merge(self, other: "FourthMoments", mean: np.ndarray, times: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Take the vectors of others, from their mean and the product of sum z z^T, z = x - pilot, with a matrix."""
+        if not self.n:
+            self.pilot = other.pilot
+        self._qq, self._qz, self._q = (
+            a + b for a, b in zip((self._qq, self._qz, self._q), other._about(self.pilot, mean, times), strict=True)
+        )
+        self.n += other.n
+
+    def _about(
+        self, centre: np.ndarray, mean: np.ndarray, times: Callable[[np.ndarray], np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The three sums about a centre; `times` multiplies sum_k (x_k - centre) (x_k - centre)^T by a matrix.
 
         With e = pilot - centre, |x_t - centre_t|^2 = q_t + 2 u_t + |e_t|^2, u_t = z_t . e_t. The columns of E (D, T)
         are e cut into parts.
         """
-        e, n = self._pilot - centre, self._n
+        e, n = self.pilot - centre, self.n
         blocks = np.zeros((len(e), len(self._starts)))
         owner = np.searchsorted(self._starts, np.arange(len(e)), side="right") - 1
         blocks[np.arange(len(e)), owner] = e
         c = np.add.reduceat(e**2, self._starts)
-        total = n * (blocks.T @ (mean - self._pilot))  # sum u
+        sums = n * (mean - self.pilot)  # sum z
+        total = n * (blocks.T @ (mean - self.pilot))  # sum u
         mixed = self._qz @ blocks  # sum q u^T
         # sum z z^T = products - e (sum z)^T - (sum z) e^T - n e e^T
+        multiplied = times(blocks)
         cross = np.outer(blocks.T @ e, total)
-        uu = blocks.T @ (products @ blocks) - cross - cross.T - n * np.outer(c, c)
+        uu = blocks.T @ multiplied - cross - cross.T - n * np.outer(c, c)
         linear = np.outer(self._q + 2 * total, c)
-        sums = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
-        weight = 1.0 / scale[self._starts] ** 2
-        return float(weight @ sums @ weight)
+        qq = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
+        q = self._q + 2 * total + n * c
+        zu = multiplied - np.outer(e, total) - np.outer(sums, c) - n * np.outer(e, c)  # sum z u^T
+        return qq, self._qz + 2 * zu.T + np.outer(c, sums) + np.outer(q, e), q
 
 
 def finite_rows(rows: np.ndarray) -> np.ndarray:

@@ -3,8 +3,9 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 from scipy.linalg import blas, eigh
@@ -15,10 +16,18 @@ from weightscope.statistics.moments import BLOCK, EntryMoments, finite_rows
 
 # The passes hold about this many arrays of BLOCK rows: read ahead, waiting, centred in float64, rounded, cut.
 _BLOCKS = 8
+T = TypeVar("T")
+
+
+class Total(Protocol):
+    """Applies a function to blocks of rows, in parts or all of them, and adds up (`+=`) what it returns: one pass."""
+
+    def __call__(self, function: Callable[[Iterable[np.ndarray]], T], size: int = 0) -> T:
+        """`size` is about how many bytes each result takes."""
 
 
 def write_covariance(
-    passes: Callable[[], Iterable[np.ndarray]],
+    total: Total,
     size: int,
     file: BinaryIO,
     *,
@@ -39,7 +48,7 @@ def write_covariance(
     if step < 1:
         need = (_BLOCKS * BLOCK * 8 + dtype.itemsize) * size
         raise UsageError(f"memory: {size} coordinates need at least {need} bytes, found {memory}")
-    known = EntryMoments(size, passes())
+    known = total(partial(EntryMoments, size))
     variance = known.variance()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype.str, "fortran_order": False, "shape": (size, size)})
     file.flush()
@@ -49,7 +58,11 @@ def write_covariance(
         scale = np.where(variance > 0, 1 / np.sqrt(variance), np.nan) if correlation else None
     for top in range(0, size, step):
         bottom = min(size, top + step)
-        panel = _panel(passes(), known, top, bottom, dtype)
+        width = bottom - top
+        found = total(partial(_Panel, known.mean[top:], width, dtype), width * (size - top) * dtype.itemsize)
+        if found.n != known.n:
+            raise DataError(f"expected {known.n} finite rows in every pass, found {found.n}; did the data change?")
+        panel = found.products
         panel /= known.n - 1
         if scale is not None:
             panel *= scale[top:bottom, None].astype(dtype)
@@ -59,19 +72,24 @@ def write_covariance(
     return known
 
 
-def _panel(rows: Iterable[np.ndarray], known: EntryMoments, top: int, bottom: int, dtype: np.dtype) -> np.ndarray:
-    """Sums of products of coordinates top to bottom with those from top on, (bottom - top, D - top)."""
-    gemm = blas.dgemm if dtype == np.float64 else blas.sgemm
-    out = np.zeros((bottom - top, len(known.mean) - top), dtype)
-    n, centre = 0, known.mean[top:]
-    for block in _pieces(rows):
-        z = np.subtract(block[:, top:], centre, dtype=np.float64).astype(dtype, copy=False)
-        n += len(z)
-        # out.T is (D - top, panel) in Fortran order: one call adds in place.
-        gemm(1.0, z.T, np.ascontiguousarray(z[:, : bottom - top]).T, beta=1.0, c=out.T, trans_b=1, overwrite_c=1)
-    if n != known.n:
-        raise DataError(f"expected {known.n} finite rows in every pass, found {n}; did the data change?")
-    return out
+class _Panel:
+    """Sums of products of the first `width` coordinates with all of them, (width, D'), and the number of rows."""
+
+    def __init__(self, centre: np.ndarray, width: int, dtype: np.dtype, blocks: Iterable[np.ndarray]) -> None:
+        gemm = blas.dgemm if dtype == np.float64 else blas.sgemm
+        self.products, self.n = np.zeros((width, len(centre)), dtype), 0
+        for block in _pieces(blocks):
+            rows = block[:, block.shape[1] - len(centre) :]
+            z = np.subtract(rows, centre, dtype=np.float64).astype(dtype, copy=False)
+            self.n += len(z)
+            # products.T is (D', width) in Fortran order: one call adds in place.
+            own = np.ascontiguousarray(z[:, :width]).T
+            gemm(1.0, z.T, own, beta=1.0, c=self.products.T, trans_b=1, overwrite_c=1)
+
+    def __iadd__(self, other: Self) -> Self:
+        self.products += other.products
+        self.n += other.n
+        return self
 
 
 def _pieces(chunks: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -127,7 +145,7 @@ class Eigenpairs:
 
 
 def top_eigenpairs(
-    passes: Callable[[], Iterable[np.ndarray]],
+    total: Total,
     size: int,
     rank: int,
     *,
@@ -137,35 +155,26 @@ def top_eigenpairs(
 ) -> Eigenpairs:
     """The `rank` leading eigenpairs of C = X^T X / (n - 1), X the centred rows (n, D).
 
-    If the rows fit into `memory` and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives `V = S^-1 U^T X`
-    (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace iteration (Halko,
-    Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are then lower
-    bounds, and close if the spectrum decays.
+    If the rows fit into `memory` as float32 and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives
+    `V = S^-1 U^T X` (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace
+    iteration (Halko, Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are
+    then lower bounds, and close if the spectrum decays.
     """
-    held = _held(passes(), memory)
-    known = EntryMoments(size, passes() if held is None else held)
-    total = float(known.variance().sum())
+    known = total(partial(EntryMoments, size))
+    variance = float(known.variance().sum())
     if not 1 <= rank <= min(known.n - 1, size):
         raise UsageError(f"rank: expected 1 to {min(known.n - 1, size)} for {known.n} rows of {size}, found {rank}")
     method: Literal["gram", "randomised"]
-    if held is not None and known.n <= size:
+    fits = 4 * (known.n + known.excluded) * size <= memory
+    held = total(list) if fits else []
+    if fits and known.n <= size:
         method, (values, vectors) = "gram", _by_gram(held, known, rank)
     else:
-        again = passes if held is None else lambda: held
-        method, (values, vectors) = "randomised", _randomised(again, known, rank, power=power, seed=seed)
+        if fits:
+            total = _over(held)
+        method, (values, vectors) = "randomised", _randomised(total, known, rank, power=power, seed=seed)
     vectors *= np.sign(vectors[np.arange(rank), np.abs(vectors).argmax(axis=1)])[:, None]
-    return Eigenpairs(values, vectors, known.mean, total, known.n, known.excluded, method)
-
-
-def _held(chunks: Iterable[np.ndarray], memory: int) -> list[np.ndarray] | None:
-    """All rows in memory, or None if they take more than that."""
-    out, size = [], 0
-    for chunk in chunks:
-        size += chunk.nbytes
-        if size > memory:
-            return None
-        out.append(chunk)
-    return out
+    return Eigenpairs(values, vectors, known.mean, variance, known.n, known.excluded, method)
 
 
 def _by_gram(held: list[np.ndarray], known: EntryMoments, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -189,8 +198,21 @@ def _by_gram(held: list[np.ndarray], known: EntryMoments, rank: int) -> tuple[np
     return squares / (known.n - 1), vectors / np.sqrt(squares)[:, None]
 
 
+def _over(held: list[np.ndarray]) -> Total:
+    return lambda function, size=0: function(held)
+
+
+def _image(mean: np.ndarray, basis: np.ndarray, blocks: Iterable[np.ndarray]) -> np.ndarray:
+    """The sum of z (z^T basis) over rows z about the mean, (D, r)."""
+    image = np.zeros_like(basis)
+    for rows in blocks:
+        z = np.subtract(rows[finite_rows(rows)], mean, dtype=np.float64)
+        image += z.T @ (z @ basis)
+    return image
+
+
 def _randomised(
-    passes: Callable[[], Iterable[np.ndarray]], known: EntryMoments, rank: int, *, power: int, seed: int
+    total: Total, known: EntryMoments, rank: int, *, power: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
     size = len(known.mean)
     width = min(rank + _OVERSAMPLING, size)
@@ -198,10 +220,6 @@ def _randomised(
     image = basis
     for _ in range(max(1, power)):
         basis = np.linalg.qr(image)[0]
-        image = np.zeros_like(basis)
-        for rows in passes():
-            z = np.subtract(rows[finite_rows(rows)], known.mean, dtype=np.float64)
-            image += z.T @ (z @ basis)
-        image /= known.n - 1
+        image = total(partial(_image, known.mean, basis), basis.nbytes) / (known.n - 1)
     values, turn = np.linalg.eigh(basis.T @ image)  # Rayleigh-Ritz
     return values[::-1][:rank].clip(0), np.ascontiguousarray((basis @ turn[:, ::-1][:, :rank]).T)

@@ -1,14 +1,26 @@
-"""Sources of weight vectors: the interface that statistics read, and arrays in memory."""
+"""Sources of weight vectors: the interface that statistics read, arrays in memory, and sums over parts of a source."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import logging
+import operator
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from weightscope.errors import SpecError
+from weightscope._util.environment import available_memory, single_threaded
+from weightscope._util.workers import ClusterLost, TilesFailed, Workers, chosen_workers, spread
+from weightscope.errors import SpecError, WeightscopeError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.moments import finite_rows
+
+LEAF = 4096  # networks of the parts over which statistics of populations are summed, at least
+LARGEST = 2 << 30  # bytes of a result above which a source is one part
+_COPIES = 3  # of a result: the worker's, what it sends, and what is received
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _END: Any = object()
@@ -18,7 +30,8 @@ class WeightSamples(Protocol):
     """N weight vectors that are read in blocks of rows; implemented by `Population`.
 
     A source may also have `diverged`, booleans (N,), for networks to leave out, and `marked_chunks`, which yields each
-    block with its part of `diverged`, if that is faster than reading the whole array first.
+    block with its part of `diverged`, if that is faster than reading the whole array first; and `parts`, which cuts it
+    for `over_parts`.
     """
 
     @property
@@ -67,6 +80,25 @@ def usable_chunks(
         yield (rows[~bad] if out else rows), out
 
 
+def finite_chunks(
+    source: WeightSamples, names: Sequence[str], size: int | None = None
+) -> Iterator[tuple[np.ndarray, int]]:
+    """As `usable_chunks`, read ahead, also without networks that are not finite."""
+    for rows, out in ahead(usable_chunks(source, names, size)):
+        finite = finite_rows(rows)
+        yield (rows if finite.all() else rows[finite]), out + int((~finite).sum())
+
+
+def first_rows(source: WeightSamples, names: Sequence[str], count: int) -> np.ndarray:
+    """The first usable networks, at most `count`, (n, D)."""
+    found: list[np.ndarray] = []
+    for rows, _ in finite_chunks(source, names, count):
+        found.append(rows)
+        if sum(map(len, found)) >= count:
+            break
+    return np.concatenate(found)[:count] if found else np.empty((0, 0))
+
+
 def _marked_chunks(
     source: WeightSamples, select: Sequence[str], size: int | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -85,3 +117,82 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
         while (item := waiting.result()) is not _END:
             waiting = pool.submit(next, items, _END)
             yield item
+
+
+def over_parts(
+    source: WeightSamples,
+    task: Callable[[Any, int], T],
+    workers: Workers | int | None = None,
+    *,
+    merge: Callable[[T, T], T] = operator.iadd,
+    networks: int | None = None,
+    size: int = 0,
+) -> T:
+    """`task(part, i)` of each part of a source, computed by workers and merged in the order of the parts.
+
+    A population is cut into parts of consecutive whole shards with at least so many `networks`; a source without
+    `parts` is one. The result has the same bits for all numbers of workers and backends, since parts depend on the
+    source alone, each is computed by one thread, and one process does the same.
+
+    Args:
+        source: what `task` reads, part by part; it travels to the workers, as do the task and its results.
+        task: called with a part and its number.
+        workers: the number of processes of this machine, 1 for this one, by default one for each core; or `Workers`.
+        merge: two results to one; it may change the first.
+        networks: of a part, at least; by default 4,096.
+        size: about how many bytes a result takes. If they are more than 2 GiB, the source is one part; no more
+            processes are started than results fit into memory.
+
+    Raises:
+        WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
+    """
+    parts: list[Any] = source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else [source]
+    if len(parts) < 2:
+        return task(source, 0)
+    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
+    chosen = chosen.on_device("cpu", len(parts))
+    if chosen.backend == "loky" and chosen.count is not None:
+        most = max(1, available_memory() // (_COPIES * max(size, 1)))
+        if most < chosen.count:
+            _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
+            chosen = Workers(count=most)
+    if chosen == Workers(count=1):
+        return _merged(((i, _on_part(task, parts, i)) for i in range(len(parts))), merge)
+    results = spread(partial(_sent, task, parts), range(len(parts)), chosen, named=lambda i: str(parts[i].name))
+    with contextlib.closing(results):
+        try:
+            return _merged(((i, pickle.loads(value)) for i, value in results), merge)
+        except TilesFailed as error:
+            i, why = next(iter(error.errors.items()))
+            raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
+        except ClusterLost as error:
+            raise WeightscopeError(f"{error}; run the same command again") from error
+
+
+def _on_part(task: Callable[[Any, int], T], parts: Sequence[Any], i: int) -> T | WeightscopeError:
+    """A result, or the error in its place: an error that a worker raises would not stop the others."""
+    try:
+        with single_threaded():
+            return task(parts[i], i)
+    except WeightscopeError as error:
+        return error
+
+
+def _sent(task: Callable[[Any, int], T], parts: Sequence[Any], i: int, **_: Any) -> bytes:
+    """A result as bytes: arrays that clusters return may be read-only, and merging changes them."""
+    return pickle.dumps(_on_part(task, parts, i), protocol=5)
+
+
+def _merged(values: Iterable[tuple[int, Any]], merge: Callable[[T, T], T]) -> T:
+    """Values with their numbers 0, 1, ..., which come in any order, merged from the first to the last."""
+    waiting: dict[int, Any] = {}
+    total: Any = None
+    at = 0
+    for i, value in values:
+        if isinstance(value, WeightscopeError):
+            raise value
+        waiting[i] = value
+        while at in waiting:
+            total = merge(total, waiting.pop(at)) if at else waiting.pop(at)
+            at += 1
+    return total
