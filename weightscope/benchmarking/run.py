@@ -34,7 +34,7 @@ from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
-from weightscope.training.collection import train
+from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.planning import TileCost, tile_costs
@@ -67,6 +67,7 @@ def bench(
     data: str | Path | None = None,
     collector: Callable[..., Any] | None = None,
     progress: bool = True,
+    on_tile: Callable[[TileResult], None] | None = None,
     trust: bool = False,
     **where: Any,
 ) -> BenchResult:
@@ -78,8 +79,8 @@ def bench(
     what structure adds beyond its scale, and what of it correlations add. `contrast` has contrasts of the arms, such as
     `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
     exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
-    `data`, `progress`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of `collect`, and
-    `collector`, a function with its signature, trains the arms one after the other in its place.
+    `data`, `progress`, `on_tile`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of
+    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -100,10 +101,12 @@ def bench(
     given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
     with trusting(trust):
         if collector is None:
-            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(progress=progress)
+            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(
+                progress=progress, on_tile=on_tile
+            )
         design = Design.of(recipe, inits, out, **given)
     design.check()
-    options = {**where, "data": data, "progress": progress}
+    options = {**where, "data": data, "progress": progress} | ({"on_tile": on_tile} if on_tile else {})
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
     return design.result([(found.metrics, found.environment, None) for found in populations])
 
@@ -131,10 +134,19 @@ class BenchPlan(Result):
             return None
         return self.price * self.workers * self.seconds / 3600
 
-    def run(self, *, progress: bool = True) -> BenchResult:
+    def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
         folder = self.design.folder
-        train(self.requests, self.on, progress=progress, label="bench", finished=partial(_keep_seconds, folder))
+
+        def ended(result: TileResult) -> None:
+            file = _time_file(folder, result.path, result.tile)
+            atomic.make_folder(file.parent)
+            values = {"seconds": result.seconds, "networks": len(result.networks)}
+            atomic.write(file, json.dumps(values).encode())
+            if on_tile is not None:
+                on_tile(result)
+
+        train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
         check_sources(self.requests)
         populations = [Population(request.path, partial=True) for request in self.requests]
         seconds = [_seconds_of(folder, request) for request in self.requests]
@@ -445,15 +457,9 @@ def _in_cell(arm: Arm, function: Callable[[], Any]) -> Any:
         raise RecipeError(f"{point_text(dict(arm.cell))}: {error}" if arm.cell else str(error)) from error
 
 
-def _time_file(folder: Path, request: Request, tile: int) -> Path:
-    arm = request.path.relative_to(folder / RUNS).with_suffix("")
+def _time_file(folder: Path, path: Path, tile: int) -> Path:
+    arm = path.relative_to(folder / RUNS).with_suffix("")
     return folder / TIMES / arm / f"{tile}.json"
-
-
-def _keep_seconds(folder: Path, request: Request, tile: int, seconds: float) -> None:
-    file = _time_file(folder, request, tile)
-    atomic.make_folder(file.parent)
-    atomic.write(file, json.dumps({"seconds": seconds, "networks": request.manifest.rows(tile)}).encode())
 
 
 def _seconds_of(folder: Path, request: Request) -> list[float | None]:
@@ -461,7 +467,7 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
     out: list[float | None] = []
     for tile in range(request.manifest.tiles):
         try:
-            values = json.loads(_time_file(folder, request, tile).read_text())
+            values = json.loads(_time_file(folder, request.path, tile).read_text())
             share = float(values["seconds"]) / request.manifest.tile
         except (OSError, ValueError, KeyError, TypeError):
             share = None

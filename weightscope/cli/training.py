@@ -16,11 +16,13 @@ from weightscope.cli.options import (
     backend_options,
     command,
     json_option,
+    log_option,
     maybe_partial,
     out_option,
     overwriting,
     partial_option,
     permutations_option,
+    tile_logger,
     training_options,
     write_json,
 )
@@ -60,9 +62,12 @@ price_option = click.option("--price", type=float, help="Of an hour of one worke
 @backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
 @price_option
+@log_option
 @training_options
 @json_option
-def collect(recipe: str, out: str, plan: bool, price: float | None, json_file: Path | None, **options: Any) -> None:
+def collect(
+    recipe: str, out: str, plan: bool, price: float | None, log: str | None, json_file: Path | None, **options: Any
+) -> None:
     """Train a population of networks, or resume training one.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
@@ -91,7 +96,7 @@ def collect(recipe: str, out: str, plan: bool, price: float | None, json_file: P
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
-    train(wanted, out, **options)
+    train(wanted, out, on_tile=tile_logger(log), **options)
     contents = population_contents(out)
     click.echo(contents.brief())
     write_json(json_file, contents.to_dict())
@@ -368,6 +373,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
+@log_option
 @training_options
 @json_option
 def bench(
@@ -378,6 +384,7 @@ def bench(
     only_plan: bool,
     price: float | None,
     probe: bool,
+    log: str | None,
     vary: tuple[str, ...],
     grid: tuple[str, ...],
     **options: Any,
@@ -413,13 +420,14 @@ def bench(
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, **axes, **options)
     else:
+        on_tile = tile_logger(log)  # an error of it comes first
         plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan, price=price)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-        result = plan.run()
+        result = plan.run(on_tile=on_tile)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_json(json_file, result.to_dict())
