@@ -6,6 +6,7 @@ from functools import partial
 import families
 import numpy as np
 import pytest
+import tiny
 import torch
 from programs import run
 from torch import nn
@@ -553,12 +554,8 @@ def test_tokens_that_do_not_fit_and_pictures_that_sequences_do_not_have():
 
 
 def test_the_command_draws_causal_transformers(tmp_path, capsys):
-    plan = {
-        "network": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
-        "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 8, "test": 10},
-        "training": {"epochs": 1, "batch_size": 4},
-        "population": {"networks": 2, "tile": 2},
-    }
+    transformer = {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32}
+    plan = tiny.recipe(tiny.COPYING, network=transformer)
     found = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)
     out = ["-o", tmp_path / "x.png", "--json", tmp_path / "x.json"]
     code, text, _ = run("attention-maps", f"{found.path}::1", "--count", 4, *out, capsys=capsys)

@@ -1,6 +1,7 @@
 """Axes of a benchmark: cells of recipes, grids of numbers, plans, seeds of its own, resuming, tables and pictures."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,8 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert [(row["arms"], row["networks"], row["tiles"], row["done"]) for row in plan.cells] == [(2, 4, 2, 0)] * 2
     assert plan.seconds == pytest.approx(sum(row["seconds"] for row in plan.cells), abs=5)
     assert plan.summary().startswith("2 cells, 4 arms, 8 networks in 4 tiles; expected time ")
+    assert "; cost " in replace(plan, price=2.5).summary()
+    assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
     assert [_makespan([3.0, 1.0, 1.0, 1.0], 2), _makespan([1.0] * 5, 2), _makespan([], 2)] == [3, 3, 0]
     bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
@@ -307,6 +310,9 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     assert sum(name.startswith("map-") for name in names) == 2 + 3 + 2
     swept.plot(tmp_path / "main.png")
     assert (tmp_path / "main.png").read_bytes()[:4] == b"\x89PNG"
+    for name, axis in (("main.png", 0), *((f"along-{axes[k]}.png", k) for k in range(3))):
+        assert swept.plot(tmp_path / name).axes[0].get_xlabel() == swept.figures()[names[axis]]().axes[0].get_xlabel()
+    assert swept.plot(tmp_path / "main.png").axes[0].get_xlabel() != swept.figures()[names[1]]().axes[0].get_xlabel()
 
     ax = plots.metric_along(swept.arms, "mimetic_attention.alpha_qk")
     assert len(ax.containers) == 2 * 2, "beta x kernel sizes"

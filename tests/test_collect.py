@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +18,12 @@ import fake_training as fake
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import save_file
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope.cli import cli
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -28,6 +31,7 @@ from weightscope.recipe import DataConfig
 from weightscope.training.collection import _Bar, collect, train_shard
 from weightscope.training.planning import _until_finished, plan
 from weightscope.training.request import Request
+from weightscope.training.tensorboard import tensorboard
 
 
 def run(path, recipe=None, **options):
@@ -523,8 +527,16 @@ def test_real_networks_have_the_same_bits_however_they_were_collected(tmp_path):
 def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
     recipe = fake.recipe(networks=12, tile=4, training__epochs=40)
     path = tmp_path / "a.pop"
-    expected = plan(recipe, path, workers=1)
+    expected = plan(recipe, path, workers=1, price=2.5)
     assert not path.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert (expected.files, expected.cost) == (7, pytest.approx(2.5 * expected.hours))
+    assert expected.alone_seconds == expected.tile_seconds[0]
+    assert 1 < expected.limits["memory, workers"] < 1000
+    crowded = replace(expected, workers=9, memory_free=expected.memory)
+    assert "too little room: memory, workers: 1 of 9" in crowded.text()
+    with pytest.raises(UsageError, match="price: expected a number >= 0"):
+        plan(recipe, path, price=-1)
     assert (expected.networks, expected.tiles, expected.done, expected.workers) == (12, 3, 0, 1)
     assert expected.hours == pytest.approx(3 * expected.tile_seconds[0] / 3600)
     begun = time.monotonic()
@@ -560,3 +572,46 @@ def test_another_source_of_trained_weights_is_refused(tmp_path, trained):
     save_file({name: 5 * value for name, value in weights.items()}, source)
     with pytest.raises(DataError, match=r"collected with another weights .*: expected hash"):
         run(tmp_path / "a.pop", wanted, networks=32)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch, workers):
+    """Once, in this process, with the networks and metrics that the population has; tiles on disk are not told."""
+    use(monkeypatch, fake.train_tile)
+    told = []
+    run(tmp_path / "a.pop", fake.recipe(), shard=1)
+    population = collect(fake.recipe(), tmp_path / "a.pop", workers=workers, on_tile=told.append)
+    assert sorted(result.tile for result in told) == [0, 2]
+    for result in told:
+        assert [*result.networks] == [[*range(8)], [], [16, 17, 18, 19]][result.tile]
+        assert result.metrics.keys() == population.metrics.keys()
+        for name, values in result.metrics.items():
+            np.testing.assert_array_equal(values, population.metrics[name][result.networks])
+        assert 0 < result.seconds < 60
+    (tmp_path / "a.pop" / "shards" / "00000.h5").unlink()
+    with pytest.raises(ZeroDivisionError):
+        collect(fake.recipe(), tmp_path / "a.pop", workers=workers, on_tile=lambda result: 1 / 0)
+    assert len(Population(tmp_path / "a.pop")) == 20  # what was trained is kept
+
+
+def test_tensorboard(tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    use(monkeypatch, fake.train_tile)
+    run(tmp_path / "a.pop", on_tile=tensorboard(tmp_path / "logs"))
+    [logs] = (tmp_path / "logs").iterdir()
+    events = accumulator.EventAccumulator(str(logs), size_guidance={"histograms": 0}).Reload()
+    assert logs.name == "a"
+    values = Population(tmp_path / "a.pop").metrics["test_accuracy"][:8, -1]
+    found = events.Scalars("test_accuracy")
+    assert [each.step for each in found] == [0, 1, 2]
+    assert found[0].value == pytest.approx(np.delete(values, 5).mean())  # which diverged
+    assert [each.value for each in events.Scalars("diverged")] == pytest.approx([1 / 8, 1 / 8, 0])
+    assert events.Histograms("test_accuracy")[0].histogram_value.num == 7
+
+
+@pytest.mark.parametrize("log", ["tensorboard", "tensorboard:", "wandb:x"])
+def test_log_that_is_none(tmp_path, log):
+    found = CliRunner().invoke(cli, ["collect", "digits-convnext", "-o", str(tmp_path / "a.pop"), "--log", log])
+    assert isinstance(found.exception, UsageError)
+    assert str(found.exception) == f"--log: expected tensorboard:DIR, found {log}"
+    assert not (tmp_path / "a.pop").exists()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pictures import PLAIN
 from programs import run
 
 from weightscope import plots
@@ -23,14 +24,7 @@ from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.shrinkage import eigenvalues_clipped
 from weightscope.training.collection import collect
 
-RECIPE = Recipe.parse(
-    {
-        "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
-        "data": {"name": "digits", "train": 64, "test": 40},
-        "training": {"epochs": 1, "batch_size": 16},
-        "population": {"networks": 8, "tile": 4},
-    }
-)
+RECIPE = Recipe.parse({**PLAIN, "population": {"networks": 8, "tile": 4}})
 
 
 def test_the_smallest_gain_within_one_standard_error_is_taken() -> None:

@@ -65,17 +65,13 @@ def tensors_in(output: Any) -> list[Tensor]:
     return [t for value in values for t in tensors_in(value)]
 
 
-def names_of(parts: list[Any], *wanted: str) -> set[str]:
-    return named_in([part.parameters for part in parts], wanted)
-
-
-def biases_of(parts: list[Any], *wanted: str) -> set[str]:
-    return named_in([part.bias_parameters for part in parts], wanted)
-
-
-def named_in(parameters: list[Any], wanted: tuple[str, ...]) -> set[str]:
-    groups = [[p[w] for w in wanted if w in p] if isinstance(p, dict) else [p] for p in parameters]
+def names_of(parts: list[Any], *wanted: str, key: str = "parameters") -> set[str]:
+    found = (getattr(part, key) for part in parts)
+    groups = [[p[w] for w in wanted if w in p] if isinstance(p, dict) else [p] for p in found]
     return {name for names in groups for group in names for name in group}
+
+
+biases_of = functools.partial(names_of, key="bias_parameters")
 
 
 def selves(model: nn.Module) -> list[Any]:
@@ -216,10 +212,6 @@ def touched_attention(letters: str, parts: Callable[[nn.Module], list[Any]] = se
     return lambda model: names_of(parts(model), *letters) | biases_of(parts(model), *letters)
 
 
-def fixup_names(model: nn.Module) -> set[str]:
-    return names_of(anatomy.attention(model), *"qkvo") | names_of(anatomy.mlps(model), "fc1", "fc2", "gate")
-
-
 SSM_NAMES = ("A_log", "dt_weight", "dt_bias", "B", "C", "conv_weight", "conv_bias")
 
 
@@ -269,10 +261,7 @@ MLP_SCALAR = check_mlp(lambda part: part.read("fc1") + 0.5 * unit(part))
 MLP_ANTI = check_mlp(lambda part: (part.read("fc1") - part.read("fc2").T) / 2)
 
 
-def last_fc2(model: nn.Module) -> set[str]:
-    return names_of(anatomy.mlps(model)[-1:], "fc2")
-
-
+LAST = {"touched": lambda m: names_of(anatomy.mlps(m)[-1:], "fc2"), "check": None}
 CONVOLUTIONAL = [f for f in EVERY if {"depthwise", "patch_embeddings"} & set(f.parts)]
 BRANCHES = [f for f in EVERY if {"attention", "mlps"} & set(f.parts) and f.name != "torch-kdim"]
 
@@ -309,8 +298,8 @@ CASES = [
         {"correlation": -0.7},
         random=False,
     ),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, None, {"correlation": 0.3}, random=False),
-    Case("mimetic_first_last_mlp", ONE_SHAPE, last_fc2, None, {"mode": "rows"}),
+    Case("mimetic_first_last_mlp", ONE_SHAPE, **LAST, numbers={"correlation": 0.3}, random=False),
+    Case("mimetic_first_last_mlp", ONE_SHAPE, **LAST, numbers={"mode": "rows"}),
     Case("mimetic_ssm", rows("ssms"), lambda m: names_of(anatomy.ssms(m), *SSM_NAMES), check_mimetic_ssm, random=False),
     Case(
         "ssm_from_attention",
@@ -328,7 +317,12 @@ CASES = [
         donor="source",
     ),
     Case("zero_init", SELF, touched_attention("qkvo", anatomy.attention), None, random=False),
-    Case("t_fixup", [f for f in SELF if "mlps" in f.parts], fixup_names, None),
+    Case(
+        "t_fixup",
+        [f for f in SELF if "mlps" in f.parts],
+        lambda m: names_of(anatomy.attention(m), *"qkvo") | names_of(anatomy.mlps(m), "fc1", "fc2", "gate"),
+        None,
+    ),
     Case("delta_orthogonal", CONVOLUTIONAL, touched_convolutions, None),
     Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale, random=False),
     Case("permute", EVERY, touched_weights, check_permute),
@@ -337,6 +331,7 @@ CASES = [
     Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
     Case("net2net", EVERY, touched_all, check_same_as_donor, {}, donor="source"),
 ]
+CASE = {case.name: case for case in reversed(CASES)}  # the first of each name
 
 
 def grid() -> list[Any]:
@@ -398,22 +393,18 @@ def test_contract_on_a_gpu(case, family):
 
 @pytest.mark.parametrize("name", [n for n in INITIALISERS if n not in SOURCED])
 def test_other_seeds_give_other_weights_unless_nothing_is_random(name):
-    case = next(case for case in CASES if case.name == name)
-    family = case.families[0]
-    one, other = case.run(fresh(family), 1), case.run(fresh(family, "other"), 2)
+    case = CASE[name]
+    one, other = case.run(fresh(case.families[0]), 1), case.run(fresh(case.families[0], "other"), 2)
     same = all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert same == (not case.random)
 
 
 @pytest.mark.parametrize("name", ["mimetic_attention", "conv_covariance", "kaiming_uniform", "impulse_attention"])
 def test_no_generator_means_torchs_global_one(name):
-    case = next(case for case in CASES if case.name == name)
-    family = case.families[0]
     found = []
     for _ in range(2):
         torch.manual_seed(11)
-        model = get(name, **case.numbers)(fresh(family))
-        found.append(state(model))
+        found.append(state(get(name, **CASE[name].numbers)(fresh(CASE[name].families[0]))))
     assert all(torch.equal(found[0][n], found[1][n]) for n in found[0])
 
 

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import shims
+import tiny
 import torch
 from families import scramble, seeded
 from references_init import select_uniform
@@ -203,15 +204,10 @@ def test_hugging_faces_convnext_matches_timms():
 
 
 def test_a_network_of_a_population_is_a_teacher(tmp_path):
-    from weightscope.recipe import Recipe
     from weightscope.training.collection import collect
 
-    plan = Recipe.parse({
-        "network": {"type": "vit", "width": 16, "depth": 2, "heads": 2},
-        "data": {"name": "digits", "train": 32, "test": 10},
-        "training": {"epochs": 1, "batch_size": 16},
-        "population": {"networks": 2, "tile": 2},
-    })  # fmt: skip
+    vit_section = {"type": "vit", "width": 16, "depth": 2, "heads": 2}
+    plan = tiny.recipe(network=vit_section, population__networks=2, training__epochs=1)
     population = collect(plan, tmp_path / "large.pop", workers=1, progress=False, device="cpu")
     one, other = (ViT(8, 4, 8, 1, 1, 10, in_channels=1) for _ in range(2))
     state = torch.get_rng_state()

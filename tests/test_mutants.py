@@ -6,7 +6,7 @@ samples. The same construction without the change must pass, so that nothing fai
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +33,21 @@ class Mutant:
     build: Callable[[nn.Module, torch.Generator], None]  # changes a correct module in place
     caught: tuple[str, ...]  # statistics of which at least one must fail
     parameters: dict[str, Any] = field(default_factory=dict)  # of the initialiser, when not its defaults
+
+
+def changing(
+    finder: Callable[[nn.Module], Iterable[Any]],
+    change: Callable[[Any, torch.Generator], Any],
+    after: Callable[[nn.Module, torch.Generator], Any] = lambda module, g: None,
+) -> Callable[[nn.Module, torch.Generator], None]:
+    """A construction, and then a change of every part of the module that is found."""
+
+    def build(module: nn.Module, g: torch.Generator) -> None:
+        after(module, g)
+        for part in finder(module):
+            change(part, g)
+
+    return build
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
@@ -79,62 +94,34 @@ def naive_attention(
         part.write("o", right.T.reshape(part.heads, k, D))
 
 
-def exchange(module: nn.Module, g: torch.Generator) -> None:
-    naive_attention(module, g)
-    for part in anatomy.attention(module):
-        q, k, v, o = (part.read(n) for n in "qkvo")
-        part.write("v", q), part.write("o", k.mT), part.write("q", v), part.write("k", o.mT)
+def exchange(part: anatomy.AttentionPart, _: torch.Generator) -> None:
+    q, k, v, o = (part.read(n) for n in "qkvo")
+    part.write("v", q), part.write("o", k.mT), part.write("q", v), part.write("k", o.mT)
 
 
-def transposed(module: nn.Module, g: torch.Generator) -> None:
+def transposed(block: nn.Module, _: torch.Generator) -> None:
     """`qkv.weight` gets W_Q instead of W_Q^T: the factors are written as if tokens were columns."""
-    naive_attention(module, g)
-    for path, inner in module.named_modules():
-        if path.endswith("attn.qkv"):
-            blocks = inner.weight.data.reshape(3, D, D)
-            blocks[:] = blocks.mT.clone()
+    weights = block.attn.qkv.weight.data.view(3, D, D)
+    weights.copy_(weights.mT.clone())
 
 
-def transposed_output(module: nn.Module, g: torch.Generator) -> None:
-    naive_attention(module, g)
-    for path, inner in module.named_modules():
-        if path.endswith("attn.proj"):
-            inner.weight.data = inner.weight.data.T.clone()
-
-
-def interleaved_heads(module: nn.Module, g: torch.Generator) -> None:
+def interleaved_heads(part: anatomy.AttentionPart, _: torch.Generator) -> None:
     """Queries cut into heads by stride, keys by blocks."""
-    naive_attention(module, g)
-    for part in anatomy.attention(module):
-        q = part.read("q")
-        part.write("q", q.permute(1, 0, 2).reshape(D, part.head_width, part.heads).permute(2, 0, 1))
+    part.write("q", part.read("q").permute(1, 0, 2).reshape(D, part.head_width, part.heads).permute(2, 0, 1))
 
 
-def one_head_again(module: nn.Module, g: torch.Generator) -> None:
-    naive_attention(module, g)
-    part = anatomy.attention(module)[-1]
+def one_head_again(part: anatomy.AttentionPart, g: torch.Generator) -> None:
     q = part.read("q")
     q[1] = torch.randn(D, part.head_width, generator=g) * 0.02
     part.write("q", q)
 
 
-def framework(module: nn.Module, g: torch.Generator) -> None:
-    """What `model.apply(init_weights)` does after the initialiser ran."""
-    naive_attention(module, g)
-    wi.trunc_normal_(module, generator=g)
-
-
-def last_layer_again(module: nn.Module, g: torch.Generator) -> None:
-    naive_attention(module, g)
-    nn.init.xavier_uniform_(module.blocks[-1].attn.qkv.weight, generator=g)
-
-
-def equal_matrices(module: nn.Module, g: torch.Generator) -> None:
-    wi.mimetic_attention_(module, construction="same-random", generator=g)
-
-
 def mutate(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
-    return lambda module, g: naive_attention(module, g, **knobs)
+    return functools.partial(naive_attention, **knobs)
+
+
+heads_of = functools.partial(changing, anatomy.attention, after=naive_attention)
+blocks_of = functools.partial(changing, lambda module: module.blocks, after=naive_attention)
 
 
 LANGUAGE = {"preset": "language"}
@@ -150,19 +137,35 @@ ATTENTION = {
     "sign of Q/K wrong": Mutant(mutate(qk=(0.7, -0.7)), ("diagonal mean",)),
     "numbers of QK and VO exchanged": Mutant(mutate(qk=(0.4, 0.4), vo=(0.7, -0.7)), ("diagonal mean",)),
     "alpha and beta exchanged": Mutant(mutate(qk=(0.7, 0.3), vo=(0.2, -0.4)), ("diagonal mean",), OFF),
-    "q and k written into v and o": Mutant(exchange, ("diagonal mean",)),
+    "q and k written into v and o": Mutant(heads_of(exchange), ("diagonal mean",)),
     "one Z for all heads": Mutant(mutate(one_z="qk"), ("resemblance",)),
     "one Z for all layers": Mutant(mutate(one_z="vo"), ("resemblance",)),
-    "qkv.weight transposed": Mutant(transposed, ("diagonal mean",)),
-    "proj.weight transposed": Mutant(transposed_output, ("diagonal std",)),
-    "heads interleaved in q only": Mutant(interleaved_heads, ("diagonal mean",)),
-    "same random matrix for SVD": Mutant(equal_matrices, ("asymmetry",)),
+    "qkv.weight transposed": Mutant(blocks_of(transposed), ("diagonal mean",)),
+    "proj.weight transposed": Mutant(
+        blocks_of(lambda b, _: b.attn.proj.weight.data.copy_(b.attn.proj.weight.data.T.clone())), ("diagonal std",)
+    ),
+    "heads interleaved in q only": Mutant(heads_of(interleaved_heads), ("diagonal mean",)),
+    "same random matrix for SVD": Mutant(
+        lambda m, g: wi.mimetic_attention_(m, construction="same-random", generator=g), ("asymmetry",)
+    ),
     "language numbers for vision": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("diagonal mean",)),
-    "overwritten by the framework": Mutant(framework, ("diagonal mean",)),
+    # what `model.apply(init_weights)` does after the initialiser ran
+    "overwritten by the framework": Mutant(
+        changing(lambda m: [m], lambda m, g: wi.trunc_normal_(m, generator=g), naive_attention), ("diagonal mean",)
+    ),
     # The SVD of a multiple of I is the first k coordinates, in every head.
     "SVD without noise": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("resemblance",), LANGUAGE),
-    "one head overwritten": Mutant(one_head_again, ("diagonal mean",)),
-    "one layer overwritten": Mutant(last_layer_again, ("diagonal mean",)),
+    "one head overwritten": Mutant(
+        changing(lambda m: anatomy.attention(m)[-1:], one_head_again, naive_attention), ("diagonal mean",)
+    ),
+    "one layer overwritten": Mutant(
+        changing(
+            lambda m: m.blocks[-1:],
+            lambda b, g: nn.init.xavier_uniform_(b.attn.qkv.weight, generator=g),
+            naive_attention,
+        ),
+        ("diagonal mean",),
+    ),
     "beta 10 % too small": Mutant(mutate(qk=(0.7, 0.63)), ("diagonal mean",)),
     "alpha 10 % too large": Mutant(mutate(vo=(0.44, -0.4)), ("alpha",)),
 }
@@ -229,32 +232,12 @@ def without_half(k: int, s: float) -> np.ndarray:
     return (z[:, None] + z[None, :]) * c - np.outer(z, z)
 
 
-def one_filter(module: nn.Module, g: torch.Generator) -> None:
-    naive_filters(module, g)
-    for part in anatomy.depthwise(module):
-        part.write(part.read()[:1].expand(part.channels, K, K))
-
-
-def transposed_filters(module: nn.Module, g: torch.Generator) -> None:
-    """Rows of the sample taken for channels of other layers: entries shuffled within each filter."""
-    naive_filters(module, g)
-    for part in anatomy.depthwise(module):
-        part.write(part.read().reshape(K * K, part.channels).T.reshape(part.channels, K, K))
-
-
-def one_layer_default(module: nn.Module, g: torch.Generator) -> None:
-    naive_filters(module, g)
-    nn.init.kaiming_uniform_(module.blocks[1][0].fn[0].weight, a=math.sqrt(5), generator=g)
-
-
 def knob(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
-    return lambda module, g: naive_filters(module, g, **knobs)
+    return functools.partial(naive_filters, **knobs)
 
 
-def clipped(s: np.ndarray) -> np.ndarray:
-    return wi.convolution.covariance_root(s, "clip")
-
-
+clipped = functools.partial(wi.convolution.covariance_root, psd="clip")
+filters_of = functools.partial(changing, anatomy.depthwise, after=naive_filters)
 CLIP = {"psd": "clip"}
 FILTERS = {
     "shift mirrored": Mutant(knob(covariance=mirrored, root=clipped), ("outside",), CLIP),
@@ -268,12 +251,22 @@ FILTERS = {
     "covariance for its root": Mutant(knob(root=lambda s: s), ("strongest", "weakest")),
     "psd clip declared abs": Mutant(knob(root=clipped), ("weakest",)),
     "psd abs declared clip": Mutant(knob(), ("outside",), CLIP),
-    "one filter for all channels": Mutant(one_filter, ("correlation",)),
-    "channels and entries mixed up": Mutant(transposed_filters, ("strongest",)),
-    "one layer overwritten": Mutant(one_layer_default, ("strongest",)),
+    "one filter for all channels": Mutant(
+        filters_of(lambda p, _: p.write(p.read()[:1].expand(C, K, K))), ("correlation",)
+    ),
+    # rows of the sample taken for channels of other layers: entries shuffled within each filter
+    "channels and entries mixed up": Mutant(
+        filters_of(lambda p, _: p.write(p.read().reshape(K * K, C).T.reshape(C, K, K))), ("strongest",)
+    ),
+    "one layer overwritten": Mutant(
+        changing(
+            lambda m: [m.blocks[1][0].fn[0].weight],
+            lambda w, g: nn.init.kaiming_uniform_(w, a=math.sqrt(5), generator=g),
+            naive_filters,
+        ),
+        ("strongest",),
+    ),
 }
-
-
 FILTERS = {name: replace(m, parameters=SCHEDULE | m.parameters) for name, m in FILTERS.items()}
 
 
@@ -300,11 +293,7 @@ SIGMA, B = 0.5, 0.8  # in units of the deviation of default entries
 
 
 def fc1_update(update: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Callable[..., None]:
-    def build(module: nn.Module, g: torch.Generator) -> None:
-        for part in anatomy.mlps(module):
-            part.write("fc1", update(part.read("fc1"), part.read("fc2"), g))
-
-    return build
+    return changing(anatomy.mlps, lambda p, g: p.write("fc1", update(p.read("fc1"), p.read("fc2"), g)))
 
 
 def unit(fc1: Tensor) -> float:
@@ -341,15 +330,10 @@ MLP = {
     "half forgotten": Mutant(fc1_update(lambda w, fc2, g: w - fc2.T), ("slope",), ANTI),
     "fc1 replaced": Mutant(fc1_update(lambda w, fc2, g: -fc2.T / 2), ("own share of variance",), ANTI),
     "reshaped for transposed": Mutant(fc1_update(lambda w, fc2, g: (w - fc2.reshape(w.shape)) / 2), ("slope",), ANTI),
+    "second layer for first": Mutant(
+        changing(anatomy.mlps, lambda p, _: p.write("fc2", p.read("fc2") + B * unit(p.read("fc1")))), ("mean",), SCALAR
+    ),
 }
-
-
-def into_fc2(module: nn.Module, g: torch.Generator) -> None:
-    for part in anatomy.mlps(module):
-        part.write("fc2", part.read("fc2") + B * unit(part.read("fc1")))
-
-
-MLP["second layer for first"] = Mutant(into_fc2, ("mean",), SCALAR)
 
 
 def right_mlps(parameters: dict[str, Any]) -> nn.Module:
@@ -425,24 +409,13 @@ TAPS = {
 
 
 def set_positions(codes: Callable[[], Tensor]) -> Callable[..., None]:
-    def build(module: nn.Module, g: torch.Generator) -> None:
-        anatomy.positions(module)[0].write(codes())
-
-    return build
-
-
-def row_codes() -> Tensor:
-    return sinusoidal_positions(16, None, D)
-
-
-def interleaved_codes() -> Tensor:
-    """sin and cos of one frequency side by side: the same inner products, hence no mistake."""
-    codes = sinusoidal_positions(4, 4, D)
-    return codes[:, torch.randperm(D, generator=torch.Generator().manual_seed(0))]
+    return changing(anatomy.positions, lambda table, _: table.write(codes()))
 
 
 POSITIONS = {
-    "a sequence's codes on a grid": Mutant(set_positions(row_codes), ("distance of inner products",)),
+    "a sequence's codes on a grid": Mutant(
+        set_positions(lambda: sinusoidal_positions(16, None, D)), ("distance of inner products",)
+    ),
     "gamma squared": Mutant(set_positions(lambda: 4 * sinusoidal_positions(4, 4, D)), ("gamma",), {"gamma": 2.0}),
     "other temperature": Mutant(
         set_positions(lambda: sinusoidal_positions(4, 4, D, 100.0)), ("distance of inner products",)
@@ -452,8 +425,10 @@ POSITIONS = {
 
 
 def test_the_order_of_features_is_no_mistake():
+    """sin and cos of one frequency side by side: the same inner products."""
     model = ViT(32, 8, D, L, H, 10, positions="learned")  # sinusoidal ones are undecidable
-    set_positions(interleaved_codes)(model, torch.Generator())
+    order = torch.randperm(D, generator=torch.Generator().manual_seed(0))
+    anatomy.positions(model)[0].write(sinusoidal_positions(4, 4, D)[:, order])
     assert audit(model, "sinusoidal_positions").passed
 
 
@@ -463,31 +438,16 @@ def solved() -> nn.Module:
     return wi.impulse_attention_(model, generator=torch.Generator().manual_seed(0))
 
 
-def impulse_update(change: Callable[[anatomy.AttentionPart], None]) -> Callable[..., None]:
-    def build(module: nn.Module, g: torch.Generator) -> None:
-        for part in anatomy.attention(module):
-            change(part)
-
-    return build
-
-
-def same_head(part: anatomy.AttentionPart) -> None:
+def same_head(part: anatomy.AttentionPart, _: torch.Generator) -> None:
     for name in "qk":
         part.write(name, part.read(name)[:1].expand(part.heads, -1, -1))
 
 
-def swap_heads_of_q(part: anatomy.AttentionPart) -> None:
-    part.write("q", part.read("q").roll(1, 0))
-
-
-def too_small(part: anatomy.AttentionPart) -> None:
-    part.write("q", part.read("q") * part.scale)
-
-
+queries_of = functools.partial(changing, anatomy.attention)
 IMPULSES = {
-    "one offset for all heads": Mutant(impulse_update(same_head), ("copies",)),
-    "heads of q and k out of step": Mutant(impulse_update(swap_heads_of_q), ("peaks",)),
-    "scale applied twice": Mutant(impulse_update(too_small), ("weight",)),
+    "one offset for all heads": Mutant(queries_of(same_head), ("copies",)),
+    "heads of q and k out of step": Mutant(queries_of(lambda p, _: p.write("q", p.read("q").roll(1, 0))), ("peaks",)),
+    "scale applied twice": Mutant(queries_of(lambda p, _: p.write("q", p.read("q") * p.scale)), ("weight",)),
     "overwritten": Mutant(lambda m, g: wi.trunc_normal_(m, generator=g) and None, ("peaks",)),
 }
 

@@ -5,6 +5,7 @@ import os
 import random
 import stat
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import fake_training as fake
@@ -32,6 +33,8 @@ COMMANDS = {
         {"-o": (".safetensors",), "--standalone": (".py",), "--json": JSON},
     ),
 }
+if find_spec("plotly"):  # which is optional
+    COMMANDS["report"] = (["a.pop"], {"-o": (".html",)})
 REQUIRED = {"export": "-o", "covariance": "-o", "products": "-o", "fit-init": "-o"}
 
 

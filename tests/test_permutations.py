@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import shims
+import tiny
 import torch
 from programs import run
 from safetensors.torch import save_file
@@ -28,7 +29,6 @@ from weightscope.fits.fitting import fit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.networks.building import build_for
 from weightscope.networks.sequences import Mamba, Mamba2
-from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutation_rules import read_permutations
 from weightscope.statistics.permutations import PermutationSpec, View, bare
@@ -350,15 +350,8 @@ def own_axes(module: nn.Module) -> dict[str, tuple[str | None, ...]]:
 
 
 def test_a_specification_of_ones_own_is_checked_by_function() -> None:
-    recipe = Recipe.parse(
-        {
-            "network": {"type": "convnext", "width": 4, "depth": 1, "kernel_size": 3, "patch_size": 2, "expansion": 2},
-            "data": {"name": "digits"},
-            "training": {"epochs": 1},
-        }
-    )
     with torch.random.fork_rng():
-        module = build_for(recipe)
+        module = build_for(tiny.recipe())
     source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, torch.randn(4, 1, 8, 8)))
     right = own_axes(module)
     assert permutations_of(source, right).views == permutation_spec(module).views
@@ -402,13 +395,8 @@ def test_a_tensor_of_which_some_entries_never_vary_is_a_reason_not_a_crash() -> 
 
 def test_a_network_of_unknown_names_is_derived_from_its_recipe_or_takes_one_of_its_own() -> None:
     """The message names the architectures that are known; one's own is proved by function on tokens."""
-    recipe = Recipe.parse(
-        {
-            "network": {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32},
-            "data": {"name": "copy", "length": 3, "vocabulary": 6},
-            "training": {"epochs": 1},
-        }
-    )
+    transformer = {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32}
+    recipe = tiny.recipe(network=transformer, data={"name": "copy", "length": 3, "vocabulary": 6})
     module, inputs = build_for(recipe), recipe.data.inputs(torch.Generator().manual_seed(0), 4)
     source = SimpleNamespace(spec=WeightSpec.of(module), template=lambda: (module, inputs))
     with pytest.raises(AnatomyError, match=r"there are those of ConvNeXt, ConvMixer, ViT, .*Mamba-2.*from_axes"):

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import shims
+import tiny
 import torch
 from families import FAMILIES, state_space
 from programs import run
@@ -133,12 +134,7 @@ def test_wrong_input_is_a_one_line_error():
 
 
 def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_path, capsys):
-    plan = {
-        "network": {"type": "mamba", "width": 8, "depth": 2, "state": 3, "layers": ["default", "attention"]},
-        "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 8, "test": 10},
-        "training": {"epochs": 1, "batch_size": 4},
-        "population": {"networks": 2, "tile": 2},
-    }
+    plan = tiny.recipe(tiny.COPYING, network__layers=["default", "attention"])
     given = {"workers": 1, "device": "cpu", "progress": False}
     found = collect(plan, tmp_path / "a.pop", **given)
     path, numbers = str(found.path), tmp_path / "maps.json"

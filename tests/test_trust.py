@@ -109,6 +109,7 @@ LOOK = [  # for parts that this network does not have
     ("covariance", "own.pop", "--part", "filters", "-o", "a.png"),
     ("covariance", "own.pop", "--part", "filters", "--network", "1", "-o", "a.png"),
     ("covariance", "own.pop", "--exchangeable", "-o", "a.png"),
+    ("report", "own.pop", "-o", "a.html"),
     ("fit-init", "own.pop::0", "--structure", "filters", "-o", "a.safetensors"),
     ("fit-init", "own.pop", "--select", "*", "--structure", "exchangeable", "--gain", "auto", "-o", "a.safetensors"),
 ]

@@ -15,6 +15,12 @@ BASE = {
     "training": {"epochs": 2, "batch_size": 16, "learning_rate": 0.02},
     "population": {"networks": 4, "tile": 2, "seed": 7},
 }
+COPYING = {
+    "network": {"type": "mamba", "width": 8, "depth": 2, "state": 3},
+    "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 8, "test": 10},
+    "training": {"epochs": 1, "batch_size": 4},
+    "population": {"networks": 2, "tile": 2},
+}
 
 
 def recipe(base=BASE, **changes):

@@ -21,6 +21,7 @@ _MARKS = {
     ".svg": b"<dc:title>weightscope</dc:title>",
     ".h5": b"weightscope-export 1, sha256",
     ".hdf5": b"weightscope-export 1, sha256",
+    ".html": b'<meta name="generator" content="weightscope report">',
     ".npz": b"written by weightscope",
     ".py": b'"""Initialise tensors of a network from an artifact',
     ".safetensors": b'{"__metadata__":{"weightscope":',

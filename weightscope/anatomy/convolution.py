@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from weightscope._util.names import joined
 from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
@@ -140,8 +141,7 @@ def _weight_norm(tensors: NamedTensors, name: str) -> bool:
 
 def listed(parts: Sequence[DepthwisePart]) -> str:
     """The first few layers with their filters' sizes."""
-    some = ", ".join(f"`{part.name}` {part.kernel[0]} x {part.kernel[1]}" for part in parts[:3])
-    return some + (f" and {len(parts) - 3} more" if len(parts) > 3 else "")
+    return joined((f"`{part.name}` {part.kernel[0]} x {part.kernel[1]}" for part in parts), 3)
 
 
 def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:

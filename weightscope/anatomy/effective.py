@@ -230,11 +230,8 @@ def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: l
     own = [*_parametrised(inner, path), *_hooked(inner, path)]
     hidden = {key for key in (*inner._parameters, *inner._buffers, *inner._modules) if _adapts(key)}
     hidden |= {key for one in own for key in one.hides}
-    children = {
-        key: None if child is None else _plain(child, f"{path}{key}.", seen, computed)
-        for key, child in inner._modules.items()
-        if key not in hidden
-    }
+    kept = ((key, child) for key, child in inner._modules.items() if key not in hidden)
+    children = {key: None if child is None else _plain(child, f"{path}{key}.", seen, computed) for key, child in kept}
     if own or hidden or any(child is not inner._modules[key] for key, child in children.items()):
         made = {one.name.removeprefix(path): nn.Parameter(one.value.clone()) for one in own}
         new: nn.Module = nn.Module.__new__(parametrize.type_before_parametrizations(inner))
@@ -266,10 +263,8 @@ def _inside(module: nn.Module) -> nn.Module:
         key = next((key for key, child in inside.items() if not isinstance(child, nn.Sequential)), None)  # timm's DLA
         key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
         if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
-            held = {
-                k: len(list(child.parameters())) for k, child in module._modules.items() if child and not _adapts(k)
-            }
-            others = [k for k, count in held.items() if count]
+            held = ((k, child) for k, child in module._modules.items() if child and not _adapts(k))
+            others = [k for k, child in held if any(True for _ in child.parameters())]
             key = others[0] if len(others) == 1 and "weight" not in module._parameters else None
         if key is None or getattr(module, "merged", False) is True:
             return module

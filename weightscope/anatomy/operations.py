@@ -405,10 +405,8 @@ def _cat(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     dim = a.get("dim", 0) % len(values[0])
     out = list(values[0])
     for value in values[1:]:
-        out = [
-            axis if i == dim else p.axes.merge(axis, other)
-            for i, (axis, other) in enumerate(zip(out, value, strict=True))
-        ]
+        pairs = enumerate(zip(out, value, strict=True))
+        out = [axis if i == dim else p.axes.merge(axis, other) for i, (axis, other) in pairs]
     out[dim] = concatenated([p.axes.resolved(value[dim]) for value in values if length(value[dim])])
     return [out]
 
@@ -468,9 +466,8 @@ def _copy(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 @_rule("as_strided")
 def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     shape = tuple(a["size"])
-    kept = [(n, s) for n, s in zip(shape, a["stride"], strict=True) if n > 1]
     same = step.written and shape == tuple(map(length, a["self"])) and not a.get("storage_offset")
-    if same and kept == [(n, s) for n, s in zip(shape, step.strides, strict=True) if n > 1]:
+    if same and all(n == 1 or s == t for n, s, t in zip(shape, a["stride"], step.strides, strict=True)):
         return [a["self"]]  # only the strides of axes of length one are set
     return p.without_rule(step, [a["self"]])
 
@@ -611,8 +608,8 @@ def _layer_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 def _group_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     groups = a["group"] if "group" in a else a["num_groups"]
     value = list(a["input"])
-    parts = p.axes.reshaped([value[1]], (groups, length(value[1]) // groups))
-    value[1] = p.axes.resolved((*parts[0], *parts[1]))
+    outer, inner = p.axes.reshaped([value[1]], (groups, length(value[1]) // groups))
+    value[1] = p.axes.resolved((*outer, *inner))
     p.unsigned(value)
     return [p.normalised({**a, "input": value}, [1])]
 

@@ -275,7 +275,9 @@ class Axes:
         for n in shape:
             here = self._taken(rest, n)
             if here is None:
-                return self._given_up(axes, shape)
+                for axis in axes:
+                    self.fix(axis)
+                return [fixed(n) for n in shape]
             out.append(self.resolved(here))
         return out
 
@@ -293,11 +295,6 @@ class Axes:
                 return None
             out.append(rest.pop(0))
         return tuple(out) if prod(f.size for f in out) == n else None
-
-    def _given_up(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
-        for axis in axes:
-            self.fix(axis)
-        return [fixed(n) for n in shape]
 
     def _divided(self, factor: Factor, outer: int) -> Axis | None:
         """A factor as a product whose outer factor has this length; None if it has no such form."""

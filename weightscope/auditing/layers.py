@@ -60,10 +60,8 @@ def _means(matrices: list[Tensor], b: float, sigma: float) -> list[Row]:
     p, n = np.array([w.shape for w in matrices]).T
     units = np.array([default_deviation(w) for w in matrices])
     means = np.array([float(w.mean()) for w in matrices]) / units
-    total, of_inputs, of_units = (
-        np.array([float(x.var(correction=0)) for x in values]) * p * n / units**2
-        for values in (matrices, [w.mean(0) for w in matrices], [w.mean(1) for w in matrices])
-    )  # sums of squares
+    parts = np.array([[float(x.var(correction=0)) for x in (w, w.mean(0), w.mean(1))] for w in matrices]).T
+    total, of_inputs, of_units = parts * p * n / units**2  # sums of squares
     noise = np.maximum((total - of_inputs - of_units) / np.maximum(1, (p - 1) * (n - 1)), 1e-100)  # constant ones fail
     precision, gains = 1 / (sigma**2 / n + noise / (p * n)), 1 + sigma**2 * p / noise
     mean, error = float(precision @ means / precision.sum()), precision.sum() ** -0.5

@@ -132,10 +132,8 @@ def choose_gain(
     recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})
-    fits = [
-        fit(population, select, structure="exchangeable", options=options | {"gain": gain}, **fitting)
-        for gain in candidates
-    ]
+    given = [{"structure": "exchangeable", "options": options | {"gain": gain}, **fitting} for gain in candidates]
+    fits = [fit(population, select, **each) for each in given]
     # A folder for each content, so that a population that has grown replaces nothing.
     folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
     atomic.make_folder(folder)

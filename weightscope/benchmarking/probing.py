@@ -173,10 +173,8 @@ def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.devi
     weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
     with seeded(0):
         network = build_for(recipe).to(device)
-    train, test = (
-        torch.stack([_features(network, row, part, data) for row in weights])
-        for part in (data.train_images, data.test_images)
-    )
+    images = (data.train_images, data.test_images)
+    train, test = (torch.stack([_features(network, row, part, data) for row in weights]) for part in images)
     root, epochs = recipe.population.seed, recipe.training.epochs
     batch = min(recipe.training.batch_size, train.shape[1])
     probe = Probe(train.shape[2], data.info.classes, [torch_seed(root, k, Purpose.PROBE) for k in ids], device)

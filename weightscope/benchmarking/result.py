@@ -130,11 +130,8 @@ class BenchResult(Result):
         line = "intervals are over networks, for the test examples that were used"
         if not examples:
             return line
-        pairs = [
-            (row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"])
-            for row in self.arms
-            if row["difference"] is not None
-        ]
+        rows = [row for row in self.arms if row["difference"] is not None]
+        pairs = [(row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"]) for row in rows]
         error = max((p * (1 - p) + q * (1 - q)) / examples for p, q in pairs) ** 0.5
         return (
             f"{line}; other {examples:,} move a difference by a standard error of at most {_number(error, self.metric)}"
@@ -177,18 +174,22 @@ class BenchResult(Result):
         return {"runs": self.runs, **found, "summary": self.arms, **compared, "environment": self.environment}
 
     def plot(self, path: str | Path | None = None, *, title: str | None = None) -> "Figure":
-        """The metric against what was varied: the first axis, else the training length, else the initialiser."""
-        return next(iter(self.figures(title=title, only=1).values()))(path)
+        """The metric against what was varied: the first axis, else the training length, else the initialiser.
 
-    def figures(self, *, title: str | None = None, only: int | None = None) -> "dict[str, Callable[..., Figure]]":
+        A file that is named after one of `figures`, such as along-network.width.png, has that one.
+        """
+        figures = self.figures(title=title)
+        return figures.get("" if path is None else Path(path).stem, next(iter(figures.values())))(path)
+
+    def figures(self, *, title: str | None = None) -> "dict[str, Callable[..., Figure]]":
         """The pictures that these results have, by name, each a function of the file to write (or None).
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
         controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
-        evaluates sequences of several lengths. By default each has a title of its own; `only` is how many are wanted.
+        evaluates sequences of several lengths. By default each has a title of its own.
         """
         found = pictures.of(self.runs, self.arms, self.metric, self.metrics)
-        return {name: partial(_drawn, draw, title or said) for name, (draw, said) in list(found.items())[:only]}
+        return {name: partial(_drawn, draw, title or said) for name, (draw, said) in found.items()}
 
 
 def _drawn(draw: Callable[..., Any], title: str | None, path: str | Path | None = None) -> "Figure":

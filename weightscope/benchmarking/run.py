@@ -17,7 +17,7 @@ import torch
 
 from weightscope._util import atomic
 from weightscope._util.arms import point_text
-from weightscope._util.checks import count
+from weightscope._util.checks import count, number
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
@@ -34,7 +34,7 @@ from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import BenchConfig, Recipe
-from weightscope.training.collection import train
+from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.planning import TileCost, tile_costs
@@ -67,6 +67,7 @@ def bench(
     data: str | Path | None = None,
     collector: Callable[..., Any] | None = None,
     progress: bool = True,
+    on_tile: Callable[[TileResult], None] | None = None,
     trust: bool = False,
     **where: Any,
 ) -> BenchResult:
@@ -78,8 +79,8 @@ def bench(
     what structure adds beyond its scale, and what of it correlations add. `contrast` has contrasts of the arms, such as
     `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
     exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
-    `data`, `progress`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of `collect`, and
-    `collector`, a function with its signature, trains the arms one after the other in its place.
+    `data`, `progress`, `on_tile`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of
+    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -100,10 +101,12 @@ def bench(
     given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
     with trusting(trust):
         if collector is None:
-            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(progress=progress)
+            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(
+                progress=progress, on_tile=on_tile
+            )
         design = Design.of(recipe, inits, out, **given)
     design.check()
-    options = {**where, "data": data, "progress": progress}
+    options = {**where, "data": data, "progress": progress} | ({"on_tile": on_tile} if on_tile else {})
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
     return design.result([(found.metrics, found.environment, None) for found in populations])
 
@@ -122,11 +125,28 @@ class BenchPlan(Result):
     design: "Design" = field(compare=False)  # what is compared
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
+    price: float | None = None  # of a worker's hour
 
-    def run(self, *, progress: bool = True) -> BenchResult:
+    @property
+    def cost(self) -> float | None:
+        """The price of all workers for the expected time."""
+        if self.price is None or self.seconds is None:
+            return None
+        return self.price * self.workers * self.seconds / 3600
+
+    def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
         folder = self.design.folder
-        train(self.requests, self.on, progress=progress, label="bench", finished=partial(_keep_seconds, folder))
+
+        def ended(result: TileResult) -> None:
+            file = _time_file(folder, result.path, result.tile)
+            atomic.make_folder(file.parent)
+            values = {"seconds": result.seconds, "networks": len(result.networks)}
+            atomic.write(file, json.dumps(values).encode())
+            if on_tile is not None:
+                on_tile(result)
+
+        train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
         check_sources(self.requests)
         populations = [Population(request.path, partial=True) for request in self.requests]
         seconds = [_seconds_of(folder, request) for request in self.requests]
@@ -137,7 +157,11 @@ class BenchPlan(Result):
 
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
-        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
+            "price": self.price,
+            "cost": self.cost,
+            "contrasts": contrasts,
+        }
 
     def summary(self) -> str:
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
@@ -147,6 +171,7 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+        text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
             text += f"\ndeclared contrast: {contrast.text}{late}"
@@ -158,11 +183,8 @@ class BenchPlan(Result):
     def text(self) -> str:
         if len(self.cells) == 1 and not self.cells[0]["cell"]:
             return self.summary()
-        header = ("cell", "arms", "networks", "tiles", "done", "time of one worker")
-        rows = [
-            (point_text(r["cell"]), r["arms"], r["networks"], r["tiles"], r["done"], duration(r["seconds"]))
-            for r in self.cells
-        ]
+        header = ("cell", *_COUNTED, "time of one worker")
+        rows = [(point_text(r["cell"]), *(r[key] for key in _COUNTED), duration(r["seconds"])) for r in self.cells]
         return f"{text_table(header, rows)}\n{self.summary()}"
 
 
@@ -172,14 +194,16 @@ def plan_bench(
     out: str | Path | None = None,
     *,
     measure: bool = True,
+    price: float | None = None,
     data: str | Path | None = None,
     progress: bool = True,
     **given: Any,
 ) -> BenchPlan:
     """What `bench` with the same arguments will cost.
 
-    A tile of every initialiser in every cell is trained for a few steps and evaluated, as many at a time as there are
-    workers. Nothing is kept of it.
+    A tile of every initialiser in every cell is initialised, and one of each kind that takes another time is trained
+    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is that of an
+    hour of one worker.
 
         seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
                             + evaluations x seconds of an evaluation
@@ -190,6 +214,7 @@ def plan_bench(
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
+    price = None if price is None else number("price", price, least=0)
     where = {key: given.pop(key) for key in _WHERE if key in given}
     design = Design.of(recipe, inits, out, data=data, **given)
     requests, on = design.requests(**where)
@@ -212,9 +237,9 @@ def plan_bench(
             row[key] += more
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
-    number = on.count or usable_cores()
-    expected = _makespan(seconds, number) if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), number, expected, design, requests, on)
+    workers = on.count or usable_cores()
+    expected = _makespan(seconds, workers) if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
 @dataclass(frozen=True)
@@ -432,15 +457,9 @@ def _in_cell(arm: Arm, function: Callable[[], Any]) -> Any:
         raise RecipeError(f"{point_text(dict(arm.cell))}: {error}" if arm.cell else str(error)) from error
 
 
-def _time_file(folder: Path, request: Request, tile: int) -> Path:
-    arm = request.path.relative_to(folder / RUNS).with_suffix("")
+def _time_file(folder: Path, path: Path, tile: int) -> Path:
+    arm = path.relative_to(folder / RUNS).with_suffix("")
     return folder / TIMES / arm / f"{tile}.json"
-
-
-def _keep_seconds(folder: Path, request: Request, tile: int, seconds: float) -> None:
-    file = _time_file(folder, request, tile)
-    atomic.make_folder(file.parent)
-    atomic.write(file, json.dumps({"seconds": seconds, "networks": request.manifest.rows(tile)}).encode())
 
 
 def _seconds_of(folder: Path, request: Request) -> list[float | None]:
@@ -448,7 +467,7 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
     out: list[float | None] = []
     for tile in range(request.manifest.tiles):
         try:
-            values = json.loads(_time_file(folder, request, tile).read_text())
+            values = json.loads(_time_file(folder, request.path, tile).read_text())
             share = float(values["seconds"]) / request.manifest.tile
         except (OSError, ValueError, KeyError, TypeError):
             share = None

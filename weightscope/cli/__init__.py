@@ -11,7 +11,7 @@ import click
 
 from weightscope._util.trust import trusting
 from weightscope._version import __version__
-from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, verify
+from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, report, verify
 from weightscope.cli.catalogue import list_
 from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
@@ -68,7 +68,7 @@ _TRUST = click.Option(
     callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
     help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
 )
-_RUNNING = (collect, import_, inspect, covariance, products, attention_maps, fit_init, bench, audit)
+_RUNNING = (collect, import_, inspect, report, covariance, products, attention_maps, fit_init, bench, audit)
 for _command in (demo, collect, import_, show_status, inspect, verify, export, *_RUNNING[3:], publish, list_):
     if _command in _RUNNING:
         _command.params.append(_TRUST)

@@ -95,6 +95,26 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
     click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
 
 
+@command()
+@click.argument("source", type=Named())
+@out_option("The page.", "page.html", OutputFile(".html"))
+@click.option("--select", default="*", help="Patterns of tensor names, separated by commas, whose structure is shown.")
+@partial_option
+def report(source: str, out: Path, select: str, partial: bool) -> None:
+    """Write a population as a page to look into: metrics, a map of correlations, pairs to sort and filter.
+
+    One HTML file, for which a browser needs no server and no network.
+
+    \b
+    Example:
+      weightscope report digits.pop -o page.html
+    """
+    from weightscope.cli.page import write_page
+    from weightscope.population import population_in
+
+    click.echo(f"wrote {write_page(population_in(source, partial=partial), out, select)}")
+
+
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
 
 

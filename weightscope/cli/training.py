@@ -16,11 +16,13 @@ from weightscope.cli.options import (
     backend_options,
     command,
     json_option,
+    log_option,
     maybe_partial,
     out_option,
     overwriting,
     partial_option,
     permutations_option,
+    tile_logger,
     training_options,
     write_json,
 )
@@ -49,15 +51,23 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     click.echo(f"\nThe report: {report}")
 
 
+price_option = click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
+
+
 @command()
 @click.argument("recipe", type=Named("recipes"))
 @out_option("The population's folder, or its URL in an object store.", type=Named())
 @click.option("-n", "--networks", type=int, help="Number of networks; a population can grow and shrink.")
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
 @backend_options
-@click.option("--plan", is_flag=True, help="Only show tiles, bytes and expected hours, from a few timed steps.")
+@click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
+@price_option
+@log_option
 @training_options
-def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
+@json_option
+def collect(
+    recipe: str, out: str, plan: bool, price: float | None, log: str | None, json_file: Path | None, **options: Any
+) -> None:
     """Train a population of networks, or resume training one.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
@@ -66,7 +76,7 @@ def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
     \b
     Example:
       weightscope collect digits-convnext -o digits.pop -n 512
-      weightscope collect digits-convnext -o digits.pop -n 100000 --workers 8 --plan
+      weightscope collect digits-convnext -o digits.pop -n 100000 --workers 8 --plan --price 0.05
     """
     from weightscope.population import recipe_of
 
@@ -78,13 +88,23 @@ def collect(recipe: str, out: str, plan: bool, **options: Any) -> None:
 
         if options.pop("shard") is not None:
             raise UsageError("--shard cannot be combined with --plan, which is about all tiles")
-        click.echo(estimate(wanted, out, **options).text())
+        found = estimate(wanted, out, price=price, **options)
+        click.echo(found.text())
+        write_json(json_file, found.to_dict())
         return
+    _without_plan(price)
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
-    train(wanted, out, **options)
-    click.echo(population_contents(out).brief())
+    train(wanted, out, on_tile=tile_logger(log), **options)
+    contents = population_contents(out)
+    click.echo(contents.brief())
+    write_json(json_file, contents.to_dict())
+
+
+def _without_plan(price: float | None) -> None:
+    if price is not None:
+        raise UsageError("--price requires --plan")
 
 
 @command("import")
@@ -348,10 +368,12 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
+@price_option
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
 @click.option("--overwrite", is_flag=True, help="Replace the results of another benchmark in this folder.")
+@log_option
 @training_options
 @json_option
 def bench(
@@ -360,7 +382,9 @@ def bench(
     out: Path | None,
     json_file: Path | None,
     only_plan: bool,
+    price: float | None,
     probe: bool,
+    log: str | None,
     vary: tuple[str, ...],
     grid: tuple[str, ...],
     **options: Any,
@@ -388,19 +412,22 @@ def bench(
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
+    if not only_plan:
+        _without_plan(price)
     if probe:
         if only_plan:
             raise UsageError("--plan cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, **axes, **options)
     else:
-        plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan)
+        on_tile = tile_logger(log)  # an error of it comes first
+        plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan, price=price)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
             return
         click.echo(plan.summary(), err=True)  # as progress is; the results are on stdout
-        result = plan.run()
+        result = plan.run(on_tile=on_tile)
     click.echo(result.text())
     click.echo(f"wrote {', '.join(map(str, _write(result, folder)))}")
     write_json(json_file, result.to_dict())

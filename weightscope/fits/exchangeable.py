@@ -228,10 +228,8 @@ class Exchangeable(Structure):
         self.permutations, self.network = permutations, network or spec
         if len(factors) != len(permutations.types):
             raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
-        self.factors = tuple(
-            checked_root(array, f"factor.{i}", kind.copies)
-            for i, (array, kind) in enumerate(zip(factors, permutations.types, strict=True))
-        )
+        pairs = enumerate(zip(factors, permutations.types, strict=True))
+        self.factors = tuple(checked_root(array, f"factor.{i}", kind.copies) for i, (array, kind) in pairs)
 
     @classmethod
     def context(

@@ -278,16 +278,9 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
             "a covariance needs a network that did not diverge"
         )
     assert found.covariance is not None  # every size is kept
-    return FilterDistribution(
-        name=part.name,
-        stage=part.stage,
-        depth=part.layer / max(1, part.depth - 1),
-        kernel=k,
-        count=found.n,
-        mean=found.mean.reshape(k, k),
-        covariance=found.covariance,
-        dead=dead,
-    )
+    place = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
+    moments = {"mean": found.mean.reshape(k, k), "covariance": found.covariance}
+    return FilterDistribution.model_validate(place | moments | {"count": found.n, "dead": dead})
 
 
 def filter_options(kronecker: bool, means: bool, schedule: str, kernel: int | None, psd: str) -> dict[str, Any]:

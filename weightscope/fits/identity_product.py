@@ -72,11 +72,8 @@ class ProductFit(Numbers):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and product: `name`, `depth`, `width`, `heads`, `part` and the product's numbers."""
-        return [
-            {**layer.model_dump(exclude={"qk", "vo"}), "part": part, **getattr(layer, part).model_dump()}
-            for layer in self.layers
-            for part in ("qk", "vo")
-        ]
+        places = ((layer, layer.model_dump(exclude={"qk", "vo"})) for layer in self.layers)
+        return [about | {"part": p} | getattr(layer, p).model_dump() for layer, about in places for p in ("qk", "vo")]
 
     def text(self) -> str:
         return (

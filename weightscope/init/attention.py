@@ -27,11 +27,9 @@ def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
     It hardly depends on the size and the draw, so one fixed small sample serves; only the speed of `factors` does.
     """
     g = torch.Generator().manual_seed(0)
-    draws = [torch.randn(_SAMPLE, _SAMPLE, generator=g, dtype=torch.float32) for _ in range(group)]
-    blocks = [draw * (alpha / math.sqrt(_SAMPLE)) for draw in draws]
-    for block in blocks:
-        block.diagonal().add_(beta)
-    return tuple(torch.linalg.svdvals(torch.cat(blocks)).square().tolist())
+    blocks = torch.randn(group, _SAMPLE, _SAMPLE, generator=g, dtype=torch.float32) * (alpha / math.sqrt(_SAMPLE))
+    blocks.diagonal(dim1=1, dim2=2).add_(beta)
+    return tuple(torch.linalg.svdvals(blocks.flatten(0, 1)).square().tolist())
 
 
 def factors(

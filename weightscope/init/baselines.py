@@ -229,11 +229,8 @@ def branches(
     tensors = named_tensors(source)
     every = attention(tensors, strict=strict, caller=caller) if parts != "mlp" else []
     hidden = mlps(tensors, strict=strict, caller=caller) if parts != "attention" else []
-    gated = ("fc1", "fc2", "gate")
-    return [
-        *((part, name) for part in every for name in QKVO),
-        *((part, name) for part in hidden for name in gated[: 3 if part.kind == "gated" else 2]),
-    ]
+    found: list[tuple[Any, str]] = [(part, name) for part in every for name in QKVO]
+    return found + [(part, name) for part in hidden for name in ("fc1", "fc2", *["gate"] * (part.kind == "gated"))]
 
 
 def as_matrix(name: str, weights: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -197,13 +197,8 @@ class _Problem:
             loss, *gradients = self._evaluate(index, both[0], both[1] if move_key else b)
             return loss, torch.stack(gradients[: len(start)]).reshape(-1).numpy()
 
-        found = minimize(
-            flat,
-            start.reshape(-1).numpy(),
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0},
-        )
+        options: Any = {"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0}
+        found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
         factors = torch.from_numpy(found.x).reshape(start.shape)
         return _balanced(factors[0], factors[1]) if move_key else (factors[0], b)
 

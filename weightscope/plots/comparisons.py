@@ -96,11 +96,6 @@ def difference_label(metric: Metric, what: str, pairs: Sequence[int | None] = ()
     return f"{text}; {lost}" if (lost := divergence(rows)) else text
 
 
-def _arms_label(metric: Metric, rows: Sequence[Row]) -> str:
-    what = f"{metric.label} minus that of {rows[0]['reference']}"
-    return difference_label(metric, what, [row.get("pairs") for row in rows], rows)
-
-
 def _means(
     ax: Axes | None,
     lines: Mapping[str, tuple[dict[str, Any], Sequence[float] | None, Sequence[Row]]],
@@ -357,10 +352,8 @@ def metric_along(
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
         lines[", ".join(filter(None, [init, rest]))] = style, x, rows
-    lengths, text = (
-        {row["epochs"] for row in summary},
-        {at[repr(value)]: value_text(value, axis) for value in values},
-    )
+    lengths = {row["epochs"] for row in summary}
+    text = {at[repr(value)]: value_text(value, axis) for value in values}
     after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
     return _means(ax, lines, metric, axis, title, text=text, after=after, log_from=16 if numeric else np.inf)
 
@@ -425,7 +418,10 @@ def difference_map(
             colour = "white" if abs(grid[i, j]) > 0.65 * limit else theme.INK
             weight, text = "bold" if _sure(row) else "normal", signed(grid[i, j], metric.decimals - 1)
             ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
-    for i, j in (place for place, row in at.items() if row is _best(list(found.values()), metric)):
+    shown = list(found.values())
+    better = [row for row in shown if _sure(row) and metric.better(row["difference"])]
+    best = max(better, key=lambda row: abs(row["difference"]), default=None)
+    for i, j in (place for place, row in at.items() if row is best):
         ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
     for axis, places_, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
         axis.set_ticks(range(len(places_)), [value_text(value, name) for value in places_])
@@ -433,18 +429,14 @@ def difference_map(
         axis.set_tick_params(length=0)
     ax.set_xlabel("\n".join(filter(None, (axes[0], of))))
     ax.spines[:].set_visible(False)
-    theme.colour_bar(ax, image, limit, _arms_label(metric, list(found.values())), height=height, beyond=False)
+    what = f"{metric.label} minus that of {shown[0]['reference']}"
+    label = difference_label(metric, what, [row.get("pairs") for row in shown], shown)
+    theme.colour_bar(ax, image, limit, label, height=height, beyond=False)
     return canvas.finish(title)
 
 
 def _sure(row: Row) -> bool:
     return row.get("p_holm") is not None and row["p_holm"] < LEVEL
-
-
-def _best(rows: Sequence[Row], metric: Metric) -> Row | None:
-    """The largest significant improvement."""
-    better = [row for row in rows if _sure(row) and metric.better(row["difference"])]
-    return max(better, key=lambda row: abs(row["difference"]), default=None)
 
 
 def _in_order(values: Sequence[Any]) -> list[Any]:

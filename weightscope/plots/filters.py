@@ -44,17 +44,6 @@ def mosaic(filters: np.ndarray, columns: int, *, fine: int = 1) -> np.ndarray:
     return out
 
 
-def _normalised(filters: np.ndarray) -> np.ndarray:
-    """Each filter divided by its largest absolute value."""
-    peak = np.abs(filters).max(axis=tuple(range(1, filters.ndim)), keepdims=True)
-    return filters / np.where(peak > 0, peak, 1)
-
-
-def _coloured(picture: np.ndarray) -> np.ndarray:
-    """Values from -1 to 1 as colours with zero as grey, and white gaps."""
-    return np.where(np.isnan(picture), 1.0, 0.5 + 0.5 * picture)
-
-
 @theme.themed()
 def covariance_page(
     rows: Sequence[Sequence[Panel | None]],
@@ -117,11 +106,13 @@ def filter_page(
             raise DataError(f"filter page: expected filters (m, c, kh, kw), found {array.shape}")
         array = np.where(np.isfinite(array).all(axis=(1, 2, 3), keepdims=True), array, 0.0)
         colour, across = array.shape[1] == 3, math.ceil(math.sqrt(len(array)))
-        array = np.moveaxis(_normalised(array), 1, -1) if colour else array.sum(axis=1)
+        peak = np.abs(array).max(axis=(1, 2, 3), keepdims=True)
+        array = np.moveaxis(array / np.where(peak > 0, peak, 1), 1, -1) if colour else array.sum(axis=1)
         around = [(1, 1), (1, 1)] + [(0, 0)] * colour
         picture = np.pad(mosaic(array, across, fine=_FINE), around, constant_values=np.nan)
         if colour:
-            ax.imshow(_coloured(picture), interpolation="nearest", aspect="equal")
+            picture = np.where(np.isnan(picture), 1.0, 0.5 + 0.5 * picture)  # zero is grey, gaps are white
+            ax.imshow(picture, interpolation="nearest", aspect="equal")
             return "each on its own scale"
         limit = theme.colour_limit(array, _SHOWN)
         ax.imshow(np.ma.masked_invalid(picture), **theme.colours(limit), interpolation="nearest", aspect="equal")

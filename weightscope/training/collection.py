@@ -12,12 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from weightscope import training
 from weightscope._util import atomic
@@ -27,6 +29,7 @@ from weightscope.data.images import Bar
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
+from weightscope.population.manifest import Manifest
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
 from weightscope.training import status
@@ -48,6 +51,7 @@ def collect(
     data: str | Path | None = None,
     device: str = "auto",
     progress: bool = True,
+    on_tile: Callable[["TileResult"], None] | None = None,
     trust: bool = False,
 ) -> Population:
     """Train the networks of a recipe that the population at `path` does not have yet.
@@ -72,6 +76,7 @@ def collect(
         data: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
         progress: show a progress bar if stderr is a terminal, or in a notebook.
+        on_tile: called in this process with each tile as it ends (`TileResult`); an error in it stops the run.
         trust: run the code of one's own that the recipe names by a text (docs/what-runs-when.md).
 
     Returns:
@@ -90,8 +95,30 @@ def collect(
     chosen = chosen_workers(backend, workers, scheduler)
     with trusting(trust):
         request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
-    train([request], chosen, progress=progress, shard=shard, resize=networks is not None)
+    train([request], chosen, progress=progress, shard=shard, resize=networks is not None, on_tile=on_tile)
     return Population(path, partial=True)
+
+
+@dataclass(frozen=True)
+class TileResult:
+    """A tile that has been trained."""
+
+    manifest: Manifest = field(repr=False)
+    path: Path  # the population's folder
+    tile: int
+    seconds: float  # that its worker took
+
+    @property
+    def networks(self) -> range:
+        """The indices of its networks."""
+        first = self.tile * self.manifest.tile
+        return range(first, first + self.manifest.rows(self.tile))
+
+    @cached_property
+    def metrics(self) -> dict[str, np.ndarray]:
+        """Name -> value of each network, shape (n,), or of each epoch, shape (n, E); as `Population.metrics`."""
+        with shards.open_shard(shards.shard_file(self.path, self.tile), self.manifest, self.tile) as h5:
+            return {name: values[: len(self.networks)] for name, values in h5["metrics"].items()}
 
 
 def train(
@@ -102,12 +129,12 @@ def train(
     shard: int | None = None,
     resize: bool = False,
     label: str = "collect",
-    finished: Callable[[Request, int, float], None] | None = None,
+    on_tile: Callable[[TileResult], None] | None = None,
 ) -> None:
     """Train the tiles that populations do not have yet, the first tiles of all of them first.
 
     With `resize` the numbers of networks were given explicitly, so populations also shrink to them. `label` is that of
-    the progress bar. `finished` is called with a request, a tile of it and the seconds that its worker took.
+    the progress bar. `on_tile` is called with each tile as it ends.
     """
     begun: list[Request] = []
     sizes: list[int] = []  # that the populations had when this run began
@@ -134,8 +161,8 @@ def train(
                 bar = _Bar(total, kept, show=progress, desc=label)
                 with bar, contextlib.closing(_trained(begun, todo, chosen, bar)) as results:
                     for (at, tile), seconds in results:
-                        if finished is not None:
-                            finished(begun[at], tile, seconds)
+                        if on_tile is not None:
+                            on_tile(TileResult(begun[at].manifest, begun[at].path, tile, seconds))
         for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
             found = manifests.read(path).networks

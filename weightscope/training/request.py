@@ -150,8 +150,10 @@ class Request:
         wanted = wanted.completed(root)
         again = cluster and wanted.training.kernels == "auto"
         where, own_code = resolve_device(device), own_code_hashes(wanted)
+        values = wanted.to_dict()
+        sizes = [values[key] for key in ("network", "data", "population")], wanted.training.batch_size
         if not cluster:  # whose machines have memory of their own
-            check_memory(wanted, where)
+            once(lambda: check_memory(wanted, where), "memory", str(where), sizes, wanted.training.ema)
         there = manifests.read(path) if (path / manifests.NAME).exists() else None
         if there is None:
             wanted.data.check_new()
@@ -160,10 +162,9 @@ class Request:
                 if f"{kind} {name}" in there.inputs:
                     plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
         sources = plugins.texts_of(name for _, name in wanted.references)
-        spec = training.spec_of(wanted)
+        spec = once(lambda: training.spec_of(wanted), "spec", values["network"], values["data"], wanted.training.engine)
         inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
         check_initialisers(wanted, partial(build_for, wanted))
-        values = wanted.to_dict()
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
         inputs[f"data {wanted.data.name}"] = source.fingerprint
         _check_snapshots(wanted, source.examples)
@@ -175,7 +176,7 @@ class Request:
         kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
             if there is None:  # one choice for all arms of a benchmark that differ in nothing else
-                about = str(where), values["network"], values["data"], values["training"]
+                about = str(where), settings(wanted), wanted.population.tile
                 kernels = once(lambda: faster_kernels(wanted, source, where, kernels), "faster kernels", *about)
             kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
             if (kept, kernels.kernels) == ("compiled", "torch"):

@@ -1,0 +1,46 @@
+"""The metrics of tiles as TensorBoard shows them."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from weightscope.errors import UsageError
+from weightscope.training.collection import TileResult
+
+
+def tensorboard(folder: str | Path) -> Callable[[TileResult], None]:
+    """A function for `on_tile` that writes event files, one run for each population.
+
+    The step is the tile. A metric's mean over the networks of the tile that did not diverge is a scalar, and their
+    values a histogram; `seconds` and `diverged`, the share that did, are scalars. The value of a metric that is
+    measured after each epoch is that of the last one.
+
+    UsageError if the package tensorboard is not installed.
+
+    Example:
+        >>> collect(recipe, "digits.pop", on_tile=tensorboard("logs"))
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UsageError("tensorboard is not installed; `pip install tensorboard`") from error
+
+    @cache
+    def writer(run: str) -> Any:
+        return SummaryWriter(str(Path(folder) / run))
+
+    def write(result: TileResult) -> None:
+        run = writer(re.sub(r"^(.*/runs/|.*/)", "", str(result.path)).removesuffix(".pop"))  # an arm may have a cell
+        kept = ~result.metrics["diverged"]
+        run.add_scalar("seconds", result.seconds, result.tile)
+        run.add_scalar("diverged", 1 - kept.mean(), result.tile)
+        for name, values in result.metrics.items():
+            if name.startswith("test_") and not name.endswith("_per_epoch") and kept.any():
+                last = values.reshape(len(kept), -1)[kept, -1]
+                run.add_scalar(name, last.mean(), result.tile)
+                run.add_histogram(name, last, result.tile)
+        run.flush()
+
+    return write
