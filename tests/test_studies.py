@@ -108,8 +108,8 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
     trained = Recipe.parse(result.environment["recipe"])
     assert not [line for line in trained.differences(planned) if not line.startswith(("population.seed", "bench"))]
     if recipe in COPYING:
-        metrics = ["test_accuracy", "test_accuracy_2x", "test_accuracy_4x"]
-        assert [metric.name for metric in result.metrics[:3]] == metrics
+        metrics = {"test_accuracy", "test_accuracy_2x", "test_accuracy_4x"}
+        assert metrics <= {metric.name for metric in result.metrics}
     else:
         assert len(planned.bench.epochs) == 2
     readme = recipe.parents[recipe in COPYING] / "README.md"
