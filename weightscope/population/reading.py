@@ -313,8 +313,8 @@ class Population(Result):
     def _blocks(self, sub: WeightSpec, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         total, done, filled = len(self), 0, 0
         block, marks = np.empty((min(size, total), sub.size), dtype=np.float32), np.empty(min(size, total), dtype=bool)
-        for tile, rows in self._rows.items():
-            start = 0
+        for tile in shards.ahead(self.path, self.manifest, self._rows):
+            start, rows = 0, self._rows[tile]
             while start < rows:
                 take = min(rows - start, len(block) - filled)
                 part = slice(filled, filled + take)
@@ -399,7 +399,7 @@ class Population(Result):
     def provenance(self) -> dict[str, int]:
         """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
         counts: dict[str, int] = {}
-        for tile in self._rows:
+        for tile in shards.ahead(self.path, self.manifest, self._rows):
             with self._open(tile) as h5:
                 made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
             counts[made] = counts.get(made, 0) + 1
@@ -415,7 +415,7 @@ class Population(Result):
         """Name of each shard, and what is wrong with its SHA-256 or structure; empty if nothing is."""
         self._verified.clear()
         out = dict.fromkeys((shards.shard_file(self.path, tile).name for tile in self._rows), "")
-        for name, tile in zip(out, self._rows, strict=True):
+        for name, tile in zip(out, shards.ahead(self.path, self.manifest, self._rows), strict=True):
             try:
                 with self._open(tile):
                     pass
@@ -426,7 +426,8 @@ class Population(Result):
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         seeds, metrics = [np.empty(0, dtype=np.uint64)], []
-        for tile, rows in self._rows.items():
+        for tile in shards.ahead(self.path, self.manifest, self._rows):
+            rows = self._rows[tile]
             with self._open(tile) as h5:
                 seeds.append(h5["seed"][:rows])
                 metrics.append({name: h5["metrics"][name][:rows] for name in h5["metrics"]})
