@@ -589,9 +589,11 @@ def _braces(text: str) -> list[str]:
         values = match[1].split(",")
     if span and not values:
         raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
-    found = [each for value in values for each in _braces(text[: match.start()] + value + text[match.end() :])]
-    if len(found) > _MOST_NETWORKS:
-        raise UsageError(many)
+    found: list[str] = []
+    for value in values:
+        found += _braces(text[: match.start()] + value + text[match.end() :])
+        if len(found) > _MOST_NETWORKS:
+            raise UsageError(many)
     return found
 
 
