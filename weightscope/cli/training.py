@@ -145,6 +145,8 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
     from weightscope.population.importing import sources_of
 
     networks, metrics, moments = sources_of(sources)
+    if moments is None and snapshots not in ("all", "none"):
+        raise UsageError(f"--snapshots: expected several moments of each network, found one; leave out {snapshots}")
     if moments is not None and snapshots != "all":
         words = [] if snapshots == "none" else snapshots.split(",")
         if not all(re.fullmatch(r"\s*[0-9]{1,12}\s*", word) for word in words):
