@@ -160,11 +160,11 @@ def _over_depth(found: ExchangeableCovariance, pairs: Sequence[Pair]) -> list[di
         block, _, parts = found.words(pair).partition(": ")
         if pair.signed and pair.a.startswith(f"{block}.") and pair.b.startswith(f"{block}."):
             lines[parts][block] = pair
-    several = [(name, line) for name, line in lines.items() if len(line) > 1][:_CURVES]
-    drawn = [_line(name, list(line), list(line.values())) for name, line in several]
+    several = {name: line for name, line in lines.items() if len(line) > 1}
     views = [view.name for view in found.permutations.views]
-    blocks = {block for _, line in several for block in line}
+    blocks = {block for line in several.values() for block in line}
     order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
+    drawn = [_line(name, order, [line.get(block) for block in order]) for name, line in several.items()][:_CURVES]
     return [{"title": "Correlations within a block, over depth", "axis": "block", "order": order, "lines": drawn}]
 
 
