@@ -1,4 +1,4 @@
-"""The studies that compare initialisers on paired seeds: reads results.json of analyses/*_inits and mimetic_beyond_scale."""
+"""The studies that compare initialisers on paired seeds: analyses/*_inits and mimetic_beyond_scale."""
 
 import re
 from pathlib import Path
