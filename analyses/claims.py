@@ -53,9 +53,9 @@ def accuracy(study: str, init: str, metric: str = "accuracy", **where: Any) -> n
     return np.array([np.mean(cells[seed]) for seed in sorted(cells)])
 
 
-def less(study: str, one: str, other: str, **where: Any) -> np.ndarray:
+def less(study: str, one: str, other: str, metric: str = "accuracy", **where: Any) -> np.ndarray:
     """Differences of two arms by seed, in points (n,)."""
-    return accuracy(study, one, **where) - accuracy(study, other, **where)
+    return accuracy(study, one, metric, **where) - accuracy(study, other, metric, **where)
 
 
 def start(condition: str, one: str, other: str) -> np.ndarray:
@@ -106,7 +106,9 @@ def claims() -> list[Claim]:
         Claim("the same, each at the best of three learning rates", "attention paper, Table 1", "vit_start", "digits, 4 epochs, 0.006 against 0.012", 100 * np.subtract(rates["0.006"]["accuracies"]["mimetic"], rates["0.012"]["accuracies"]["default"]), 3.15, decide="larger rates"),
         Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15),
         Claim("the same, on photographs", "attention paper, Table 1", "vit_start", "CIFAR-10 at 16 x 16, 5 epochs", start("cifar10", "mimetic", "default"), 3.15),
-        Claim("More than the scale of its weights (not claimed, implied)", "attention paper", "attention_inits", "mimetic - scale, mean of six settings", less("attention_inits", MIMETIC, SCALE), decide="ViT-96/6 on 5,000 images at 32 pixels"),
+        Claim("the same, at width 96 and depth 6", "attention paper, Table 1", "mimetic_beyond_scale", "mimetic - default, CIFAR-10 at 32 x 32, 5 epochs", less("mimetic_beyond_scale", MIMETIC, "default"), 3.15, decide="several learning rates"),
+        Claim("More than the scale of its weights (not claimed, implied)", "attention paper", "attention_inits", "mimetic - scale, mean of six settings", less("attention_inits", MIMETIC, SCALE), decide="`mimetic_beyond_scale`"),
+        Claim("the same, at width 96 and depth 6", "attention paper", "mimetic_beyond_scale", "mimetic - scale, CIFAR-10 at 32 x 32, 5 epochs", less("mimetic_beyond_scale", MIMETIC, SCALE), decide="several learning rates"),
         Claim("the same, of values and outputs on the digits", "attention paper", "vit_start", "vo - vo, scale; 4 epochs", start("digits", "vo", "vo, scale")),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
         Claim("the same, against none", "attention paper", "vit_start", "vo - vo, noise only", start("digits", "vo", "vo, noise only")),
@@ -140,6 +142,12 @@ def claims() -> list[Claim]:
         Claim("Mimetic Mambas learn to copy", "thesis Fig. 3.24", "copying/start", "width 32, 600 steps", less("copying/start", SSM, "default", width=32, epochs=12)),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.24", "copying/start", "mimetic - scale, width 32, 600 steps", less("copying/start", SSM, f"{SSM} (scale only)", width=32, epochs=12)),
         Claim("and copy strings of twice the length", "thesis Fig. 3.24", "copying/start", "accuracy at 2x, width 32, against 50 %", accuracy("copying/start", SSM, "accuracy_2x", width=32, epochs=12), null=50, decide="strings of varying length, Mamba-2"),
+        Claim("and Mamba-2, with strings of varying length", "thesis Fig. 3.26", "copying/mamba2", "mimetic - default, accuracy at 2x", less("copying/mamba2", SSM, "default", metric="accuracy_2x")),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.26", "copying/mamba2", "mimetic - scale, accuracy at 2x (post hoc)", less("copying/mamba2", SSM, f"{SSM} (scale only)", metric="accuracy_2x")),
+        Claim("The identity convolution helps Mamba-2", "thesis Fig. 3.26", "copying/mamba2", "mimetic with - without it, accuracy at 2x", less("copying/mamba2", SSM, f"{SSM} (convolution=False)", metric="accuracy_2x")),
+        Claim("W_C near W_B helps Mamba-2", "thesis Fig. 3.26", "copying/mamba2", "mimetic with - without it, accuracy at 2x", less("copying/mamba2", SSM, f"{SSM} (cb=False)", metric="accuracy_2x"), decide="32 seeds, all 16 combinations"),
+        Claim("A larger state helps more from the mimetic start", "thesis Fig. 3.30", "copying/capacity", "area under accuracy over length, N = 64 - N = 4, mimetic - default", less("copying/capacity", SSM, "default", "area", state=64) - less("copying/capacity", SSM, "default", "area", state=4)),
+        Claim("and copies strings of twice the length", "thesis Fig. 3.30", "copying/capacity", "accuracy at 2x, N = 64, against 90 %", accuracy("copying/capacity", SSM, "accuracy_2x", state=64), null=90, decide="more steps, larger states"),
         Claim("Slow decay is what helps", "thesis Fig. 3.26", "copying/components", "A near 0", effect("a")),
         Claim("Unit steps do not help Mamba-1", "thesis Fig. 3.26", "copying/components", "Delta = 1", effect("delta"), sign=0),
         Claim("The identity convolution harms Mamba-1", "thesis Fig. 3.26", "copying/components", "convolution", effect("convolution"), sign=-1, decide="more seeds"),

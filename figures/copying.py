@@ -10,7 +10,7 @@ from weightscope import plots
 from weightscope.benchmarking import BenchResult
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.statistics import summarise
-from weightscope.data.metrics import accuracy_at
+from weightscope.data.metrics import ACCURACY
 from weightscope.plots import theme
 
 HERE = Path(__file__).parent
@@ -23,7 +23,7 @@ SWITCHES = {"a": "A near 0", "delta": "Delta = 1", "cb": "W_C near W_B", "convol
 
 
 def lengths(study: Path, out: Path) -> None:
-    """Accuracy at 1x, 2x and 4x the training length: a line of panels for each cell, a panel for each schedule."""
+    """Accuracy at each length: a line of panels for each cell, a panel for each schedule."""
     result = BenchResult.load(study / "results.json")
     cells = list({json.dumps(run["cell"]): run["cell"] for run in result.runs}.values())
     epochs = sorted({run["epochs"] for run in result.runs})
@@ -33,10 +33,19 @@ def lengths(study: Path, out: Path) -> None:
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
             chance = {"chance": result.arms[0]["chance"]}  # of a token, at every length
-            rows = {k: [row | chance for row in summarise(runs, accuracy_at(k))] for k in (1, 2, 4)}
+            metrics = [metric for metric in result.metrics if metric.key.startswith(ACCURACY.key)]
+            rows = {metric.length: [row | chance for row in summarise(runs, metric)] for metric in metrics}
             place = LAYERS.get(str(cell.get("network.layers"))) or point_text(cell)
             title = ", ".join(filter(None, [place, f"{schedule * steps} steps"]))
             plots.accuracy_by_length(rows, ax, title=title)
+    plots.save(figure, out)
+
+
+def capacity(study: Path, out: Path) -> None:
+    """The area under accuracy over length against the size of the state."""
+    result = BenchResult.load(study / "results.json")
+    figure, ((ax,),) = plots.subplots(1, 1, width=7, height=4.8)
+    plots.metric_along(result.arms, "network.state", metric=result.metric, ax=ax)
     plots.save(figure, out)
 
 
@@ -76,7 +85,7 @@ def _on(init: str) -> str:
 def main(studies: Path = ANALYSES, out: Path = HERE) -> list[Any]:
     drawn = []
     for study in sorted(path.parent for path in studies.glob("*/results.json")):
-        draw = components if study.name == "components" else lengths
+        draw = {"components": components, "capacity": capacity}.get(study.name, lengths)
         draw(study, out / f"copying_{study.name}.png")
         drawn.append(study.name)
     return drawn

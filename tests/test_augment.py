@@ -2,12 +2,13 @@
 
 import hashlib
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
-from scipy.stats import ks_2samp
+from scipy.stats import ks_2samp, kstest
 
 from weightscope.data.augment import (
     LEVELS,
@@ -234,8 +235,10 @@ def test_resized_crops_equal_pillows(channels: int, size: int) -> None:
         assert np.abs(_shown(result) - theirs).max() <= (0 if size == 16 else 1)
 
 
-def test_erasing_equals_a_loop() -> None:
-    config = AugmentConfig(erasing=0.4)
+@pytest.mark.parametrize("mode", ["const", "pixel"])
+def test_erasing_equals_a_loop(mode: Literal["const", "pixel"]) -> None:
+    config = AugmentConfig(erasing=0.4, erasing_mode=mode)
+    numbers = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)
     images, draws = torch.randn(300, 3, 20, 20, generator=torch.Generator().manual_seed(1)), _draws(300, config)
     found, erased = erase(images, draws, config), 0
     heights, widths = sides(draws[:, 1], draws[:, 2], 0.02, 1 / 3, 1 / 0.3, 20)
@@ -243,10 +246,18 @@ def test_erasing_equals_a_loop() -> None:
         plain = image.clone()
         if draw[0] < 0.4:
             top, left = int(draw[3] * (21 - height)), int(draw[4] * (21 - width))
-            plain[:, top : top + height, left : left + width] = 0
+            place = slice(None), slice(top, top + height), slice(left, left + width)
+            start = int(draw[-1] * (len(numbers) - 1200 + 1))
+            noise = torch.from_numpy(numbers[start : start + 1200]).reshape(3, 20, 20)
+            plain[place] = noise[place] if mode == "pixel" else 0
             erased += 1
         assert torch.equal(ours, plain)
     assert 90 < erased < 150
+    filled = found[found != images].numpy()
+    if mode == "pixel":
+        assert kstest(filled[:5000], "norm").pvalue > 1e-6  # false alarm 1e-6
+    else:
+        assert not filled.any()
     assert torch.equal(erase(images, draws[:, :0], AugmentConfig()), images)
 
 

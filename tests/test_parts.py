@@ -6,6 +6,7 @@ from functools import partial
 
 import clusters
 import fake_training as fake
+import h5py
 import numpy as np
 import pytest
 
@@ -13,7 +14,7 @@ from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, WeightscopeError
-from weightscope.population import Population
+from weightscope.population import Population, export, exporting
 from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import over_parts
@@ -124,6 +125,14 @@ def test_tiles_keep_their_part_when_a_population_grows(path, tmp_path):
         [*range(48, 60)],
     ]
     assert [len(part) for part in Population(path).parts(20)] == [24] * 8 + [13]
+
+
+def test_an_export_by_workers_has_the_same_bytes(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(exporting, "_PART", 3 * TILE)
+    one, two = (export(Population(path), tmp_path / f"{w}.h5", "mlp.*", workers=w).read_bytes() for w in (1, 2))
+    assert one == two
+    with h5py.File(tmp_path / "2.h5") as file:
+        np.testing.assert_array_equal(file["weights"][:], Population(path).weights("mlp.*"))
 
 
 def run(*arguments, code=0):

@@ -15,6 +15,7 @@ from torch import nn
 
 import weightscope
 from weightscope import Checkpoint, products, verify
+from weightscope.analysis import inspection
 from weightscope.cli import main
 from weightscope.errors import DataError
 from weightscope.fits import load_artifact
@@ -208,7 +209,7 @@ def test_a_file_of_a_download_cache_is_compared_with_its_name(tmp_path):
     assert "checksum mismatch" in verify(tmp_path / "model.safetensors").damaged[0]
 
 
-def test_verify_of_a_population_names_every_damaged_shard(tmp_path, capsys):
+def test_verify_of_a_population_names_every_damaged_shard(tmp_path, capsys, monkeypatch):
     path = tmp_path / "a.pop"
     write_population(path, recipe())
     found = verify(path)
@@ -217,6 +218,8 @@ def test_verify_of_a_population_names_every_damaged_shard(tmp_path, capsys):
     flip(shard, -20)
     found = verify(path)
     assert [row["name"] for row in found.files if row["status"] == "damaged"] == [shard.name]
+    monkeypatch.setattr(inspection, "_PART", 0)
+    assert verify(path, workers=2) == found
     with pytest.raises(SystemExit) as error:
         main(["verify", str(path), "--json", str(tmp_path / "v.json")])
     assert error.value.code == 3

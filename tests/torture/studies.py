@@ -104,6 +104,11 @@ def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: py
     if recipe.parent.name == "components":
         (tmp_path / "drawn/components/recipe.toml").write_text(recipe.read_text())
         assert len(script("analyses/copying/components/effects.py").main(tmp_path / "drawn/components")) == 20
+    if recipe.parent.name == "mamba2":
+        rows = script("analyses/copying/mamba2/stops.py").main(Path("out"), tmp_path)
+        found = {run["init"]: run["accuracy_2x"] for run in result.runs if run["seed"] == 0}
+        again = {row["arm"]: row["accuracy"][0] for row in rows if row["length"] == 2}
+        assert again["default-1-epochs"] == pytest.approx(found["default"], abs=1e-6)
     assert figures.main(tmp_path / "drawn", tmp_path) == [recipe.parent.name]
     assert (tmp_path / f"copying_{recipe.parent.name}.png").stat().st_size > 10_000
 

@@ -60,6 +60,8 @@ def listing(names: Iterable[str], most: int = 8) -> str:
 def parts_of(text: str) -> list[str]:
     """The initialisers of a text, joined by `+` outside of parentheses; UsageError for more than a hundred."""
     parts, inside = [""], False
+    if len(text) > 100_000:
+        raise UsageError(f"expected initialisers of at most 100,000 characters, found {len(text):,}")
     for piece in reversed(re.split(r"([()+])", text)):
         if piece == "+" and not inside:
             parts.append("")

@@ -2,11 +2,13 @@
 
 import contextlib
 import re
+from collections.abc import Iterable
+from concurrent.futures import Executor, Future
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from weightscope.errors import DataError, UsageError
 
@@ -20,6 +22,8 @@ class RemotePath:
     An object appears as a whole or not at all, and a folder exists while there is an object in it. FileNotFoundError
     is as of files; a store that denies access, or fails after the retries of its package, is a DataError.
     """
+
+    _fetched: ClassVar[dict[str, Future[bytes]]] = {}  # downloads that were begun ahead of their use
 
     def __init__(self, url: str, listed: dict[str, Any] | None = None) -> None:
         if _SECRET.search(url):
@@ -90,8 +94,20 @@ class RemotePath:
         found = self._children([*self._call("find", detail=True).values()])
         return [path for path in found if fnmatchcase(path.name, pattern)]
 
+    def fetch(self, executor: Executor) -> None:
+        """Begin to download the object, which the next `read_bytes` returns."""
+        if self._url not in self._fetched:
+            self._fetched[self._url] = executor.submit(self._call, "cat_file")
+
+    @classmethod
+    def forget(cls, paths: "Iterable[RemotePath]") -> None:
+        """Drop what `fetch` has downloaded of these and nobody has read."""
+        for path in paths:
+            cls._fetched.pop(str(path), None)
+
     def read_bytes(self) -> bytes:
-        return self._call("cat_file")
+        ahead = self._fetched.pop(self._url, None)
+        return self._call("cat_file") if ahead is None else ahead.result()
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
         """Write the object; FileExistsError if `new` and it exists, where the store has conditional writes."""

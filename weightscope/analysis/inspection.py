@@ -6,6 +6,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import is_signed
 
 if TYPE_CHECKING:
+    from weightscope._util.workers import Workers
     from weightscope.checkpoint import Checkpoint
 
 _MOST_METRICS = 14  # of a summary
@@ -299,6 +301,7 @@ def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]
 
 # --- whether the bytes are those that were written -------------------------------------------------------------------
 
+_PART, _PARTS = 2**28, 64  # bytes that a worker verifies at least, and parts at most
 _MOST = 1000  # missing files that are listed
 
 
@@ -343,7 +346,9 @@ class Verification(Result):
         return "\n".join([self.summary(), "", text_table(("file", "", ""), cells, left=(0, 1, 2))])
 
 
-def verify(source: "str | Path | Population | Checkpoint", *, download: bool = False) -> Verification:
+def verify(
+    source: "str | Path | Population | Checkpoint", *, download: bool = False, workers: "Workers | int | None" = None
+) -> Verification:
     """Compare the files of a population, an artifact or a model with every checksum that is known of them.
 
     - A population: the SHA-256 and the structure of every shard.
@@ -353,15 +358,16 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
 
     `source` is a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`; `download` fetches what is missing
-    of a hub model's files. DataError if the source cannot be read at all; damaged files are listed in the result.
+    of a hub model's files; `workers`, as of `covariance`, read a population of more than 256 MiB. DataError if the
+    source cannot be read at all; damaged files are listed in the result.
 
     Example:
         >>> print(verify("digits.pop").text())
     """
     if is_population(source):
-        return _population(location(str(source)))
+        return _population(location(str(source)), workers)
     if isinstance(source, Population):
-        return _population(source.path)
+        return _population(source.path, workers)
     from weightscope.checkpoint import Checkpoint
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
@@ -377,17 +383,22 @@ def verify(source: "str | Path | Population | Checkpoint", *, download: bool = F
     return Verification(label, tuple(_row(c.name, c.status, c.compared, c.detail) for c in checks))
 
 
-def _population(path: Path) -> Verification:
+def _population(path: Path, workers: "Workers | int | None") -> Verification:
+    from weightscope.statistics.samples import over_parts  # half a second
+
     population = Population(path, partial=True)
     rows = []
-    for name, error in population.check_shards():
+    networks = max(_PART // (4 * population.spec.size + 1), len(population) // _PARTS) + 1
+    check = partial(over_parts, population, workers=workers, networks=networks)
+    for name, error in check(lambda part, _: part.check_shards()):
         rows.append(_row(name, "damaged" if error else "verified", "sha256", error or ""))
     for file in (shards.shard_file(path, tile) for tile in population.missing[:_MOST]):
         if shards.hash_file(file).exists() and not file.exists():
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
             rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    for name, error in population.check_sources():
+    imported = population.manifest.imported
+    for name, error in check(lambda part, _: part.check_sources()) if imported and imported.by_reference else ():
         known = not name.startswith("hf://")  # of a model at the hub only the commit, of which nothing is fetched
         asks = error or ("" if known else f"only its commit is known; weightscope verify {name} --download")
         rows.append(_row(name, "damaged" if error else "verified" if known else "unverified", "sha256" * known, asks))

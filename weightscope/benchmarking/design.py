@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ SECTIONS = ("network", "data", "training", "distillation")  # whose fields may v
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
 _MOST_VALUES = 10_000  # of one axis
+_MOST_POINTS = 100_000  # of all axes together
 _EVERYTHING = ("all", "none")
 _FORM = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _LONGEST = 120  # characters of a folder's name
@@ -100,6 +102,8 @@ def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[
 
 def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
     """All combinations of the axes' points, as name -> value; one empty combination without axes."""
+    if (found := prod(len(axis.points) for axis in axes)) > _MOST_POINTS:
+        raise UsageError(f"expected at most {_MOST_POINTS:,} combinations of what varies, found {found:,}")
     each = [[dict(zip(axis.names, point, strict=True)) for point in axis.points] for axis in axes]
     return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*each)]
 

@@ -48,6 +48,7 @@ _ONNX_SUFFIX, _NPZ_SUFFIX = ".onnx", ".npz"
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX, _ONNX_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
+_EXPANDS = 100  # times that weights are smaller when they are compressed, at most
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
 _MOST_KEPT = 1 << 16
 # Header and size of the last file -> its tensors and metadata: networks that differ in their numbers have the same.
@@ -233,6 +234,9 @@ def _open_npz(file: LocalFile) -> Store:
     found = {}
     try:
         with zipfile.ZipFile(file.stream) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+            if size > max(_EXPANDS * file.size, 2**26):
+                raise DataError(f"{file.where}: {file.size:,} bytes that expand to {size:,} are no weights")
             for entry in archive.infolist():
                 array = npz.stored(archive, entry, f"{file.where}: {entry.filename}")
                 native = npz.values(archive, array).astype(array.dtype.newbyteorder("="), order="C")

@@ -21,6 +21,7 @@ from weightscope.checkpoint.tensors import (
     LocalFile,
     Store,
     StoredTensor,
+    natural,
     printable,
     read_bytes,
     weights_in,
@@ -28,6 +29,7 @@ from weightscope.checkpoint.tensors import (
 from weightscope.errors import DataError
 
 _MAX_PICKLE = 64 << 20
+_EXPANDS = 2  # times that views of one storage may be larger than the file
 _PIECE = 1 << 20
 _MOST_KEPT = 1 << 16
 _LAST: dict[bytes, Any] = {}  # pickle -> its value, of one file: networks that differ in their numbers have the same
@@ -152,6 +154,9 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
             skipped.setdefault(name, found)
         else:
             tensors[name] = found
+    size = sum({one.identity: one.nbytes for one in tensors.values()}.values())
+    if size > max(_EXPANDS * file.size, 2**26):
+        raise DataError(f"{file.where}: its tensors are views of the same bytes, {size:,} of a file of {file.size:,}")
     return Store(file.where, tensors, skipped)
 
 
@@ -166,7 +171,7 @@ def _storage(pid: Any, where: str) -> tuple[str, torch.dtype | None, int]:
     """Key, data type (None if quantised) and number of entries of the storage that a persistent id denotes."""
     match pid:
         case Call("", ("storage", Call(kind, None), str(key), str(), int(count), *view)) if view in ([], [None]):
-            if kind in _STORAGES and count >= 0:
+            if kind in _STORAGES and natural(count):
                 return key, _STORAGES[kind], count
     raise DataError(f"{where}: its pickle asks for something that is not a storage of numbers")
 
@@ -189,9 +194,9 @@ def _tensor(name: str, item: Any, places: _Places, where: str) -> FileTensor | s
         dtype = _DTYPES.get(rest[2].name) if len(rest) > 2 and isinstance(rest[2], Call) else None
     if dtype is None or stored is None:
         return "a quantised tensor" if stored is None else "a tensor of an unknown data type"
+    if len(shape) != len(stride) or not all(map(natural, (offset, *shape, *stride))):  # nested ones have no end as text
+        raise DataError(f"{where}: `{name}`: its pickle builds a tensor of shape, stride or offset that is none")
     shown = f"{where}: `{name}`: its pickle builds a tensor of shape {ascii(shape)[:80]}"
-    if len(shape) != len(stride) or offset < 0 or not all(type(n) is int and n >= 0 for n in (*shape, *stride)):
-        raise DataError(f"{shown} and stride {ascii(stride)[:80]}")
     room = count * stored.itemsize // dtype.itemsize
     # Entries of the storage from the first to the last one
     span = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))

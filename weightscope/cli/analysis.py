@@ -56,8 +56,9 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
 @command()
 @click.argument("source", type=Named())
 @click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
+@spread_options
 @json_option
-def verify(source: str, download: bool, json_file: Path | None) -> None:
+def verify(source: str, json_file: Path | None, **options: Any) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
 
     SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum,
@@ -71,7 +72,7 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
     """
     from weightscope.analysis.inspection import verify as run
 
-    found = run(source, download=download)
+    found = run(source, **options)
     click.echo(found.text())
     write_json(json_file, found.to_dict())
     found.raise_if_damaged()
@@ -81,8 +82,9 @@ def verify(source: str, download: bool, json_file: Path | None) -> None:
 @click.argument("source", type=Named())
 @out_option("The HDF5 file to write (.h5).", type=OutputFile(".h5", ".hdf5"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas.")
+@spread_options
 @partial_option
-def export(source: str, out: Path, select: str, partial: bool) -> None:
+def export(source: str, out: Path, select: str, partial: bool, workers: Any) -> None:
     """Write the weights of a population as one (N, D) matrix with its spec.
 
     \b
@@ -92,7 +94,7 @@ def export(source: str, out: Path, select: str, partial: bool) -> None:
     from weightscope.population import export as write
     from weightscope.population import population_in
 
-    click.echo(f"wrote {write(population_in(source, partial=partial), out, select)}")
+    click.echo(f"wrote {write(population_in(source, partial=partial), out, select, workers=workers)}")
 
 
 @command()

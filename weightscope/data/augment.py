@@ -2,7 +2,7 @@
 
 An augmented image depends on the image and its own P uniform numbers only: it has the same bits alone and in any batch.
 All steps are exact in integers, as in Pillow, and none loops over images. The order is crop, flip, operations, cutout,
-and after normalisation random erasing, which fills with the mean colour; other pixels that are missing are black.
+and after normalisation random erasing, which fills with the mean colour or noise; other missing pixels are black.
 
 A geometric operation is a table of source pixels (nearest neighbour), a colour operation a table of 256 values, so one
 gather of each kind applies a different operation to every image. Strengths are the paper's largest ones times
@@ -43,13 +43,14 @@ def draws_needed(config: AugmentConfig) -> int:
     """P, the number of uniform numbers per image."""
     crop = 2 * (config.crop > 0) + 4 * (config.resized_crop > 0) + config.flip
     each = 2 + (config.magnitude_std > 0) + (config.probability < 1)
-    return crop + each * config.operations + 2 * (config.cutout > 0) + _ERASE_DRAWS * (config.erasing > 0)
+    erased = (_ERASE_DRAWS + (config.erasing_mode == "pixel")) * (config.erasing > 0)
+    return crop + each * config.operations + 2 * (config.cutout > 0) + erased
 
 
 def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Augment images, uint8 (n, c, S, S), each by its own draws, float32 (n, P) in [0, 1): float32 in [0, 1].
 
-    P is `draws_needed(config)`, of which `erase` takes the last 5. A crop shifts the image by up to `crop` pixels along
+    P is `draws_needed(config)`, of which `erase` takes the last. A crop shifts the image by up to `crop` pixels along
     each axis; `resized_crop` cuts out a rectangle of at least that share of the area and of aspect ratio 3/4 to
     4/3, and resizes it bilinearly (Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel
     (DeVries and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
@@ -71,23 +72,35 @@ def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     if config.cutout > 0:
         top, left = (whole(next(numbers), side) - config.cutout // 2 for side in images.shape[2:])
         side = torch.full_like(top, config.cutout)
-        images = _without(images, top, side, left, side)
+        images = images * _outside(images, top, side, left, side)
     return images.float().div_(255)
 
 
 def erase(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
-    """Random erasing: set a rectangle of an image to 0, the mean colour, with probability `config.erasing`.
+    """Random erasing: fill a rectangle of an image with probability `config.erasing`.
 
-    The rectangle has 2 % to 1/3 of the area and an aspect ratio of 0.3 to 1 / 0.3, as by timm's RandomErasing in mode
-    "const". Source: Zhong et al., Random erasing data augmentation, 2020.
+    The rectangle has 2 % to 1/3 of the area and an aspect ratio of 0.3 to 1 / 0.3, as by timm's RandomErasing. In mode
+    "const" it is filled with 0, the mean colour, in mode "pixel" with independent N(0, 1) for each pixel and channel:
+    a part of a fixed table of 2^20 numbers, which begins where the last draw says.
+
+    Source: Zhong et al., Random erasing data augmentation, 2020.
     """
     if not config.erasing:
         return images
-    chance, ratio, area, top, left = draws[:, -_ERASE_DRAWS:].unbind(1)
-    size = images.shape[-1]
+    noisy, size = config.erasing_mode == "pixel", images.shape[-1]
+    chance, ratio, area, top, left = draws[:, -_ERASE_DRAWS - noisy : draws.shape[1] - noisy].unbind(1)
     height, width = sides(ratio, area, *_ERASED, _ERASED_RATIO, size)
     height = torch.where(chance < config.erasing, height, 0)
-    return _without(images, whole(top, size + 1 - height), height, whole(left, size + 1 - width), width)
+    kept = _outside(images, whole(top, size + 1 - height), height, whole(left, size + 1 - width), width)
+    if not noisy:
+        return images * kept
+    parts = _noise(images.device).unfold(0, images[0].numel(), 1)  # a view: all parts of the table
+    return torch.where(kept, images, parts[whole(draws[:, -1], len(parts))].view_as(images))
+
+
+@lru_cache(maxsize=2)
+def _noise(device: torch.device) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32)).to(device)
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -140,13 +153,13 @@ def _crop_and_flip(images: Tensor, numbers: Iterator[Tensor], config: AugmentCon
     return moved * inside[:, None]
 
 
-def _without(images: Tensor, top: Tensor, height: Tensor, left: Tensor, width: Tensor) -> Tensor:
-    """Images (n, c, S, S) with a rectangle of each set to 0, given in pixels, int64 (n,)."""
+def _outside(images: Tensor, top: Tensor, height: Tensor, left: Tensor, width: Tensor) -> Tensor:
+    """Whether pixels (n, 1, S, S) are outside a rectangle of each image, given in pixels, int64 (n,)."""
     kept = []
     for start, length, side in ((top, height, images.shape[2]), (left, width, images.shape[3])):
         position = torch.arange(side, device=images.device)
         kept.append((position < start[:, None]) | (position >= (start + length)[:, None]))  # (n, S)
-    return images * (kept[0][:, None, :, None] | kept[1][:, None, None, :])
+    return kept[0][:, None, :, None] | kept[1][:, None, None, :]
 
 
 # --- random rectangles -----------------------------------------------------------------------------------------------

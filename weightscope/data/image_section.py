@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -68,7 +68,7 @@ class AugmentConfig(Section):
     Timm's "rand-m9-mstd0.5" is magnitude 0.9, magnitude_std 0.05 and probability 0.5.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("probability",)
+    added: ClassVar[tuple[str, ...]] = ("probability", "erasing_mode")
 
     crop: Annotated[int, Field(ge=0)] = 0  # pixels of zero padding before a random crop of the original size
     flip: bool = False  # horizontally, with probability 1/2
@@ -80,6 +80,7 @@ class AugmentConfig(Section):
     magnitude_std: Share = 0.0
     sharpness: bool = False
     erasing: Share = 0.0
+    erasing_mode: Literal["const", "pixel"] = "const"
 
     @model_validator(mode="after")
     def _one_crop(self) -> "AugmentConfig":

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ import tomli_w
 
 from weightscope._util import atomic
 from weightscope._util.sources import open_regular
+from weightscope._util.workers import Workers
 from weightscope.errors import DataError, UsageError
 from weightscope.population.reading import Population
 from weightscope.population.shards import new_file
 from weightscope.spec import WeightSpec
+from weightscope.statistics.samples import over_parts
 
 _HEADERS = 2**16  # bytes, more than HDF5's own structures take
 _USER_BLOCK = 512
+_PART = 4096  # networks that a worker copies at least
 _DIGEST = re.compile(rb"weightscope-export 1, sha256 of what follows byte 512: ([0-9a-f]{64})\n\0*")
 _MOST_TEXT = 64 * 2**20
 SUFFIXES = (".h5", ".hdf5")
@@ -42,13 +46,20 @@ class Exported:
     environment: dict[str, object]
 
 
-def export(population: Population, path: str | Path, select: str | Sequence[str] = "*") -> Path:
+def export(
+    population: Population,
+    path: str | Path,
+    select: str | Sequence[str] = "*",
+    *,
+    workers: Workers | int | None = None,
+) -> Path:
     """Write one HDF5 file that can be read without weightscope.
 
     It holds `/weights` (n, D') float32 (contiguous, so that it can be memory-mapped), `/network` (n,) the networks'
     indices, `/seed` (n,), `/metrics/*`, and the texts `/spec` (JSON), `/recipe` (TOML, empty without one) and
     `/environment` (JSON). The weights are copied block by block. `select` has patterns as in `WeightSpec.select`; D' is
-    the size of the selected tensors. WeightscopeError if the file cannot be written; the old one is kept, and no
+    the size of the selected tensors. `workers`, as of `covariance`, copy a population of more than 4,096 networks; the
+    bytes do not depend on them. WeightscopeError if the file cannot be written; the old one is kept, and no
     partial one is left.
 
     Example:
@@ -80,14 +91,29 @@ def export(population: Population, path: str | Path, select: str | Sequence[str]
             for name, values in columns.items():
                 h5.create_dataset(name, data=values, track_times=False)
             weights = h5.create_dataset("weights", shape, "<f4", track_times=False)
-            start = 0
-            for block in population.chunks(select):
-                weights[start : start + len(block)] = block
-                start += len(block)
+            if weights.size:
+                weights[-1:, -1:] = 0  # gives the array its place in the file
+            place = weights.id.get_offset()
+        if place is not None:
+            file.flush()  # what HDF5 wrote, before others write beside it
+            starts = np.cumsum([0, *(len(part) for part in population.parts(_PART))])
+            copy = partial(_copy, os.path.abspath(file.name), place, starts, select)
+            over_parts(population, copy, workers, networks=_PART)
         text = f"weightscope-export 1, sha256 of what follows byte {_USER_BLOCK}: {_content(file)}\n"
         file.seek(0)
         file.write(text.encode())
     return path
+
+
+def _copy(file: str, place: int, starts: np.ndarray, select: str | Sequence[str], part: Population, i: int) -> int:
+    """Write the rows of a part to their place in the file; how many they are."""
+    row = int(starts[i])
+    with open(file, "r+b") as out:
+        for block in part.chunks(select):
+            out.seek(place + row * block.shape[1] * block.itemsize)
+            out.write(block.astype("<f4", copy=False).data)
+            row += len(block)
+    return row - int(starts[i])
 
 
 def read_export(path: str | Path) -> Exported:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -459,7 +460,7 @@ def names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
-    if not names:
+    if not checkpoint.spec.size:
         raise DataError(f"{checkpoint.source}: holds no weights; an optimiser's state?")
     return names
 
@@ -528,6 +529,7 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
+_MOST_NETWORKS, _MOST_ROWS = 100_000, 1_000_000  # that one text of addresses stands for; of a table
 _MOST_TEXT = 256 * 2**20  # bytes of a table or of results
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "should_checkpoint", "warmup_time", "time_this_iter_s", "time_total_s"}
@@ -574,7 +576,12 @@ def _braces(text: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", text)
     if match is None:
         return [text]
-    span = re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1])
+    span, many = (
+        re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1]),
+        f"{text}: expected at most {_MOST_NETWORKS:,} addresses",
+    )
+    if span and int(span[2]) - int(span[1]) >= _MOST_NETWORKS:
+        raise UsageError(many)
     if span:
         width = len(span[1]) if span[1].startswith("0") else 0
         values = [str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1)]
@@ -582,7 +589,12 @@ def _braces(text: str) -> list[str]:
         values = match[1].split(",")
     if span and not values:
         raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
-    return [each for value in values for each in _braces(text[: match.start()] + value + text[match.end() :])]
+    found: list[str] = []
+    for value in values:
+        found += _braces(text[: match.start()] + value + text[match.end() :])
+        if len(found) > _MOST_NETWORKS:
+            raise UsageError(many)
+    return found
 
 
 def _moments(addresses: list[str]) -> dict[int, str]:
@@ -655,16 +667,34 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _longest(column: Any) -> int:
+    """The characters of the longest text of a column of a parquet file; 0 for numbers."""
+    parts = [part.dictionary for part in column.chunks if hasattr(part, "dictionary")]
+    return max((len(text or "") for part in parts for text in part.to_pylist()), default=0)
+
+
+def _few(rows: int, size: int) -> None:
+    if rows > _MOST_ROWS or size > _MOST_TEXT:
+        raise ValueError(f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes")
+
+
 def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
     try:
         if file.suffix == ".parquet":
-            import pandas
+            import pandas  # noqa: F401 - `to_pandas` needs it
+            from pyarrow.parquet import ParquetFile
 
-            rows = pandas.read_parquet(file).to_dict("records")
+            about = ParquetFile(file).metadata
+            _few(about.num_rows, sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups)))
+            table = ParquetFile(file, read_dictionary=ParquetFile(file).schema_arrow.names).read()  # each text once
+            _few(0, max((about.num_rows * _longest(column) for column in table.columns), default=0))
+            rows = table.to_pandas().to_dict("records")
         else:
             text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
-            header, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
+            read = (line for line in csv.reader(text, strict=True) if line)
+            header, *lines = list(islice(read, _MOST_ROWS + 2)) or [[]]
+            _few(len(lines), 0)
             if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
                 raise ValueError(f"expected different names of columns, {len(header)} in each line")
             rows = [dict(zip(header, line, strict=True)) for line in lines]

@@ -15,7 +15,8 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -25,6 +26,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
+from weightscope._util.remote import RemotePath
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
@@ -37,6 +39,7 @@ _FORMAT = "weightscope-shard"
 _SCHEMA = 1
 _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
+_AHEAD, _AHEAD_BYTES = 8, 2**28  # shards of an object store that are downloaded ahead, at most
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
 _KINDS = {"weights": "f4", "snapshots": "f4", "digest": "u1", "seed": "u8", "metrics/diverged": "?"}  # others: numbers
 
@@ -80,6 +83,26 @@ def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
         return []
     tiles = sorted(int(name[:-3]) for name in names if re.fullmatch(r"\d{5,}\.h5", name))
     return [tile for tile in tiles if tile < manifest.tiles]
+
+
+def ahead(path: Path, manifest: Manifest, tiles: Iterable[int]) -> Iterator[int]:
+    """The tiles; their shards in an object store are downloaded before the loop's body opens them."""
+    tiles = list(tiles)
+    if not isinstance(path, RemotePath):
+        yield from tiles
+        return
+    files = [file for tile in tiles for file in (shard_file(path, tile), hash_file(shard_file(path, tile)))]
+    size = 4 * manifest.tile * manifest.spec.size * (1 + len(manifest.snapshots))
+    window = max(1, min(_AHEAD, _AHEAD_BYTES // max(1, size)))
+    with ThreadPoolExecutor(2 * window) as pool:
+        try:
+            for at, tile in enumerate(tiles):
+                for file in files[2 * at : 2 * (at + window)]:
+                    file.fetch(pool)
+                yield tile
+                RemotePath.forget(files[2 * at : 2 * at + 2])
+        finally:
+            RemotePath.forget(files)
 
 
 def networks_on_disk(path: Path, manifest: Manifest) -> int:

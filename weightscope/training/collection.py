@@ -257,11 +257,14 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
     todo, done = [], set[int]()
-    present = set(shards.tiles_on_disk(path, manifest))  # few of perhaps millions
-    for tile in range(manifest.tiles) if shard is None else [shard]:
-        state = shards.state(path, manifest, tile) if tile in present else None
+    wanted = range(manifest.tiles) if shard is None else [shard]
+    present = [tile for tile in shards.tiles_on_disk(path, manifest) if tile in wanted]  # few of perhaps millions
+    states = {tile: shards.state(path, manifest, tile) for tile in shards.ahead(path, manifest, present)}
+    for tile in wanted:
+        state = states.get(tile)
         if state is not None and state.kind == "done":
-            shards.tidy_hash(shards.shard_file(path, tile))
+            if tile == manifest.tiles - 1 or manifest.shorter_rows(tile):  # it may have replaced a shorter one
+                shards.tidy_hash(shards.shard_file(path, tile))
             done.add(tile)
             continue
         todo.append(tile)

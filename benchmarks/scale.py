@@ -1,0 +1,135 @@
+"""Populations of 10^5 and 10^6 small networks: what looks at their files, and statistics by one worker and by several.
+
+    python benchmarks/scale.py --networks 100000 --json benchmarks/results/scale.json
+
+A generator writes shards of 32 networks of about 1,000 weights. Commands are timed as a user waits for them, start of
+the interpreter included; statistics without it, by processes that have started, against reading the same shards with
+their hashes by as many processes. Files are warm in the page cache. Memory is the peak of the largest worker, imports
+included. That the bits are equal is asserted.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from reporting import write
+
+from weightscope._util import workers as pools
+from weightscope._util.workers import Workers, spread
+from weightscope.analysis.across_networks import joint_covariance
+from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.population import Population, shards
+from weightscope.population import manifest as manifests
+from weightscope.population.shards import seeds_of
+from weightscope.recipe import Recipe
+from weightscope.statistics.samples import over_parts
+from weightscope.training.request import Request
+
+RECIPE = {
+    "network": {"type": "convnext", "width": 12, "depth": 1, "kernel_size": 3},
+    "data": {"name": "digits", "train": 64, "test": 32},
+    "training": {"epochs": 1, "kernels": "torch"},
+    "population": {"networks": 1, "tile": 32},
+}
+
+
+def make_tiles(path: Path, manifest: manifests.Manifest, first: int, **_: Any) -> None:
+    """Write 256 shards of correlated random vectors."""
+    for tile in range(first, min(first + 256, manifest.tiles)):
+        rng = np.random.default_rng(tile)
+        weights = rng.standard_normal((32, manifest.spec.size), dtype=np.float32)
+        weights += rng.standard_normal((32, 1), dtype=np.float32)
+        metrics = {"diverged": np.zeros(32, dtype=bool), "test_accuracy": rng.random((32, 1), dtype=np.float32)}
+        seeds = seeds_of(manifest, 32 * tile, 32)
+        shards.save(path, manifest, shards.TrainedTile(tile, weights, seeds, metrics), "cpu")
+
+
+def read(part: Population, _: int) -> int:
+    """Read a part, with its hashes."""
+    return sum(len(rows) for rows in part.chunks())
+
+
+def covariance(population: Population, workers: int) -> list[np.ndarray]:
+    """The joint covariance of all tensors."""
+    found = joint_covariance(population, workers=workers)
+    return [found.matrix, found.mean]
+
+
+def exchangeable(population: Population, workers: int) -> list[np.ndarray]:
+    """The covariance averaged over permutations."""
+    return [
+        x
+        for found in exchangeable_covariance(population, workers=workers).types
+        for x in (found.covariance, found.errors)
+    ]
+
+
+def peaks() -> list[int]:
+    """Peak memory of the worker processes, in bytes."""
+    files = [Path(f"/proc/{worker.process.pid}/status") for worker in pools._spare]
+    lines = [line for file in files for line in file.read_text().splitlines() if line.startswith("VmHWM")]
+    return [1024 * int(line.split()[1]) for line in lines]
+
+
+def seconds(task: Any) -> tuple[float, Any]:
+    """The time that a task takes, and its result."""
+    begun = time.perf_counter()
+    found = task()
+    return time.perf_counter() - begun, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", type=int, default=100_000)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--folder", type=Path, help="where the population is, or is made")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        path = (options.folder or Path(temporary)) / f"{options.networks}.pop"
+        recipe = Recipe.parse(RECIPE).replace({"population.networks": options.networks})
+        request = Request.of(recipe, path, device="cpu")
+        manifest, _ = manifests.create_or_match(path, request.manifest, resize=True)
+        made, _ = seconds(
+            lambda: list(spread(partial(make_tiles, path, manifest), range(0, manifest.tiles, 256), Workers(count=2)))
+        )
+        size = manifest.spec.size
+        print(f"{options.networks:,} networks of {size:,} weights, written in {made:.0f} s", flush=True)
+        rows: list[dict[str, Any]] = []
+        for name, arguments in (
+            ("inspect", ["inspect", path]),
+            ("status", ["status", path]),
+            ("collect, nothing to train", ["collect", path, "-o", path]),
+            ("verify, 1 worker", ["verify", path, "--workers", "1"]),
+            ("verify, 2 workers", ["verify", path, "--workers", "2"]),
+        ):
+            command = [sys.executable, "-m", "weightscope", *map(str, arguments)]
+            taken, _ = seconds(partial(subprocess.run, command, check=True, capture_output=True))
+            rows.append({"row": name, "seconds": taken})
+            print(rows[-1], flush=True)
+        results: dict[str, Any] = {}
+        for count in options.workers:
+            reading, _ = seconds(partial(over_parts, Population(path), read, count))
+            rows.append({"row": "reading", "workers": count, "seconds": reading})
+            print(rows[-1], flush=True)
+            for statistic in (covariance, exchangeable):
+                name = statistic.__name__
+                taken, found = seconds(partial(statistic, Population(path), count))
+                first = results.setdefault(name, found)
+                assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, found, strict=True))
+                row = {"row": name, "workers": count, "seconds": taken, "times_reading": taken / reading}
+                peak = {"worker_peak_mib": max(peaks()) / 2**20} if count > 1 else {}
+                rows.append(row | peak | {"equal_bits": True})
+                print(rows[-1], flush=True)
+    write(options.json, rows, networks=options.networks, weights=size, load=os.getloadavg()[0])
+
+
+if __name__ == "__main__":
+    main()
