@@ -400,8 +400,8 @@ def _population(path: Path, workers: "Workers | int | None") -> Verification:
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
             rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    by_reference = population.manifest.imported is not None and population.manifest.imported.by_reference
-    for name, error in check(lambda part, _: part.check_sources()) if by_reference else ():
+    imported = population.manifest.imported
+    for name, error in check(lambda part, _: part.check_sources()) if imported and imported.by_reference else ():
         known = not name.startswith("hf://")  # of a model at the hub only the commit, of which nothing is fetched
         asks = error or ("" if known else f"only its commit is known; weightscope verify {name} --download")
         rows.append(_row(name, "damaged" if error else "verified" if known else "unverified", "sha256" * known, asks))
