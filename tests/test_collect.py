@@ -624,7 +624,7 @@ def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
 def test_a_folder_for_tensorboard_that_cannot_be_made(tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "file").touch()
-    with pytest.raises(WeightscopeError, match="cannot make the folder .*file"):
+    with pytest.raises(WeightscopeError, match=r"cannot make the folder .*file"):
         tensorboard(tmp_path / "file")
 
 
