@@ -16,6 +16,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope.analysis.exchangeable import Emergence, ExchangeableCovariance, emergence, exchangeable_covariance
+from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
 from weightscope.statistics.exchangeable import Pair, TypeCovariance
@@ -67,7 +68,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         summary=population.summary(),
         facts=facts,
         notes=values["notes"],
-        has={key: bool(values[key]) for key in ("metrics", "types", "pairs", "curves")},
+        has={key: bool(values[key]) for key in ("metrics", "types", "pairs")},
         data=Markup(json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
@@ -85,16 +86,15 @@ def _rounded(values: Any) -> Any:
 def _metrics(population: Population) -> list[dict[str, Any]]:
     """Of each metric the histogram at the end of training, and quantiles after each epoch if they are known."""
     kept, out = ~population.diverged, []
-    found = {name: np.asarray(values, float)[kept] for name, values in population.metrics.items()}
+    found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
     for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = np.atleast_2d(found[name].T)[-1]
-        last = last[np.isfinite(last)]
-        if name.endswith("_per_epoch") or name in _NOT_RESULTS or not last.size:
+        last = found[name][np.isfinite(found[name])].astype(float)
+        if not last.size:
             continue
         low, width = last.min(), np.ptp(last) or max(abs(last[0]), 1)  # bins of large, near numbers need a scale
         counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
         edges = edges * width + low
-        curves = found.get(f"{name}_per_epoch", np.empty((0, 0)))
+        curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
         low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if curves.size else np.empty((3, 0))
         out.append(
             {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
