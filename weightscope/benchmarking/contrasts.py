@@ -10,16 +10,7 @@ import numpy as np
 
 from weightscope._util.arms import point_text, value_text
 from weightscope._util.names import shortened, unknown
-from weightscope.benchmarking.statistics import (
-    Hits,
-    Runs,
-    by_arm,
-    cell_key,
-    holm_levels,
-    images_interval,
-    paired,
-    values_of,
-)
+from weightscope.benchmarking.statistics import Hits, Runs, by_arm, cell_key, crossed, holm_levels, paired, values_of
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.statistics.index_effects import holm
@@ -157,6 +148,6 @@ def contrast_tests(
         ends = found["difference_ci95"] and [size * end for end in found["difference_ci95"]]
         row = {"contrast": contrasts[i].text, "declared": bool(declared[i]) if declared else False}
         row |= {"difference": size * found["difference"], "ci": ends, "level": level}
-        row["ci_images"] = images_interval(contrasts[i].weights, hits or {}, seeds, ends, level)
+        row["ci_images"] = crossed(contrasts[i].weights, hits or {}, seeds, ends, level)
         rows.append(row | {"p": p, "p_holm": adjusted, "pairs": int(np.isfinite(a - b).sum()), "seeds": len(a)})
     return rows

@@ -124,8 +124,7 @@ class BenchResult(Result):
 
     def _over_images(self, cells: bool) -> str:
         """Each comparison with its interval for the test images that were used, and that over networks and images."""
-        empty: dict[str, Any] = {"cell": {}}
-        found = [(empty, row["contrast"], "", row["ci"], row.get("ci_images")) for row in self.contrasts]
+        found = [(row | {"cell": {}}, row["contrast"], "", row["ci"], row.get("ci_images")) for row in self.contrasts]
         for key, other in {"difference": "reference", **{one.key: one.arm for one in CONTROLS.values()}}.items():
             found += [
                 (row, f"{row['init']} - {row[other]}", f"{row['epochs']}", row[f"{key}_ci_holm"], both)

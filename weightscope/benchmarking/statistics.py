@@ -134,7 +134,7 @@ def _adjust(tests: Sequence[_Test], metric: Metric, hits: Hits) -> None:
     for (row, key, values, base, weights, seeds), adjusted, level in found:
         p, interval = "" if key == "difference" else f"{key}_", paired(values, base, metric, level)["difference_ci95"]
         row |= {f"{p}p_holm": adjusted, f"{p}level": level, f"{key}_ci_holm": interval}
-        row[f"{key}_ci_images"] = images_interval(weights, hits, seeds, interval, level)
+        row[f"{key}_ci_images"] = crossed(weights, hits, seeds, interval, level)
 
 
 def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -296,10 +296,8 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
 
 
-def over_images(
-    differences: np.ndarray, interval: Sequence[float], level: float = LEVEL, most: float = 1.0
-) -> list[float]:
-    """The interval over networks and images of the mean of differences (n, m), of n networks on m images.
+def over_images(d: np.ndarray, interval: Sequence[float], level: float = LEVEL, most: float = 1.0) -> list[float]:
+    """The interval over networks and images of the mean of differences d (n, m), of n networks on m images.
 
         mean +- t sqrt(V),   V = a + b - e,   nu = V^2 / (a^2 / (n - 1) + b^2 / (m - 1) + e^2 / ((n - 1) (m - 1)))
 
@@ -311,12 +309,12 @@ def over_images(
 
     Source: Cornfield and Tukey 1956; Satterthwaite 1946; bootstrapped by Owen, The pigeonhole bootstrap, 2007.
     """
-    n, m = differences.shape
+    n, m = d.shape
     if min(n, m) < 2:
         return [-most, most]
-    rows, columns, mean = differences.mean(1), differences.mean(0), float(differences.mean())
+    rows, columns, mean = d.mean(1), d.mean(0), float(d.mean())
     a, b = rows.var(ddof=1) / n, columns.var(ddof=1) / m
-    e = np.square(differences - rows[:, None] - columns + mean).sum() / ((n - 1) * (m - 1) * n * m)
+    e = np.square(d - rows[:, None] - columns + mean).sum() / ((n - 1) * (m - 1) * n * m)
     half = 0.0
     if b > e:
         freedom = (a + b - e) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1) + e**2 / ((n - 1) * (m - 1)))
@@ -324,7 +322,7 @@ def over_images(
     return [max(-most, min(interval[0], mean - half)), min(most, max(interval[1], mean + half))]
 
 
-def images_interval(
+def crossed(
     weights: Mapping[Place, float], hits: Hits, seeds: Sequence[int], interval: Sequence[float] | None, level: float
 ) -> list[float] | None:
     """`over_images` of a sum of arms with weights that add up to zero; None unless all have hits of as many images."""
