@@ -101,10 +101,8 @@ def main() -> None:
             lambda: list(spread(partial(make_tiles, path, manifest), range(0, manifest.tiles, 256), Workers(count=2)))
         )
         size = manifest.spec.size
-        rows: list[dict[str, Any]] = [
-            {"row": f"writing {options.networks:,} networks of {size:,} weights", "seconds": made}
-        ]
-        print(rows[0], flush=True)
+        print(f"{options.networks:,} networks of {size:,} weights, written in {made:.0f} s", flush=True)
+        rows: list[dict[str, Any]] = []
         for name, arguments in (
             ("inspect", ["inspect", path]),
             ("status", ["status", path]),
@@ -127,7 +125,8 @@ def main() -> None:
                 first = results.setdefault(name, found)
                 assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, found, strict=True))
                 row = {"row": name, "workers": count, "seconds": taken, "times_reading": taken / reading}
-                rows.append(row | {"worker_peak_mib": max(peaks(), default=0) / 2**20, "equal_bits": True})
+                peak = {"worker_peak_mib": max(peaks()) / 2**20} if count > 1 else {}
+                rows.append(row | peak | {"equal_bits": True})
                 print(rows[-1], flush=True)
     write(options.json, rows, networks=options.networks, weights=size, load=os.getloadavg()[0])
 

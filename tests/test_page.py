@@ -56,6 +56,7 @@ def test_its_numbers_are_those_of_the_results(population, tmp_path):
     pairs = {found.words(pair): pair.correlation for pair in found.pairs()}
     assert pairs[training["lines"][0]["name"]] == pytest.approx(training["lines"][0]["r"][1], rel=1e-3)
     for line in depth["lines"]:
+        assert line["x"] == depth["order"]
         for block, r in zip(line["x"], line["r"], strict=True):
             assert r == pytest.approx(pairs[f"{block}: {line['name']}"], rel=1e-3)
     assert depth["lines"]
@@ -127,7 +128,8 @@ def test_a_browser_can_look_into_it(population, tmp_path):
             page.locator("#map").scroll_into_view_if_needed()
             box = page.locator("#map .nsewdrag").bounding_box()
             labels = values["types"][0]["labels"]
-            page.mouse.move(box["x"] + box["width"] * 1.5 / len(labels), box["y"] + box["height"] * 0.5 / len(labels))
+            side = min(box["width"], box["height"]) / len(labels)
+            page.mouse.move(box["x"] + 1.5 * side, box["y"] + 0.5 * side)
             page.wait_for_selector("#map .hovertext")
             shown = page.inner_text("#cell")
             assert shown.startswith(f"{labels[0]}; {labels[1]}; correlation ")

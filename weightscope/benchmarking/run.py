@@ -24,12 +24,12 @@ from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
-from weightscope._util.workers import Workers, chosen_workers
+from weightscope._util.workers import Workers, chosen_workers, makespan
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Chance, Place, cell_key, summarise
-from weightscope.data.metrics import ACCURACY, METRICS, Metric, over_lengths
+from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
@@ -240,7 +240,7 @@ def plan_bench(
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
     workers = on.count or usable_cores()
-    expected = _makespan(seconds, workers) if measure or not any(missing) else None
+    expected = makespan(seconds, [0.0] * workers) if measure or not any(missing) else None
     return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
@@ -392,7 +392,7 @@ class Design:
 
     def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
         """One row for each network of an arm."""
-        curves, found = found.get(f"{self.metric.name}_per_epoch"), {**found, **over_lengths(found)}
+        curves, found = found.get(f"{self.metric.name}{PER_EPOCH}"), {**found, **over_lengths(found)}
         return [
             {
                 "init": arm.init,
@@ -478,11 +478,3 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
             share = None
         out += [share] * request.manifest.rows(tile)
     return out
-
-
-def _makespan(seconds: Sequence[float], workers: int) -> float:
-    """Wall time of tasks that are given in turn to the worker that is free first."""
-    busy = [0.0] * workers
-    for each in seconds:
-        busy[busy.index(min(busy))] += each
-    return max(busy)

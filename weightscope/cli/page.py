@@ -16,6 +16,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope.analysis.exchangeable import Emergence, ExchangeableCovariance, emergence, exchangeable_covariance
+from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
 from weightscope.statistics.exchangeable import Pair, TypeCovariance
@@ -67,7 +68,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         summary=population.summary(),
         facts=facts,
         notes=values["notes"],
-        has={key: bool(values[key]) for key in ("metrics", "types", "pairs", "curves")},
+        has={key: bool(values[key]) for key in ("metrics", "types", "pairs")},
         data=Markup(json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
@@ -85,14 +86,13 @@ def _rounded(values: Any) -> Any:
 def _metrics(population: Population) -> list[dict[str, Any]]:
     """Of each metric the histogram at the end of training, and quantiles after each epoch if they are known."""
     kept, out = ~population.diverged, []
-    found = {name: np.asarray(values, float)[kept] for name, values in population.metrics.items()}
+    found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
     for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = found[name].reshape(len(found[name]), -1)[:, -1:]
-        last = last[np.isfinite(last)]
-        if name.endswith("_per_epoch") or name in _NOT_RESULTS or not last.size:
+        last = found[name][np.isfinite(found[name])]
+        if not last.size:
             continue
         counts, edges = np.histogram(last, bins=min(_BINS, max(5, math.isqrt(last.size))))
-        curves = found.get(f"{name}_per_epoch", np.empty((0, 0)))
+        curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
         low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if curves.size else np.empty((3, 0))
         out.append(
             {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": _rounded(edges)}
@@ -160,11 +160,11 @@ def _over_depth(found: ExchangeableCovariance, pairs: Sequence[Pair]) -> list[di
         block, _, parts = found.words(pair).partition(": ")
         if pair.signed and pair.a.startswith(f"{block}.") and pair.b.startswith(f"{block}."):
             lines[parts][block] = pair
-    several = [(name, line) for name, line in lines.items() if len(line) > 1][:_CURVES]
-    drawn = [_line(name, list(line), list(line.values())) for name, line in several]
+    several = {name: line for name, line in lines.items() if len(line) > 1}
     views = [view.name for view in found.permutations.views]
-    blocks = {block for _, line in several for block in line}
+    blocks = {block for line in several.values() for block in line}
     order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
+    drawn = [_line(name, order, [line.get(block) for block in order]) for name, line in several.items()][:_CURVES]
     return [{"title": "Correlations within a block, over depth", "axis": "block", "order": order, "lines": drawn}]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -48,7 +49,9 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     from weightscope.cli.demo import run_demo
 
     report = run_demo(out, networks=networks, epochs=epochs, seeds=seeds, say=click.echo, **options)
-    click.echo(f"\nThe report: {report}")
+    click.echo(
+        f"\nThe report: {report}\nA page: weightscope report {shlex.quote(str(out / 'digits.pop'))} -o page.html"
+    )
 
 
 price_option = click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
@@ -142,6 +145,8 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
     from weightscope.population.importing import sources_of
 
     networks, metrics, moments = sources_of(sources)
+    if moments is None and snapshots not in ("all", "none"):
+        raise UsageError(f"--snapshots: expected several moments of each network, found one; leave out {snapshots}")
     if moments is not None and snapshots != "all":
         words = [] if snapshots == "none" else snapshots.split(",")
         if not all(re.fullmatch(r"\s*[0-9]{1,12}\s*", word) for word in words):

@@ -589,9 +589,11 @@ def _braces(text: str) -> list[str]:
         values = match[1].split(",")
     if span and not values:
         raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
-    found = [each for value in values for each in _braces(text[: match.start()] + value + text[match.end() :])]
-    if len(found) > _MOST_NETWORKS:
-        raise UsageError(many)
+    found: list[str] = []
+    for value in values:
+        found += _braces(text[: match.start()] + value + text[match.end() :])
+        if len(found) > _MOST_NETWORKS:
+            raise UsageError(many)
     return found
 
 
@@ -665,6 +667,12 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _longest(column: Any) -> int:
+    """The characters of the longest text of a column of a parquet file; 0 for numbers."""
+    parts = [part.dictionary for part in column.chunks if hasattr(part, "dictionary")]
+    return max((len(text or "") for part in parts for text in part.to_pylist()), default=0)
+
+
 def _few(rows: int, size: int) -> None:
     if rows > _MOST_ROWS or size > _MOST_TEXT:
         raise ValueError(f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes")
@@ -674,12 +682,14 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
     try:
         if file.suffix == ".parquet":
-            import pandas
-            from pyarrow.parquet import read_metadata
+            import pandas  # noqa: F401 - `to_pandas` needs it
+            from pyarrow.parquet import ParquetFile
 
-            about = read_metadata(file)
+            about = ParquetFile(file).metadata
             _few(about.num_rows, sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups)))
-            rows = pandas.read_parquet(file).to_dict("records")
+            table = ParquetFile(file, read_dictionary=ParquetFile(file).schema_arrow.names).read()  # each text once
+            _few(0, max((about.num_rows * _longest(column) for column in table.columns), default=0))
+            rows = table.to_pandas().to_dict("records")
         else:
             text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
             read = (line for line in csv.reader(text, strict=True) if line)

@@ -20,6 +20,7 @@ from weightscope._util.names import matching
 from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.torch_random import seeded
+from weightscope.data.metrics import PER_EPOCH
 from weightscope.data.registry import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
@@ -197,7 +198,7 @@ class TileRun:
                 history.setdefault(name, []).append(values)
         weights = self._weights()
         metrics = {name: values[-1] for name, values in history.items()}
-        metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
+        metrics |= {f"{name}{PER_EPOCH}": np.stack(values, axis=1) for name, values in history.items()}
         losses = np.stack([metrics["train_loss"], metrics["test_loss"]])
         finite = np.isfinite(weights).all(axis=1) & np.isfinite(losses).all(axis=0)
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}

@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from weightscope.data.metrics import at_end
 from weightscope.errors import UsageError
 from weightscope.training.collection import TileResult
 
@@ -36,11 +37,10 @@ def tensorboard(folder: str | Path) -> Callable[[TileResult], None]:
         kept = ~result.metrics["diverged"]
         run.add_scalar("seconds", result.seconds, result.tile)
         run.add_scalar("diverged", 1 - kept.mean(), result.tile)
-        for name, values in result.metrics.items():
-            if name.startswith("test_") and not name.endswith("_per_epoch") and kept.any():
-                last = values.reshape(len(kept), -1)[kept, -1]
-                run.add_scalar(name, last.mean(), result.tile)
-                run.add_histogram(name, last, result.tile)
+        for name, values in at_end(result.metrics).items():
+            if name.startswith("test_") and kept.any():
+                run.add_scalar(name, values[kept].mean(), result.tile)
+                run.add_histogram(name, values[kept], result.tile)
         run.flush()
 
     return write
