@@ -86,7 +86,7 @@ def test_initialisers_have_numbers_in_parentheses() -> None:
     assert labelled({"name": "mine:f", "x": 2}) == ("f (x=2)", InitConfig.model_validate({"name": "mine:f", "x": 2}))
     for text in ("a=false, delta=true", "a=False, delta=True"):  # as in recipes, and as in Python
         assert parse_init(f"mimetic_ssm({text}, c=4)").parameters == {"a": False, "delta": True, "c": 4}
-    for bad in ("f(1)", "f(x=open('a'))", "f(x=1", "f(x=1)+g(x=2)", "f(**{})", "f(a=no)", "f(a=FALSE)"):
+    for bad in ("f(1)", "f(x=open('a'))", "f(x=1", "f(x=1)+g(x=2)", "f(x=1, x=2)", "f(**{})", "f(a=no)", "f(a=FALSE)"):
         with pytest.raises(UsageError, match="--init: expected"):
             labelled(bad)
 
