@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from weightscope import training
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
@@ -75,6 +76,12 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     )
 
 
+def use(monkeypatch, train_tile=train_tile):
+    """Put a trainer in place of the real one."""
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", spec_of)
+
+
 def train_tile_and_die(recipe, tile, **options):
     """As the kernel kills a process when memory runs out, in tile 1."""
     if tile == 1:
@@ -115,7 +122,6 @@ def collect_in_process(path, recipe, trainer="small", workers=1, environment=())
 
     What it and its workers print goes to a file beside the population, unless it is in an object store.
     """
-    from weightscope import training
     from weightscope.errors import WeightscopeError
     from weightscope.training.collection import collect
 
