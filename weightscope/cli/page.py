@@ -8,7 +8,7 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise UsageError("plotly is not installed; `pip install plotly`, whose library the page contains") from error
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
@@ -60,10 +59,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         values |= _structure(found)
         if population.snapshots:
             values["curves"].append(_over_training(emergence(population, select)))
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    text = environment.get_template("page.html").render(
+    text = template("page.html").render(
         title=population.path.name,
         summary=population.summary(),
         facts=facts,
@@ -74,6 +70,16 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     )
     atomic.write(Path(path), text.encode(errors="replace"))  # a name that is not UTF-8
     return Path(path)
+
+
+def template(name: str, **filters: Callable[..., str]) -> Any:
+    """A jinja2 template of this folder, in which a name without a value is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters.update(filters)
+    return environment.get_template(name)
 
 
 def _rounded(values: Any) -> Any:
