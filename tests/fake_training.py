@@ -63,6 +63,7 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     return SimpleNamespace(
         index=tile,
         digest=None,
+        hits=None,
         weights=weights,
         snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
         seeds=np.array([torch_seed(seed, k, Purpose.INIT) for k in numbers], dtype=np.uint64),

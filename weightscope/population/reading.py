@@ -276,6 +276,19 @@ class Population(Result):
         """Name -> value of each network, shape (n,), or of each epoch, shape (n, E)."""
         return self._table[1]
 
+    @cached_property
+    def hits(self) -> np.ndarray | None:
+        """Which of the m test images each network classifies rightly, shape (n, m) bool.
+
+        None of sequences and imported networks, and if a shard was written by a version that did not store them.
+        """
+        parts = []
+        for tile in shards.ahead(self.path, self.manifest, self._rows):
+            with self._open(tile) as h5:
+                parts.append(shards.hits_in(h5, self._rows[tile]))
+        known = [part for part in parts if part is not None]
+        return np.concatenate(known) if known and len(known) == len(parts) else None
+
     @property
     def diverged(self) -> np.ndarray:
         """Which networks statistics leave out, shape (n,) bool: those that diverged in training.

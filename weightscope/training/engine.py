@@ -39,7 +39,10 @@ from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_facto
 
 
 class Batches(Protocol):
-    """What the engine needs of the data: the batches of T networks."""
+    """What the engine needs of the data: the batches of T networks.
+
+    `hits`, (T, m) booleans of m test images after `evaluate`, are stored if there are any.
+    """
 
     batch: int
     steps: int
@@ -201,7 +204,9 @@ class TileRun:
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
-        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots)
+        hits = getattr(self.batches, "hits", None)
+        hits = None if hits is None else hits.cpu().numpy()
+        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots, hits=hits)
 
     def _weights(self) -> np.ndarray:
         """What is stored of the weights, (T, D): of the average, if there is one."""
