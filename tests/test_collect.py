@@ -604,6 +604,25 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert events.Histograms("test_accuracy")[0].histogram_value.num == 7
 
 
+@pytest.mark.parametrize(("value", "shown"), [(np.inf, 0), (np.nan, 0), (1e25, 0), (2.0, 2)])
+def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
+    """The perplexity of a loss above 88 is infinite in float32; it does not stop the run."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    metrics = {"diverged": np.zeros(2, bool), "test_perplexity": np.full(2, value)}
+    tensorboard(tmp_path)(SimpleNamespace(path="a.pop", metrics=metrics, seconds=1.0, tile=0))
+    events = accumulator.EventAccumulator(str(tmp_path / "a")).Reload()
+    np.testing.assert_equal([each.value for each in events.Scalars("test_perplexity")], [np.float32(value)])
+    found = [events.Histograms(name)[0].histogram_value.num for name in events.Tags()["histograms"]]
+    assert found == [shown] * bool(shown)
+
+
+def test_a_folder_for_tensorboard_that_cannot_be_made(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightscopeError, match=r"cannot make the folder .*file"):
+        tensorboard(tmp_path / "file")
+
+
 @pytest.mark.parametrize("log", ["tensorboard", "tensorboard:", "wandb:x"])
 def test_log_that_is_none(tmp_path, log):
     found = CliRunner().invoke(cli, ["collect", "digits-convnext", "-o", str(tmp_path / "a.pop"), "--log", log])

@@ -18,7 +18,7 @@ from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
 from weightscope.cli import cli, main
-from weightscope.errors import DataError, RecipeError, WeightscopeError
+from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, export, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import DataConfig
@@ -101,6 +101,12 @@ def test_what_is_a_population():
     assert not is_population("hf://org/x.pop")
     assert str(location("file:///tmp/x.pop")) == "/tmp/x.pop"
     assert location(Path("s3://b/x.pop")) == location("s3://b/x.pop")  # pathlib drops a slash
+    assert location("S3://b/x.pop") == location(Path("S3://b/x.pop")) == location("s3://b/x.pop")
+    assert str(location("FILE:///tmp/x.pop")) == "/tmp/x.pop"
+    with pytest.raises(UsageError, match="Protocol not known: simplecache::s3"):
+        location("simplecache::s3://b/x.pop").exists()
+    with pytest.raises(UsageError, match="found an address of the hub"):
+        collect(fake.recipe(), "hf://org/x.pop")
 
 
 # --- populations ------------------------------------------------------------------------------------------------------

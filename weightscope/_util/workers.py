@@ -156,6 +156,8 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
+    if scheduler is not None and backend == "loky":
+        raise UsageError(f"scheduler: expected none for backend loky, found {scheduler}; give backend dask or ray")
     return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 

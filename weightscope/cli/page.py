@@ -68,7 +68,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         data=Markup(json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
-    atomic.write(Path(path), text.encode())
+    atomic.write(Path(path), text.encode(errors="replace"))  # a name that is not UTF-8
     return Path(path)
 
 
@@ -94,14 +94,16 @@ def _metrics(population: Population) -> list[dict[str, Any]]:
     kept, out = ~population.diverged, []
     found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
     for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = found[name][np.isfinite(found[name])]
+        last = found[name][np.isfinite(found[name])].astype(float)
         if not last.size:
             continue
-        counts, edges = np.histogram(last, bins=min(_BINS, max(5, math.isqrt(last.size))))
+        low, width = last.min(), np.ptp(last) or max(abs(last[0]), 1)  # bins of large, near numbers need a scale
+        counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
+        edges = edges * width + low
         curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
         low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if curves.size else np.empty((3, 0))
         out.append(
-            {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": _rounded(edges)}
+            {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
             | {"low": _rounded(low), "middle": _rounded(middle), "high": _rounded(high)}
         )
     return out

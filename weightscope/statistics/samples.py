@@ -144,10 +144,10 @@ def over_parts(
     Raises:
         WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
     """
+    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
     parts: list[Any] = source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else [source]
     if len(parts) < 2:
         return task(source, 0)
-    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
     chosen = chosen.on_device("cpu", len(parts))
     if chosen.backend == "loky" and chosen.count is not None:
         most = max(1, available_memory() // (_COPIES * max(size, 1)))
