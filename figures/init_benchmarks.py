@@ -1,4 +1,4 @@
-"""The studies that compare initialisers on paired seeds: reads analyses/*_inits/results.json."""
+"""The studies that compare initialisers on paired seeds: analyses/*_inits and mimetic_beyond_scale."""
 
 import re
 from pathlib import Path
@@ -39,5 +39,5 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for study in sorted(ANALYSES.glob("*_inits")):
+    for study in [*sorted(ANALYSES.glob("*_inits")), ANALYSES / "mimetic_beyond_scale"]:
         main(study / "results.json", HERE / f"{study.name}.png")

@@ -395,6 +395,11 @@ def json_files(draw: Random, folder: Path) -> list[str]:
     return ["inspect", str(folder)]
 
 
+def resident(process: int) -> int:
+    """Bytes in memory."""
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * resource.getpagesize()
+
+
 def outcome(seed: int, folder: Path, chosen: str | None = None) -> tuple[str, str]:
     """Kind and verdict of a random case: "said" and the line, "read", or what is wrong with it."""
     draw = Random(seed)
@@ -407,18 +412,19 @@ def outcome(seed: int, folder: Path, chosen: str | None = None) -> tuple[str, st
     finally:
         os.chdir(here)
     small = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    before = resident(os.getpid())
     process = os.fork()
     if not process:
         _run(arguments, folder)
     began, found = time.monotonic(), 0
-    while not found and time.monotonic() - began < 3 * SECONDS:
+    while not found and time.monotonic() - began < 20 * SECONDS and resident(process) - before < 8 * BYTES:
         found, status, used = os.wait4(process, os.WNOHANG)
         time.sleep(0.005)
     if not found:
+        size = resident(process) - before
         os.kill(process, 9)
         os.waitpid(process, 0)
-        return name, f"WRONG hangs: {arguments}"
+        return name, f"WRONG still runs, {size >> 20} MB: {arguments}"
     seconds, grown = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 - before
     text = (folder / ".said").read_text(errors="replace")
     code = os.waitstatus_to_exitcode(status)
@@ -443,6 +449,7 @@ def _run(arguments: list[str], folder: Path) -> None:
         os.dup2(out, stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))  # not those of pytest
     resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30, 64 * 2**30))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(3 * SECONDS), int(3 * SECONDS)))
     code = 99
     try:
         main(arguments)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from weightscope import training
 from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
@@ -62,6 +63,7 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     return SimpleNamespace(
         index=tile,
         digest=None,
+        hits=None,
         weights=weights,
         snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
         seeds=np.array([torch_seed(seed, k, Purpose.INIT) for k in numbers], dtype=np.uint64),
@@ -72,6 +74,12 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
             "diverged": diverged,
         },
     )
+
+
+def use(monkeypatch, train_tile=train_tile):
+    """Put a trainer in place of the real one."""
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(training, "spec_of", spec_of)
 
 
 def train_tile_and_die(recipe, tile, **options):
@@ -114,7 +122,6 @@ def collect_in_process(path, recipe, trainer="small", workers=1, environment=())
 
     What it and its workers print goes to a file beside the population, unless it is in an object store.
     """
-    from weightscope import training
     from weightscope.errors import WeightscopeError
     from weightscope.training.collection import collect
 

@@ -48,7 +48,7 @@ class Collector:
         metrics = {"test_accuracy": accuracy, "test_bits": bits, "test_loss": bits * np.log(2)}
         curves = {f"{name}_per_epoch": values[:, None] for name, values in metrics.items()}
         return SimpleNamespace(
-            metrics=metrics | curves | {"diverged": ~np.isfinite(bits)}, environment={"device": "none"}
+            metrics=metrics | curves | {"diverged": ~np.isfinite(bits)}, environment={"device": "none"}, hits=None
         )
 
 

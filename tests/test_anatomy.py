@@ -576,8 +576,19 @@ def test_unknown_head_count():
     state_dict = built("timm-vit").state_dict()
     with pytest.raises(AnatomyError, match=r"`blocks.0.attn`.*config=\{'num_attention_heads'"):
         anatomy.attention(state_dict)
-    with pytest.raises(AnatomyError, match="5 heads do not divide"):
-        anatomy.attention(state_dict, {"num_heads": 5})
+    for heads in (5, 0, -2):
+        with pytest.raises(AnatomyError, match=f"{heads} heads do not divide"):
+            anatomy.attention(state_dict, {"num_heads": heads})
+
+
+@pytest.mark.parametrize("key", ["num_heads", "num_attention_heads"])
+def test_a_head_count_that_is_given_counts_before_the_model_s(key):
+    model = built("timm-vit")
+    stored = Checkpoint(model.state_dict())
+    stored.config |= {"num_heads": 3, "num_attention_heads": 3}
+    assert {part.heads for part in anatomy.attention(stored, {key: 1})} == {1}
+    with pytest.raises(AnatomyError, match="computes something else"):  # a module is run
+        anatomy.attention(model, {key: 1})
 
 
 def test_wrong_shapes_names_and_types():

@@ -16,10 +16,11 @@ from pictures import runs_of as rows_of
 from scipy.stats import ttest_rel
 
 from weightscope import plots, training
+from weightscope._util.workers import makespan
 from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import run as plans
 from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
-from weightscope.benchmarking.run import Design, _makespan
+from weightscope.benchmarking.run import Design
 from weightscope.cli import cli
 from weightscope.errors import RecipeError, Resumable, UsageError
 from weightscope.fits import PopulationFit
@@ -85,7 +86,7 @@ def test_initialisers_have_numbers_in_parentheses() -> None:
     assert labelled({"name": "mine:f", "x": 2}) == ("f (x=2)", InitConfig.model_validate({"name": "mine:f", "x": 2}))
     for text in ("a=false, delta=true", "a=False, delta=True"):  # as in recipes, and as in Python
         assert parse_init(f"mimetic_ssm({text}, c=4)").parameters == {"a": False, "delta": True, "c": 4}
-    for bad in ("f(1)", "f(x=open('a'))", "f(x=1", "f(x=1)+g(x=2)", "f(**{})", "f(a=no)", "f(a=FALSE)"):
+    for bad in ("f(1)", "f(x=open('a'))", "f(x=1", "f(x=1)+g(x=2)", "f(x=1, x=2)", "f(**{})", "f(a=no)", "f(a=FALSE)"):
         with pytest.raises(UsageError, match="--init: expected"):
             labelled(bad)
 
@@ -213,7 +214,7 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert "; cost " in replace(plan, price=2.5).summary()
     assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
-    assert [_makespan([3.0, 1.0, 1.0, 1.0], 2), _makespan([1.0] * 5, 2), _makespan([], 2)] == [3, 3, 0]
+    assert [makespan(tasks, [0.0, 0.0]) for tasks in ([3.0, 1.0, 1.0, 1.0], [1.0] * 5, [])] == [3, 3, 0]
     bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
     plan = plan_bench(RECIPE, inits, tmp_path, **given, **options, measure=False)
     assert [row["done"] for row in plan.cells] == [2, 0]

@@ -174,6 +174,18 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
         assert layer.vo.residual < 0.05
 
 
+def test_a_multiple_of_a_projection_has_no_noise():
+    """W W^T = beta P of rank r is the best part of rank r of beta I, so alpha = 0, exactly."""
+    source = vit(96, 1, 3)
+    part = attention(source)[0]
+    basis = torch.linalg.qr(torch.randn(96, 32, generator=seeded(), dtype=torch.float64))[0]
+    for name in ("q", "k"):
+        part.write(name, basis.mul(0.8).expand(3, -1, -1))
+    found = fit_identity_product(source, parts="qk").numbers.layers[0].qk
+    assert (found.alpha, found.beta) == pytest.approx((0, 0.64), abs=1e-3)
+    assert found.residual < 1e-3
+
+
 def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
     model = nn.Sequential(*(nn.Conv2d(64, 64, k, groups=64) for k in (3, (1, 7), 3)))
     with torch.no_grad():

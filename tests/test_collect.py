@@ -38,11 +38,6 @@ def run(path, recipe=None, **options):
     return collect(recipe or fake.recipe(), path, workers=1, **options)
 
 
-def use(monkeypatch, train_tile):
-    monkeypatch.setattr(training, "train_tile", train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
-
-
 @pytest.fixture
 def trained(monkeypatch):
     """The fake trainer in place of the real one; the tiles that it was asked for."""
@@ -52,7 +47,7 @@ def trained(monkeypatch):
         tiles.append(tile)
         return fake.train_tile(recipe, tile, **options)
 
-    use(monkeypatch, train_tile)
+    fake.use(monkeypatch, train_tile)
     return tiles
 
 
@@ -188,7 +183,7 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
             collect(fake.recipe(), path, networks=24, shard=2)
         return fake.train_tile(recipe, tile)
 
-    use(monkeypatch, train_tile)
+    fake.use(monkeypatch, train_tile)
     population = run(path)
     assert (len(population), population.missing) == (24, ())
 
@@ -197,7 +192,7 @@ def test_a_longer_shard_of_another_process_is_kept(tmp_path, monkeypatch):
 def test_of_two_sizes_at_once_the_larger_counts_and_it_is_said(tmp_path, monkeypatch, caplog, asked, other):
     """Whoever began and ended first, and whether the population was new."""
     for path, begun in ((tmp_path / "new.pop", None), (tmp_path / "old.pop", 10)):
-        use(monkeypatch, fake.train_tile)
+        fake.use(monkeypatch)
         if begun:
             run(path, networks=begun)
         meanwhile = [other]
@@ -207,7 +202,7 @@ def test_of_two_sizes_at_once_the_larger_counts_and_it_is_said(tmp_path, monkeyp
                 run(path, networks=meanwhile.pop())
             return fake.train_tile(recipe, tile)
 
-        use(monkeypatch, train_tile)
+        fake.use(monkeypatch, train_tile)
         (path / "shards/00000.h5").unlink(missing_ok=True)  # so that there is something to train
         caplog.clear()
         assert len(run(path, networks=asked)) == len(Population(path)) == 14
@@ -281,7 +276,7 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(tmp_path, monkeypatch, exis
         (tmp_path / "a.pop/shards/.00001.h5.weightscope-7-0123456789abcdef.tmp").write_text("half")
         raise DataError("broken")
 
-    use(monkeypatch, fail)
+    fake.use(monkeypatch, fail)
     if existed:
         (tmp_path / "a.pop").mkdir()
     with pytest.raises(DataError, match="broken"):
@@ -291,7 +286,7 @@ def test_a_trainer_that_fails_at_once_leaves_nothing(tmp_path, monkeypatch, exis
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_tiles_that_raise_are_named_when_the_others_are_done(tmp_path, monkeypatch, workers):
-    use(monkeypatch, fake.train_tile_or_raise)
+    fake.use(monkeypatch, fake.train_tile_or_raise)
     message = r"^RuntimeError: odd, in tile 1 \(networks 8 to 15\), tile 3 .*: 24 of 40 networks are kept"
     with pytest.raises(Resumable, match=message) as error:
         collect(fake.recipe(networks=40), tmp_path / "a.pop", workers=workers)
@@ -371,7 +366,7 @@ def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference
             os.kill(os.getpid(), number)
         return fake.train_tile(recipe, tile)
 
-    use(monkeypatch, train_tile)
+    fake.use(monkeypatch, train_tile)
     path = tmp_path / "a.pop"
     with pytest.raises(Resumable, match=r"stopped: 8 of 20 networks are kept in .*a.pop; run the same") as error:
         run(path)
@@ -379,7 +374,7 @@ def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert Population(path, partial=True).missing == (1, 2)
     assert not (path / "running").exists(), "marks of tiles in training"
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     run(path)
     assert shard_files(path) == reference
 
@@ -394,7 +389,7 @@ def test_an_interrupt_before_the_first_tile_leaves_a_population_too(tmp_path, mo
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, reference):
-    use(monkeypatch, fake.train_tile_and_die)
+    fake.use(monkeypatch, fake.train_tile_and_die)
     path = tmp_path / "a.pop"
     message = r"worker process died of SIGKILL.* tile 1 \(networks 8 to 15\): 12 of 20 networks are kept.*run"
     with pytest.raises(Resumable, match=message) as error:
@@ -403,7 +398,7 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, re
     population = Population(path, partial=True)
     population.verify()
     assert population.missing == (1,)  # the others were trained all the same
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     collect(fake.recipe(), path, workers=2)
     assert shard_files(path) == reference
 
@@ -577,7 +572,7 @@ def test_another_source_of_trained_weights_is_refused(tmp_path, trained):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch, workers):
     """Once, in this process, with the networks and metrics that the population has; tiles on disk are not told."""
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     told = []
     run(tmp_path / "a.pop", fake.recipe(), shard=1)
     population = collect(fake.recipe(), tmp_path / "a.pop", workers=workers, on_tile=told.append)
@@ -596,7 +591,7 @@ def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch, workers):
 
 def test_tensorboard(tmp_path, monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     run(tmp_path / "a.pop", on_tile=tensorboard(tmp_path / "logs"))
     [logs] = (tmp_path / "logs").iterdir()
     events = accumulator.EventAccumulator(str(logs), size_guidance={"histograms": 0}).Reload()
@@ -607,6 +602,25 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert found[0].value == pytest.approx(np.delete(values, 5).mean())  # which diverged
     assert [each.value for each in events.Scalars("diverged")] == pytest.approx([1 / 8, 1 / 8, 0])
     assert events.Histograms("test_accuracy")[0].histogram_value.num == 7
+
+
+@pytest.mark.parametrize(("value", "shown"), [(np.inf, 0), (np.nan, 0), (1e25, 0), (2.0, 2)])
+def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
+    """The perplexity of a loss above 88 is infinite in float32; it does not stop the run."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    metrics = {"diverged": np.zeros(2, bool), "test_perplexity": np.full(2, value)}
+    tensorboard(tmp_path)(SimpleNamespace(path="a.pop", metrics=metrics, seconds=1.0, tile=0))
+    events = accumulator.EventAccumulator(str(tmp_path / "a")).Reload()
+    np.testing.assert_equal([each.value for each in events.Scalars("test_perplexity")], [np.float32(value)])
+    found = [events.Histograms(name)[0].histogram_value.num for name in events.Tags()["histograms"]]
+    assert found == [shown] * bool(shown)
+
+
+def test_a_folder_for_tensorboard_that_cannot_be_made(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    with pytest.raises(WeightscopeError, match=r"cannot make the folder .*file"):
+        tensorboard(tmp_path / "file")
 
 
 @pytest.mark.parametrize("log", ["tensorboard", "tensorboard:", "wandb:x"])

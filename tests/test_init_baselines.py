@@ -18,6 +18,7 @@ from weightscope.init import (
     mimetic_mlp_,
     mimetic_ssm_,
     t_fixup_,
+    xavier_,
     zero_init_,
 )
 from weightscope.init.baselines import zero_matrix
@@ -51,6 +52,16 @@ def test_gates_get_a_vector_of_their_own():
     assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
     assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
     assert torch.equal(new[1].read("fc1"), old[1].read("fc1"))
+
+
+@pytest.mark.parametrize(("distribution", "most"), [("uniform", (1.7, 3**0.5 + 1e-6)), ("normal", (3, 6))])
+def test_xavier_has_the_stated_variance_and_distribution(distribution, most):
+    """Of 16,384 squares of relative variance 2 at most, within 4.9 deviations."""
+    model = nn.Linear(64, 256)
+    xavier_(model, distribution=distribution, gain=0.5, generator=seeded())
+    scaled = model.weight / (0.5 * math.sqrt(2 / 320))
+    assert scaled.square().mean().item() == pytest.approx(1, rel=4.9 * math.sqrt(2 / 16_384))
+    assert most[0] < scaled.abs().max() <= most[1]
 
 
 # --- across layers ----------------------------------------------------------------------------------------------------

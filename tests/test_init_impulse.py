@@ -14,6 +14,7 @@ from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import impulse_attention_, sinusoidal_positions_
 from weightscope.init.impulse_attention import (
     _Problem,
+    _pseudo,
     attention_map,
     by_adam,
     filter_offsets,
@@ -81,6 +82,16 @@ def test_gradients_are_those_of_the_objective():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("kind", "variance", "most"), [("gaussian", 0.25, 2.0), ("uniform", 1 / 3, 1.0)])
+def test_random_pseudo_inputs_have_the_stated_deviation(kind, variance, most):
+    """In mixtures it is the weight of the random part; of 49,152 squares of relative variance <= 2, 4.9 deviations."""
+    codes = sinusoidal_positions(16, 16, 192)
+    for mixed in (False, True):
+        drawn = _pseudo("positions+" * mixed + kind, codes, False, seeded()) - mixed * codes
+        assert drawn.square().mean().item() == pytest.approx(variance, rel=4.9 * (2 / 49_152) ** 0.5)
+        assert 0.95 * most < drawn.abs().max() <= most * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("kind", ["gaussian", "mixture"])
 def test_random_pseudo_inputs_are_solved_too(kind):
     draws = torch.randn(256, 192, generator=seeded(3), dtype=torch.float64)

@@ -53,16 +53,17 @@ def test_the_task_s_metrics_come_first_with_their_units(tmp_path: Path) -> None:
     for index in range(manifest.tiles):
         tile = fake.train_tile(recipe, index)
         values = {"test_bits": 1.25, "test_accuracy": 0.5, "test_accuracy_8x": 0.25, "train_loss": 0.875}
+        values["test_loss"] = np.inf
         tile.metrics |= {name: np.where(tile.metrics["diverged"], np.nan, value) for name, value in values.items()}
         fake.shards.save(path, manifest, tile, "cpu")
     found = inspect(path)
     assert set(found.quantiles["test_accuracy"].values()) == {0.5}, "as stored, without those that diverged"
     lines = [line for line in found.text().splitlines() if line.startswith(("test_", "train_", "learning_rate  "))]
     assert [line.split("  ")[0] for line in lines] == [
-        *("test_accuracy (%)", "test_accuracy_8x (%)", "test_bits (bits per token)"),
+        *("test_accuracy (%)", "test_accuracy_8x (%)", "test_bits (bits per token)", "test_loss (nats)"),
         *("learning_rate", "train_loss (nats)"),
     ]
-    assert [line.split()[-1] for line in lines] == ["50", "25", "1.25", "0.01", "0.875"]
+    assert [line.split()[-1] for line in lines] == ["50", "25", "1.25", "finite", "0.01", "0.875"]
 
 
 def test_an_empty_and_a_damaged_population(tmp_path: Path) -> None:

@@ -96,6 +96,19 @@ def test_networks_trained_elsewhere_and_hostile_names(tmp_path):
     assert "No structure: " in text
 
 
+@pytest.mark.parametrize("values", [[1e17] * 4, [1e17, 1e17 + 16] * 2, [0.98123, 0.98124, 0.98125, 0.98126]])
+def test_bins_of_metrics_that_are_near_each_other(tmp_path, values):
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    networks = [{HOSTILE: torch.full((4, 3), float(k))} for k in range(4)]
+    population = Population.of(networks, tmp_path / os.fsdecode(b"\xff.pop"), metrics={"x": values}, progress=False)
+    metric = data_of(write_page(population, tmp_path / "page.html").read_text())["metrics"][0]
+    assert sum(metric["counts"]) == 4
+    assert metric["edges"][0] <= min(values) <= max(values) <= metric["edges"][-1] + 1e-9
+    assert metric["edges"][0] < metric["edges"][-1]
+    if len(set(values)) == 4:
+        assert len(set(metric["edges"])) == len(metric["edges"]) > 4
+
+
 def test_without_plotly_one_line_says_what_to_install(population, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UsageError, match="pip install plotly"):

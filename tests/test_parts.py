@@ -13,7 +13,7 @@ import pytest
 from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
-from weightscope.errors import DataError, WeightscopeError
+from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.population import Population, export, exporting
 from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
@@ -146,4 +146,10 @@ def test_the_command_takes_workers(path, small, tmp_path):
     for workers in ("1", "2"):
         run(*command, str(tmp_path / workers), "--workers", workers)
     assert (tmp_path / "1").read_bytes() == (tmp_path / "2").read_bytes()
-    run("covariance", str(path), "--workers", "2", "--backend", "dask", code=2)
+    for wrong in (["2", "--backend", "dask"], ["0"], ["2", "--scheduler", "tcp://host:8786"]):
+        run("covariance", str(path), "--workers", *wrong, code=2)
+
+
+def test_a_wrong_number_of_workers_is_one_of_few_networks_too():
+    with pytest.raises(UsageError, match="workers: expected an integer >= 1, found 0"):
+        over_parts(samples.WeightArray(np.zeros((2, 1)), fake.SPEC.select("scale")), len, 0)

@@ -52,12 +52,9 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_select_keeps_the_order_and_refuses_patterns_without_a_match() -> None:
     assert SPEC.select("s,a.w*").names == ("a.weight", "s")
-    assert SPEC.select("*", role="statistic").names == ("s",)
     assert SPEC.columns(SPEC.select("a.bias,s")).tolist() == [6, 7, 8]
     with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; the 3 names are `a.weight`, `a.bias`, `s`"):
         SPEC.select("a.*,b*")
-    with pytest.raises(UsageError, match=r"expected tensors of role 'statistic', found none that match 'a.bias'"):
-        SPEC.select("a.bias", role="statistic")
 
 
 def test_the_spec_of_a_module_names_statistics_and_leaves_out_ties_and_counters() -> None:

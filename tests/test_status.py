@@ -15,17 +15,11 @@ import fake_training as fake
 import pytest
 from click.testing import CliRunner
 
-from weightscope import training
 from weightscope.cli import cli
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import Population
 from weightscope.training.collection import collect
 from weightscope.training.status import RUNNING, status
-
-
-def use(monkeypatch, train_tile):
-    monkeypatch.setattr(training, "train_tile", train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
 
 
 def age(path: Path, tile: int, seconds: float):
@@ -59,7 +53,7 @@ def test_a_tile_in_training(tmp_path, monkeypatch):
             assert [row["why"] for row in status(path).rows()] == ["its process has ended", ""]
         return fake.train_tile(recipe, tile, progress=progress, **options)
 
-    use(monkeypatch, train_tile)
+    fake.use(monkeypatch, train_tile)
     collect(fake.recipe(), path, workers=1)
     [found] = seen
     assert (found.trained, found.networks, found.complete) == (8, 20, False)
@@ -89,7 +83,7 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
             raise RuntimeError("no memory")
         return fake.train_tile(recipe, tile, **options)
 
-    use(monkeypatch, train_tile)
+    fake.use(monkeypatch, train_tile)
     with pytest.raises(Resumable):
         collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     found = status(tmp_path / "a.pop")
@@ -97,7 +91,7 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
     assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: no memory")
     assert found.hours_left is None
     assert "tiles: 1 failed, 1 to train" in found.text()
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     assert status(tmp_path / "a.pop").complete
 
@@ -190,7 +184,7 @@ def test_a_terminal_is_not_scrolled_and_shows_what_failed(tmp_path):
 def test_what_a_worker_left_that_was_killed_after_its_shard_was_there_goes_with_the_next_run(
     tmp_path, monkeypatch, left
 ):
-    use(monkeypatch, fake.train_tile)
+    fake.use(monkeypatch)
     path = tmp_path / "a.pop"
     collect(fake.recipe(), path, workers=1)
     before = fake.files(path)

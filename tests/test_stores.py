@@ -18,7 +18,7 @@ from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
 from weightscope.cli import cli, main
-from weightscope.errors import DataError, RecipeError, WeightscopeError
+from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, export, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import DataConfig
@@ -57,14 +57,8 @@ def folder(request, tmp_path):
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch):
-    monkeypatch.setattr(training, "train_tile", fake.train_tile)
-    monkeypatch.setattr(training, "spec_of", fake.spec_of)
+    fake.use(monkeypatch)
     monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16, examples=64))
-
-
-def files(path):
-    """The content of every object below a place."""
-    return {str(p)[len(str(path)) :]: p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file()}
 
 
 # --- what a folder of a population does -------------------------------------------------------------------------------
@@ -107,6 +101,12 @@ def test_what_is_a_population():
     assert not is_population("hf://org/x.pop")
     assert str(location("file:///tmp/x.pop")) == "/tmp/x.pop"
     assert location(Path("s3://b/x.pop")) == location("s3://b/x.pop")  # pathlib drops a slash
+    assert location("S3://b/x.pop") == location(Path("S3://b/x.pop")) == location("s3://b/x.pop")
+    assert str(location("FILE:///tmp/x.pop")) == "/tmp/x.pop"
+    with pytest.raises(UsageError, match="Protocol not known: simplecache::s3"):
+        location("simplecache::s3://b/x.pop").exists()
+    with pytest.raises(UsageError, match="found an address of the hub"):
+        collect(fake.recipe(), "hf://org/x.pop")
 
 
 # --- populations ------------------------------------------------------------------------------------------------------
@@ -116,9 +116,9 @@ def test_collect_resume_grow_and_shrink(folder, tmp_path, caplog):
     """Missing, damaged and half-described shards are trained again, byte by byte those of an undisturbed run."""
     path = folder / "a.pop"
     collect(fake.recipe(), tmp_path / "whole.pop", workers=1)
-    whole = files(tmp_path / "whole.pop/shards")
+    whole = fake.files(tmp_path / "whole.pop/shards")
     assert len(collect(fake.recipe(), path, workers=1)) == 20
-    assert files(path / "shards") == whole
+    assert fake.files(path / "shards") == whole
     manifest = (path / "population.json").read_bytes()
     shards = path / "shards"
     (shards / "00000.h5").unlink()
@@ -128,7 +128,7 @@ def test_collect_resume_grow_and_shrink(folder, tmp_path, caplog):
         Population(path, partial=True).weights()
     collect(fake.recipe(), str(path), workers=1)
     assert caplog.text.count("its tile is trained again") == 2
-    assert files(shards) == whole
+    assert fake.files(shards) == whole
     collect(fake.recipe(), path, workers=1, networks=23)  # the last shard is replaced by a longer one
     assert len(Population(path)) == 23
     collect(fake.recipe(), path, workers=1, networks=20)
@@ -136,7 +136,7 @@ def test_collect_resume_grow_and_shrink(folder, tmp_path, caplog):
     assert np.array_equal(found.vector(19), fake.vector(fake.recipe(), 19))
     assert found.metrics["test_accuracy"].shape == (20, 2)
     assert (path / "population.json").read_bytes() == manifest
-    assert files(path).keys() == {"/population.json", *(f"/shards{name}" for name in whole)}  # no marks are left
+    assert fake.files(path).keys() == {"population.json", *(f"shards/{name}" for name in whole)}  # no marks are left
 
 
 def test_a_tile_that_fails_and_a_new_population_without_networks(folder, monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from weightscope._util.names import listing, matching, nearest_first
-from weightscope.errors import SpecError, UsageError
+from weightscope.errors import SpecError
 
 Role = Literal["parameter", "statistic"]
 
@@ -133,14 +133,9 @@ class WeightSpec:
         """
         return matching(pattern, self.names)
 
-    def select(self, pattern: str | Sequence[str] = "*", *, role: Role | None = None) -> "WeightSpec":
-        """The sub-spec of the tensors whose names match, and only of this role; UsageError if there are none."""
-        chosen = WeightSpec(
-            t for t in map(self._by_name.__getitem__, self.matching(pattern)) if role is None or t.role == role
-        )
-        if not chosen.tensors:
-            raise UsageError(f"select: expected tensors of role {role!r}, found none that match {pattern!r}")
-        return chosen
+    def select(self, pattern: str | Sequence[str] = "*") -> "WeightSpec":
+        """The sub-spec of the tensors whose names match, as by `matching`."""
+        return WeightSpec(map(self._by_name.__getitem__, self.matching(pattern)))
 
     def columns(self, sub: "WeightSpec") -> np.ndarray:
         """Indices of the entries of `sub` in this spec's flat vector, in the order of `sub`, shape (sub.size,)."""

@@ -91,8 +91,9 @@ def tidy(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         out.append({})
         for key, value in row.items():
-            if key in ("ci", "ci95") or key.endswith(("_ci95", "_ci_holm")):
-                stem = key.replace("ci_holm", "holm_").replace("ci95", "").replace("ci", "")
+            if key in ("ci", "ci95") or key.endswith(("_ci95", "_ci_holm", "_ci_images")):
+                head, _, tail = key.rpartition("ci")
+                stem = head + f"{tail[1:]}_" * tail.startswith("_")
                 out[-1] |= zip((f"{stem}low", f"{stem}high"), value or (None, None), strict=True)
             elif isinstance(value, Mapping | list | tuple):
                 items = value.items() if isinstance(value, Mapping) else enumerate(value)

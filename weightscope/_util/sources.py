@@ -19,15 +19,19 @@ ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds 
 _RECIPES = Path(__file__).parents[1] / "populations"
 _PATH_BYTES, _NAME_BYTES = 4095, 255  # of Linux
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-_URL = re.compile(r"(s3a?|gs|gcs|az|abfss?|memory):/+|(?!hf:)[a-z][a-z0-9+.-]+://")  # pathlib drops one slash
+_URL = re.compile(  # pathlib drops one slash
+    r"(?!hf:)((?:\w+::)*(?:(?:s3a?|gs|gcs|az|abfss?|memory)(?=:/)|[a-z][a-z0-9+.-]+(?=://))):/+", re.IGNORECASE
+)
 
 
 def location(source: str | Path | RemotePath) -> Path:
     """The path of a population; a `RemotePath`, which does what populations do with paths, for an fsspec URL."""
-    text = str(source).removeprefix("file://")
+    text = re.sub("^file://", "", str(source), flags=re.IGNORECASE)
+    if text.startswith("hf:/"):
+        raise UsageError(f"{text}: expected a folder or the URL of an object store, found an address of the hub")
     if (url := _URL.match(text)) is None:
         return as_path(text)
-    return cast(Path, RemotePath(f"{url[0].rstrip('/')}//{text[url.end() :]}"))
+    return cast(Path, RemotePath(f"{url[1].lower()}://{text[url.end() :]}"))
 
 
 def as_path(source: str | Path) -> Path:

@@ -10,6 +10,7 @@ processes that are stopped, and leaves them behind when this process is killed.
 """
 
 import contextlib
+import heapq
 import importlib
 import itertools
 import logging
@@ -19,7 +20,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
@@ -132,7 +133,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Workers:
-    """Which workers to use."""
+    """Which workers to use.
+
+    Example:
+        >>> covariance(Population("million.pop"), workers=Workers("dask", scheduler="tcp://head:8786"))
+    """
 
     backend: str = "loky"  # one of `BACKENDS`
     count: int | None = None  # processes of this machine; 1: this one. A cluster has its own number
@@ -155,6 +160,8 @@ def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> 
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
+    if scheduler is not None and backend == "loky":
+        raise UsageError(f"scheduler: expected none for backend loky, found {scheduler}; give backend dask or ray")
     return Workers(backend, None if workers is None else count("workers", workers), scheduler)
 
 
@@ -175,6 +182,14 @@ def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
     """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, _silent)) as pool:
         return [value for _, value in _distribute(pool, range(max(1, min(pool.size(), most))), _silent, _tile)]
+
+
+def makespan(tasks: Iterable[float], free: Sequence[float]) -> float:
+    """When the last of some tasks ends, each given to the worker that is free first; `free` is when each worker is."""
+    busy = sorted(free)
+    for duration in tasks:
+        heapq.heapreplace(busy, busy[0] + duration)
+    return max(busy)
 
 
 def _silent(_tile: Any, _done: float) -> None:

@@ -290,7 +290,7 @@ class _Fused(MappingTensors):
     """A checkpoint's tensors; fused ones are kept until `kept.clear()`: each of their parts asks for the whole."""
 
     def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
-        super().__init__(checkpoint, {**checkpoint.config, **(config or {})})
+        super().__init__(checkpoint, config)
         self.kept: dict[str, Tensor] = {}
         self.fused: set[str] = set()
 

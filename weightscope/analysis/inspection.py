@@ -117,7 +117,7 @@ class PopulationContents(Result):
     root_seed: int | None  # of the population; None of imported networks, which have no seeds
     first_seeds: tuple[int, ...]  # the torch seeds of the first few networks' initial weights
     tensors: list[dict[str, Any]]  # name, shape, role, and columns `start` to `stop` of the weight matrix
-    quantiles: dict[str, dict[str, float]]  # metric -> {"0.05": value, ...} over the networks that did not diverge
+    quantiles: dict[str, dict[str, float | None]]  # of those that did not diverge, metric -> {"0.05": value, ...}
     made_on: dict[str, int]  # "torch VERSION on DEVICE" -> number of shards
     bytes_on_disk: int  # of all its files
     environment: dict[str, Any]  # versions and machine with which it was begun
@@ -195,7 +195,8 @@ class PopulationContents(Result):
         for name in names[:most]:
             known = metric_named(name.replace("train_", "test_"))
             unit, factor = (f" ({known.unit})" if known.unit else "", known.factor) if known else ("", 1.0)
-            rows.append((name + unit, *(f"{factor * self.quantiles[name][str(q)]:.4g}" for q in _QUANTILES)))
+            numbers = [self.quantiles[name][str(q)] for q in _QUANTILES]
+            rows.append((name + unit, *("not finite" if x is None else f"{factor * x:.4g}" for x in numbers)))
         return text_table(head, rows)
 
 
@@ -286,16 +287,18 @@ class CheckpointContents(Result):
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
 
-def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
-    """Quantiles of every metric with one number per network, over the networks that did not diverge."""
+def _quantiles(metrics: Mapping[str, np.ndarray]) -> dict[str, dict[str, float | None]]:
+    """Quantiles of every metric with one number per network, over the networks that did not diverge; else None."""
     kept = ~metrics["diverged"]
     found = {}
     for name, values in sorted(metrics.items()):
         if values.ndim == 1 and name not in ("diverged", "duplicate", "init"):
             finite = values[kept & np.isfinite(values)]
-            if len(finite):
-                numbers = np.quantile(finite.astype(np.float64), _QUANTILES)
-                found[name] = {str(q): float(x) for q, x in zip(_QUANTILES, numbers, strict=True)}
+            numbers = (
+                np.quantile(finite.astype(np.float64), _QUANTILES).tolist() if len(finite) else [None] * len(_QUANTILES)
+            )
+            if kept.any():
+                found[name] = dict(zip(map(str, _QUANTILES), numbers, strict=True))
     return found
 
 
@@ -397,8 +400,8 @@ def _population(path: Path, workers: "Workers | int | None") -> Verification:
             rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
         elif not file.exists():
             rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    by_reference = population.manifest.imported is not None and population.manifest.imported.by_reference
-    for name, error in check(lambda part, _: part.check_sources()) if by_reference else ():
+    imported = population.manifest.imported
+    for name, error in check(lambda part, _: part.check_sources()) if imported and imported.by_reference else ():
         known = not name.startswith("hf://")  # of a model at the hub only the commit, of which nothing is fetched
         asks = error or ("" if known else f"only its commit is known; weightscope verify {name} --download")
         rows.append(_row(name, "damaged" if error else "verified" if known else "unverified", "sha256" * known, asks))

@@ -286,7 +286,7 @@ def _interleaved(tensors: NamedTensors, rows: int, prefix: str) -> tuple[Tensor,
     path = prefix[:-1]
     heads = tensors.hint(path, HEADS)
     kv_heads = heads if heads is None else _kv_heads(tensors, path, heads)
-    if heads is None or not kv_heads or heads % kv_heads or rows % (heads + 2 * kv_heads):
+    if not heads or heads < 0 or not kv_heads or heads % kv_heads or rows % (heads + 2 * kv_heads):
         raise AnatomyError(
             f"`{path}`: unpacking {rows} rows needs the number of heads, found {heads} with {kv_heads} key heads; "
             "pass config={'num_attention_heads': H, 'num_kv_heads': G}"
@@ -391,7 +391,7 @@ def _heads(
 ) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head width, value width) from hints, checked against the shape of every projection."""
     heads = tensors.hint(path, HEADS)
-    if not heads:
+    if heads is None:
         width = tensors.hint(path, HEAD_WIDTHS)
         if not width:
             raise AnatomyError(
@@ -399,7 +399,7 @@ def _heads(
                 "give the module an attribute num_heads, pass config={'num_attention_heads': H}, or --num-heads H"
             )
         heads = query_rows // width
-    k = query_rows // heads
+    k = query_rows // heads if heads > 0 else 0
     counted = {part: rows for part, (rows, _) in sizes.items()}
     kv_heads = counted["k"] // k if k else 0
     good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0

@@ -86,7 +86,7 @@ Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
 
 
 class ModuleTensors(NamedTensors):
-    """The effective parameters and buffers of an `nn.Module`, in order; `config` holds hints that it lacks."""
+    """The effective parameters and buffers of an `nn.Module`, in order; `config` counts before its attributes."""
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any] | None = None) -> None:
         self.module, computed = plain(module)
@@ -121,7 +121,7 @@ class ModuleTensors(NamedTensors):
         keys = tuple(keys)
         holders = [holder for module in self._above(path) for holder in (module, getattr(module, "config", None))]
         values = (getattr(holder, key, None) for holder in holders for key in keys)
-        known = (value for value in (*values, *map(self.config.get, keys)) if _is(value, kind))
+        known = (value for value in (*map(self.config.get, keys), *values) if _is(value, kind))
         return next(known, None)
 
     def own(self, path: str, key: str) -> Any | None:
@@ -132,12 +132,13 @@ class MappingTensors(NamedTensors):
     """Tensors by name (a state dict, a `Checkpoint`) with the model's config.
 
     The mapping may have `shape(name)`, so that shapes are known without reading, `skipped` and `config`, a model's
-    `config.json`, which `config` replaces; sub-configs (`text_config`, ...) are found by name.
+    `config.json`, before which `config` counts; sub-configs (`text_config`, ...) are found by name.
     """
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
         self._tensors = tensors
-        self.config = dict(config if config is not None else getattr(tensors, "config", None) or {})
+        self._configs = dict(config or {}), getattr(tensors, "config", None) or {}
+        self.config = {**self._configs[1], **self._configs[0]}
         skipped: Mapping[str, str] | None = getattr(tensors, "skipped", None)
         if skipped is None:
             values = {} if callable(getattr(tensors, "shape", None)) else tensors
@@ -147,10 +148,11 @@ class MappingTensors(NamedTensors):
         self._know(sorted({*tensors, *skipped}, key=natural), skipped)
 
     def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
-        for key, inner in self.config.items():
-            if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
-                yield inner
-        yield self.config
+        for config in self._configs:
+            for key, inner in config.items():
+                if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
+                    yield inner
+            yield config
 
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
         side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
@@ -196,8 +198,8 @@ def numbered(names: Iterable[str]) -> list[str]:
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:
     """The `NamedTensors` of a module, a mapping of tensors (state dict, `Checkpoint`), or what `Checkpoint` opens.
 
-    A file is read lazily. `config` has hints that the model lacks, such as `{"num_heads": 3}`; for a mapping they
-    replace its config. AnatomyError for anything else.
+    A file is read lazily. `config` has hints such as `{"num_heads": 3}`, which count before those of the model.
+    AnatomyError for anything else.
 
     Example:
         >>> named_tensors("hf://openai-community/gpt2").shape("h.0.attn.c_attn.weight")

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightscope._util.arms import point_text, value_text
 from weightscope._util.names import shortened, unknown
-from weightscope.benchmarking.statistics import Runs, by_arm, cell_key, holm_levels, paired, values_of
+from weightscope.benchmarking.statistics import Hits, Runs, by_arm, cell_key, crossed, holm_levels, paired, values_of
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import UsageError
 from weightscope.statistics.index_effects import holm
@@ -113,7 +113,11 @@ def _text(node: ast.expr) -> str:
 
 
 def contrast_tests(
-    contrasts: Sequence[Contrast], runs: Runs, metric: Metric = ACCURACY, declared: Sequence[bool] = ()
+    contrasts: Sequence[Contrast],
+    runs: Runs,
+    metric: Metric = ACCURACY,
+    declared: Sequence[bool] = (),
+    hits: Hits | None = None,
 ) -> list[dict[str, Any]]:
     """The paired t-test of each contrast over seeds.
 
@@ -122,7 +126,8 @@ def contrast_tests(
     Arms of all cells on one seed are one observation, so differences that all cells share are not counted twice. `p`
     is not adjusted, and `ci` is at the 5 % level where there is one contrast; of several, `p_holm` and the intervals
     are those of Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
-    results were there. See `paired` for networks without a finite value.
+    results were there. With `hits` of all arms, `ci_images` is `over_images` at the same level, otherwise None. See
+    `paired` for networks without a finite value.
     """
     values = {key: values_of(group, metric) for key, group in by_arm(runs).items()}
     both = []
@@ -134,14 +139,15 @@ def contrast_tests(
             )
             for sign in (1, -1)
         ]
-        both.append((sums[0], sums[1], sum(w for w in contrast.weights.values() if w > 0)))
-    p_values = [paired(a / size, b / size, metric)["p"] for a, b, size in both]
+        both.append((sums[0], sums[1], sum(w for w in contrast.weights.values() if w > 0), seeds))
+    p_values = [paired(a / size, b / size, metric)["p"] for a, b, size, _ in both]
     rows = []
     for i, (p, adjusted, level) in enumerate(zip(p_values, holm(p_values), holm_levels(p_values), strict=True)):
-        a, b, size = both[i]
+        a, b, size, seeds = both[i]
         found = paired(a / size, b / size, metric, level)
-        ends = found["difference_ci95"]
+        ends = found["difference_ci95"] and [size * end for end in found["difference_ci95"]]
         row = {"contrast": contrasts[i].text, "declared": bool(declared[i]) if declared else False}
-        row |= {"difference": size * found["difference"], "ci": ends and [size * end for end in ends], "level": level}
+        row |= {"difference": size * found["difference"], "ci": ends, "level": level}
+        row["ci_images"] = crossed(contrasts[i].weights, hits or {}, seeds, ends, level)
         rows.append(row | {"p": p, "p_holm": adjusted, "pairs": int(np.isfinite(a - b).sum()), "seeds": len(a)})
     return rows

@@ -185,7 +185,7 @@ def parse_init(text: str) -> InitConfig:
         if found is None:
             raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {shortened(text)!r}")
         names.append(found[1])
-        for key, value in _keywords(found[2] or "", text).items():
+        for key, value in _keywords(found[2] or "", text):
             if key in numbers:
                 raise UsageError(f"--init: expected {key} once, found it twice in {text!r}")
             numbers[key] = value
@@ -217,14 +217,14 @@ def numbers_text(numbers: Mapping[str, Any]) -> str:
     return f" ({inner})" if inner else ""
 
 
-def _keywords(inner: str, text: str) -> dict[str, Any]:
-    """The values of `a=1, b="x"`; nothing is executed."""
+def _keywords(inner: str, text: str) -> list[tuple[str, Any]]:
+    """The names and values of `a=1, b="x"`; nothing is executed."""
     try:
         call = ast.parse(f"f({inner})", mode="eval").body
         assert isinstance(call, ast.Call)
         if call.args or any(keyword.arg is None for keyword in call.keywords):
             raise ValueError
-        return {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+        return [(str(keyword.arg), _literal(keyword.value)) for keyword in call.keywords]
     except (SyntaxError, ValueError, AssertionError):
         raise UsageError(f"--init: expected NUMBER=VALUE, ... in the parentheses, found {text!r}") from None
 

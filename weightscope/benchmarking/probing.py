@@ -105,7 +105,7 @@ def linear_probe(
     where = resolve_device(device)
     folders = [(design.folder / PROBES / arm.folder).with_suffix("") for arm in design.arms]
     found = (_probed(arm.recipe, folder, data, where) for arm, folder in zip(design.arms, folders, strict=True))
-    return design.result((metrics, environment(str(where)), None) for metrics in found)
+    return design.result((metrics, environment(str(where)), None, None) for metrics in found)
 
 
 def _ignored(axis: Axis) -> str | None:

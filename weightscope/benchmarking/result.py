@@ -102,7 +102,9 @@ class BenchResult(Result):
         if any(row["n"] < row["networks"] for row in self.arms):
             table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
-        if metric.unit == "%" and any(row["mean"] is not None and row["difference"] is not None for row in self.arms):
+        images = self._over_images(cells)
+        known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
+        if metric.unit == "%" and not images and any(known):
             table += f"\n{self._conditional(arms)}"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
@@ -118,7 +120,25 @@ class BenchResult(Result):
                 header += (part.removeprefix("structure "), *_COMPARED[1:3])
             if lines:
                 table += f"\n\n{one.about}\n{_ruled(('cell', *header) if cells else header, lines)}"
-        return table
+        return table + images
+
+    def _over_images(self, cells: bool) -> str:
+        """Each comparison with its interval for the test images that were used, and that over networks and images."""
+        found = [(row | {"cell": {}}, row["contrast"], "", row["ci"], row.get("ci_images")) for row in self.contrasts]
+        for key, other in {"difference": "reference", **{one.key: one.arm for one in CONTROLS.values()}}.items():
+            found += [
+                (row, f"{row['init']} - {row[other]}", f"{row['epochs']}", row[f"{key}_ci_holm"], both)
+                for row in self.arms
+                if (both := row.get(f"{key}_ci_images"))
+            ]
+        lines = [
+            _in_cell(row, [name, epochs, _told(interval, self.metric), _told(both, self.metric)], cells)
+            for row, name, epochs, interval, both in found
+            if both
+        ]
+        header = (*(("cell",) if cells else ()), "comparison", "epochs", "over networks", "over networks and images")
+        about = "intervals for the test images that were used, and for others as well (both random, crossed)"
+        return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
 
     def _conditional(self, arms: Mapping[Any, dict[str, Any]]) -> str:
         """What intervals leave out: accuracies p and q on m examples have the variances p (1-p) / m and q (1-q) / m.
@@ -219,9 +239,9 @@ def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
     lines = []
     for row in contrasts:
         p = p_text(row["p_holm" if several else "p"])
-        shown = _interval(row["ci"], metric, "+") if metric.tells(row["ci"]) else TOO_FEW
         late = "" if row["declared"] else "post hoc"
-        lines.append([row["contrast"], f"{row['pairs']}", _number(row["difference"], metric, "+"), shown, p, late])
+        difference = [_number(row["difference"], metric, "+"), _told(row["ci"], metric)]
+        lines.append([row["contrast"], f"{row['pairs']}", *difference, p, late])
     header = ("declared contrast", "seeds", "difference", kind, "p (Holm)" if several else "p", "")
     return _ruled(header, lines)
 
@@ -248,9 +268,12 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
     if row[key] is None:
         return ["", "", ""]
     p = p_text(row["p_holm" if key == "difference" else f"{key}_p_holm"])
-    interval = row[f"{key}_ci_holm"]
-    shown = _interval(interval, metric, "+") if metric.tells(interval) else TOO_FEW
-    return [_number(row[key], metric, "+"), shown, p]
+    return [_number(row[key], metric, "+"), _told(row[f"{key}_ci_holm"], metric), p]
+
+
+def _told(interval: Sequence[float] | None, metric: Metric) -> str:
+    """The interval of a difference."""
+    return _interval(interval, metric, "+") if metric.tells(interval) else TOO_FEW
 
 
 def _number(value: float, metric: Metric, form: str = "") -> str:

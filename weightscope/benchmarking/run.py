@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from weightscope._util import atomic
@@ -23,12 +24,12 @@ from weightscope._util.names import unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
-from weightscope._util.workers import Workers, chosen_workers
+from weightscope._util.workers import Workers, chosen_workers, makespan
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Chance, cell_key, summarise
-from weightscope.data.metrics import METRICS, Metric, over_lengths
+from weightscope.benchmarking.statistics import Chance, Place, cell_key, summarise
+from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population, recipe_of, shards
@@ -45,8 +46,8 @@ TILE = 32  # networks on a CPU, at most
 RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
 _WHERE = ("workers", "backend", "scheduler", "device")  # arguments of `collect`
 _COUNTED = ("arms", "networks", "tiles", "done")
-Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None]
-"""Of an arm the metrics of its networks (n,), the environment, and the seconds of each (n,)."""
+Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None, np.ndarray | None]
+"""Of an arm the metrics of its networks (n,), the environment, the seconds of each (n,), and `Population.hits`."""
 
 
 def bench(
@@ -108,7 +109,7 @@ def bench(
     design.check()
     options = {**where, "data": data, "progress": progress} | ({"on_tile": on_tile} if on_tile else {})
     populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
-    return design.result([(found.metrics, found.environment, None) for found in populations])
+    return design.result([(found.metrics, found.environment, None, found.hits) for found in populations])
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,7 +151,8 @@ class BenchPlan(Result):
         check_sources(self.requests)
         populations = [Population(request.path, partial=True) for request in self.requests]
         seconds = [_seconds_of(folder, request) for request in self.requests]
-        return self.design.result([(p.metrics, p.environment, s) for p, s in zip(populations, seconds, strict=True)])
+        both = zip(populations, seconds, strict=True)
+        return self.design.result([(p.metrics, p.environment, s, p.hits) for p, s in both])
 
     def rows(self) -> list[dict[str, Any]]:
         return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
@@ -238,7 +240,7 @@ def plan_bench(
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
     workers = on.count or usable_cores()
-    expected = _makespan(seconds, workers) if measure or not any(missing) else None
+    expected = makespan(seconds, [0.0] * workers) if measure or not any(missing) else None
     return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
@@ -373,12 +375,15 @@ class Design:
         """Compare the arms and write `results.json`."""
         runs: list[dict[str, Any]] = []
         device: dict[str, Any] = {}
-        for arm, (found, device, seconds) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
+        hits: dict[Place, np.ndarray] = {}
+        for arm, (found, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
             runs += self._rows(arm, found, seconds)
+            if right is not None and self.metric == ACCURACY:
+                hits[cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init] = right
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
-        arms = summarise(runs, self.metric, self._chances())
+        arms = summarise(runs, self.metric, self._chances(), hits)
         declared = [contrast.text not in self.late for contrast in self.contrasts]
-        contrasts = contrast_tests(self.contrasts, runs, self.metric, declared)
+        contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
         result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts)
         atomic.make_folder(self.folder)
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False)
@@ -387,7 +392,7 @@ class Design:
 
     def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
         """One row for each network of an arm."""
-        curves, found = found.get(f"{self.metric.name}_per_epoch"), {**found, **over_lengths(found)}
+        curves, found = found.get(f"{self.metric.name}{PER_EPOCH}"), {**found, **over_lengths(found)}
         return [
             {
                 "init": arm.init,
@@ -473,11 +478,3 @@ def _seconds_of(folder: Path, request: Request) -> list[float | None]:
             share = None
         out += [share] * request.manifest.rows(tile)
     return out
-
-
-def _makespan(seconds: Sequence[float], workers: int) -> float:
-    """Wall time of tasks that are given in turn to the worker that is free first."""
-    busy = [0.0] * workers
-    for each in seconds:
-        busy[busy.index(min(busy))] += each
-    return max(busy)

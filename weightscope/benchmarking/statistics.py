@@ -16,6 +16,10 @@ from weightscope.statistics.index_effects import holm
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 Runs = Sequence[dict[str, Any]]
+Place = tuple[str, int, str]
+"""The cell (`cell_key`), training length and initialiser of an arm."""
+Hits = Mapping[Place, np.ndarray]
+"""Of arms, which images each network classifies rightly, (n, m) bool; row k is that of seed k."""
 Chance = tuple[float, int]
 """The chance level of an accuracy and the number of examples that it is taken over; see `Task.chance`."""
 
@@ -37,7 +41,7 @@ def above_chance(values: np.ndarray, chance: Chance) -> float:
 
 
 def summarise(
-    runs: Runs, metric: Metric = ACCURACY, chances: Mapping[str, Chance] | None = None
+    runs: Runs, metric: Metric = ACCURACY, chances: Mapping[str, Chance] | None = None, hits: Hits | None = None
 ) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
@@ -52,41 +56,42 @@ def summarise(
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
     procedure: they exclude 0 exactly where the adjusted p-value is below 0.05, if all networks are finite. `chances`
-    maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`.
+    maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`. With `hits` of
+    both arms, `difference_ci_images` and `beyond_scale_ci_images` are `over_images` at the same `level`, else None.
     """
     groups, rows, tests = by_arm(runs), list[dict[str, Any]](), list[_Test]()
     controls = {(*key[:2], *found): key for key in groups if (found := control_of(key[2]))}
     for (cell, epochs, init), group in groups.items():
-        values, first = values_of(group, metric), _reference(groups, (cell, epochs, init))
+        arm = cell, epochs, init
+        first = _reference(groups, arm)
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
-        finite = np.array([value for value in values.values() if np.isfinite(value)])
+        finite = np.array([value for value in values_of(group, metric).values() if np.isfinite(value)])
         row |= {"epochs": epochs, **mean_interval(finite, metric)}
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
-        base = values_of(groups[first], metric) if first[2] != init else {}
-        row["reference"] = first[2] if first[2] != init else None
-        _compare(row, "difference", values, base, metric, tests)
+        row["reference"] = first[2] if first != arm else None
+        _compare(row, "difference", groups, (arm, first if first != arm else None), metric, tests)
         for kind, control in CONTROLS.items():
             place = controls.get((cell, epochs, init, kind))
             row[control.arm] = place and place[2]
-            _compare(row, control.key, values, values_of(groups[place], metric) if place else {}, metric, tests)
+            _compare(row, control.key, groups, (arm, place), metric, tests)
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(finite, level) if len(finite) else None
             row |= {"chance": level[0], "chance_p": p}
         rows.append(row)
-    _adjust(tests, metric)
+    _adjust(tests, metric, hits or {})
     return rows
 
 
-def by_arm(runs: Runs) -> dict[tuple[str, int, str], Runs]:
+def by_arm(runs: Runs) -> dict[Place, Runs]:
     """(cell, epochs, initialiser) -> its runs, in order."""
-    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    groups: dict[Place, list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
     return groups  # type: ignore[return-value]
 
 
-def _reference(groups: Mapping[tuple[str, int, str], Runs], arm: tuple[str, int, str]) -> tuple[str, int, str]:
+def _reference(groups: Mapping[Place, Runs], arm: Place) -> Place:
     """The first arm of the cell at the length, of a frozen arm the first frozen one."""
     return next(key for key in groups if (*key[:2], key[2].endswith(FROZEN)) == (*arm[:2], arm[2].endswith(FROZEN)))
 
@@ -96,32 +101,40 @@ def values_of(runs: Runs, metric: Metric) -> dict[int, float]:
     return {run["seed"]: np.nan if run.get(metric.key) is None else run[metric.key] for run in runs}
 
 
-_Test = tuple[dict[str, Any], str, np.ndarray, np.ndarray]
-"""A row, what it compares, and the values on the seeds that both have."""
+_Test = tuple[dict[str, Any], str, np.ndarray, np.ndarray, dict[Place, float], list[int]]
+"""A row, what it compares, the values on the seeds that both arms have, the weights of the arms, and these seeds."""
 
 
 def _compare(
-    row: dict[str, Any], key: str, values: dict[int, float], base: dict[int, float], metric: Metric, tests: list[_Test]
+    row: dict[str, Any],
+    key: str,
+    groups: Mapping[Any, Runs],
+    arms: tuple[Any, Any],
+    metric: Metric,
+    tests: list[_Test],
 ) -> bool:
     """Write `paired` and `pairs`, the number of seeds that both have, into the row; None, and False, without any."""
+    values, base = (values_of(groups.get(arm, ()), metric) for arm in arms)
     shared, p = [k for k in values if k in base], "" if key == "difference" else f"{key}_"
     mine, others = (np.array([each[k] for k in shared]) for each in (values, base))
     pairs = int(np.isfinite(mine - others).sum())
     found = paired(mine, others, metric) if pairs else dict.fromkeys(("difference", "difference_ci95", "p"))
     row |= {key: found["difference"], f"{key}_ci95": found["difference_ci95"], f"{p}p": found["p"]}
     row |= {f"{p}pairs": pairs or None, f"{p}p_holm": None, f"{p}level": None, f"{key}_ci_holm": None}
+    row[f"{key}_ci_images"] = None
     if pairs:
-        tests.append((row, key, mine, others))
+        tests.append((row, key, mine, others, dict(zip(arms, (1.0, -1.0), strict=True)), shared))
     return bool(pairs)
 
 
-def _adjust(tests: Sequence[_Test], metric: Metric) -> None:
+def _adjust(tests: Sequence[_Test], metric: Metric, hits: Hits) -> None:
     """Write adjusted p-values and intervals into the rows of all tests of a table."""
-    p_values = [row["p" if key == "difference" else f"{key}_p"] for row, key, _, _ in tests]
+    p_values = [row["p" if key == "difference" else f"{key}_p"] for row, key, *_ in tests]
     found = zip(tests, holm(p_values), holm_levels(p_values), strict=True)
-    for (row, key, values, base), adjusted, level in found:
+    for (row, key, values, base, weights, seeds), adjusted, level in found:
         p, interval = "" if key == "difference" else f"{key}_", paired(values, base, metric, level)["difference_ci95"]
         row |= {f"{p}p_holm": adjusted, f"{p}level": level, f"{key}_ci_holm": interval}
+        row[f"{key}_ci_images"] = crossed(weights, hits, seeds, interval, level)
 
 
 def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -134,14 +147,13 @@ def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dic
     if field not in known:
         raise UsageError(unknown("field", field, known))
     first, groups, rows, tests = runs[0]["cell"][field], by_arm(runs), [], list[_Test]()
-    for (cell, epochs, init), group in groups.items():
+    for cell, epochs, init in groups:
         place = json.loads(cell)
-        base = groups.get((cell_key({"cell": {**place, field: first}}), epochs, init), [])
+        arms = (cell, epochs, init), (cell_key({"cell": {**place, field: first}}), epochs, init)
         row = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
-        values = values_of(group, metric), values_of(base, metric)
-        if place[field] != first and _compare(row, "difference", *values, metric, tests):
+        if place[field] != first and _compare(row, "difference", groups, arms, metric, tests):
             rows.append(row)
-    _adjust(tests, metric)
+    _adjust(tests, metric, {})
     return rows
 
 
@@ -282,6 +294,43 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     most = metric.bounds[1] - metric.bounds[0]
     ends = [max(-most, mean - half), min(most, mean + half)]
     return {"difference": mean, "difference_ci95": ends if np.isfinite(ends).all() else None, "p": p}
+
+
+def over_images(d: np.ndarray, interval: Sequence[float], level: float = LEVEL, most: float = 1.0) -> list[float]:
+    """The interval over networks and images of the mean of differences d (n, m), of n networks on m images.
+
+        mean +- t sqrt(V),   V = a + b - e,   nu = V^2 / (a^2 / (n - 1) + b^2 / (m - 1) + e^2 / ((n - 1) (m - 1)))
+
+    a, b and e are the mean squares of networks, of images and of their interaction, over n m, of two-way crossed random
+    effects, and t is the quantile 1 - level / 2 of Student's T with nu degrees of freedom. A negative component of
+    images, b < e, is 0. The result holds `interval`, that of `paired` at the same level for the images that were used:
+    with few networks, the formula may give less, as nu > n - 1. It is cut to differences of at most `most`, which is
+    all that is known from one network or one image.
+
+    Source: Cornfield and Tukey 1956; Satterthwaite 1946; bootstrapped by Owen, The pigeonhole bootstrap, 2007.
+    """
+    n, m = d.shape
+    if min(n, m) < 2:
+        return [-most, most]
+    rows, columns, mean = d.mean(1), d.mean(0), float(d.mean())
+    a, b = rows.var(ddof=1) / n, columns.var(ddof=1) / m
+    e = np.square(d - rows[:, None] - columns + mean).sum() / ((n - 1) * (m - 1) * n * m)
+    half = 0.0
+    if b > e:
+        freedom = (a + b - e) ** 2 / (a**2 / (n - 1) + b**2 / (m - 1) + e**2 / ((n - 1) * (m - 1)))
+        half = float(stats.t.ppf(1 - level / 2, freedom) * np.sqrt(a + b - e))
+    return [max(-most, min(interval[0], mean - half)), min(most, max(interval[1], mean + half))]
+
+
+def crossed(
+    weights: Mapping[Place, float], hits: Hits, seeds: Sequence[int], interval: Sequence[float] | None, level: float
+) -> list[float] | None:
+    """`over_images` of a sum of arms with weights that add up to zero; None unless all have hits of as many images."""
+    known = [hits[arm] for arm in weights if arm in hits]
+    if interval is None or len(known) < len(weights) or len({each.shape[1] for each in known}) > 1:
+        return None
+    differences = np.sum([weight * hits[arm][seeds] for arm, weight in weights.items()], axis=0)
+    return over_images(differences, interval, level, sum(map(abs, weights.values())) / 2)
 
 
 def _worst_ranks(values: np.ndarray, base: np.ndarray, metric: Metric) -> float:

@@ -295,9 +295,9 @@ def _with_initialisers(
 @figure_option("products.png")
 @choice_option("--view", "auto grid depth", "Matrices in a grid, or alpha and beta against depth.", "auto")
 @click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeatable.")
-@click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
-@click.option("--clip", type=int, default=64, help="Rows and columns drawn, from the upper left.")
-@click.option("--draw-heads", type=int, default=8, help="Maximum number of heads drawn.")
+@click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
+@click.option("--clip", type=click.IntRange(1), default=64, help="Rows and columns drawn, from the upper left.")
+@click.option("--draw-heads", type=click.IntRange(1), default=8, help="Maximum number of heads drawn.")
 @choice_option("--values", "layers heads both", "Draw W_V W_O of whole layers, of single heads, or both.", "layers")
 @click.option("--cross", is_flag=True, help="Include cross-attention.")
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
@@ -412,7 +412,7 @@ def attention_maps(
     help="NAME, NAME+NAME, MODULE:FUNCTION, a .toml file with its parameters, or a fit to networks (.safetensors); "
     "all if not given.",
 )
-@click.option("--num-heads", type=int, help="Number of heads, for files without a config.json.")
+@click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @json_option
 def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool, json_file: Path | None) -> None:

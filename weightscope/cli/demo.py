@@ -20,6 +20,7 @@ from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
+from weightscope.cli.page import template
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
@@ -163,15 +164,6 @@ def write_report(
     `values` are `contents`, as in `inspection.json`, `effects`, whether units are exchangeable by distribution, `gain`,
     and `drawn`, the held-out log-likelihood of the amplified distribution.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-    )
-    environment.filters["number"] = number
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
@@ -180,7 +172,7 @@ def write_report(
         default = verdict(row["difference"], row["difference_ci_holm"], row["p_holm"], row["pairs"])
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
         sections.append(about | {"beyond": beyond, "correlations": own, "default": default})
-    text = environment.get_template("report.html").render(
+    text = template("report.html", number=number).render(
         pictures={name: _embedded(png) for name, png in pictures.items()},
         pairs=[row for row in pairs if row["p"] < 0.05][:PAIRS],
         fits=fits,

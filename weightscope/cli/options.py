@@ -77,7 +77,7 @@ class _Workers(click.ParamType):
     name = "number|auto"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
-        return None if value == "auto" else click.INT.convert(value, param, ctx)
+        return None if value == "auto" else click.IntRange(1).convert(value, param, ctx)
 
 
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:

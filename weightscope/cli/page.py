@@ -8,7 +8,7 @@ import gzip
 import json
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope.analysis.exchangeable import Emergence, ExchangeableCovariance, emergence, exchangeable_covariance
+from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
 from weightscope.statistics.exchangeable import Pair, TypeCovariance
@@ -44,7 +45,6 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise UsageError("plotly is not installed; `pip install plotly`, whose library the page contains") from error
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
@@ -59,20 +59,27 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         values |= _structure(found)
         if population.snapshots:
             values["curves"].append(_over_training(emergence(population, select)))
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    text = environment.get_template("page.html").render(
+    text = template("page.html").render(
         title=population.path.name,
         summary=population.summary(),
         facts=facts,
         notes=values["notes"],
-        has={key: bool(values[key]) for key in ("metrics", "types", "pairs", "curves")},
+        has={key: bool(values[key]) for key in ("metrics", "types", "pairs")},
         data=Markup(json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
         library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
     )
-    atomic.write(Path(path), text.encode())
+    atomic.write(Path(path), text.encode(errors="replace"))  # a name that is not UTF-8
     return Path(path)
+
+
+def template(name: str, **filters: Callable[..., str]) -> Any:
+    """A jinja2 template of this folder, in which a name without a value is an error."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters.update(filters)
+    return environment.get_template(name)
 
 
 def _rounded(values: Any) -> Any:
@@ -85,17 +92,18 @@ def _rounded(values: Any) -> Any:
 def _metrics(population: Population) -> list[dict[str, Any]]:
     """Of each metric the histogram at the end of training, and quantiles after each epoch if they are known."""
     kept, out = ~population.diverged, []
-    found = {name: np.asarray(values, float)[kept] for name, values in population.metrics.items()}
+    found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
     for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = found[name].reshape(len(found[name]), -1)[:, -1:]
-        last = last[np.isfinite(last)]
-        if name.endswith("_per_epoch") or name in _NOT_RESULTS or not last.size:
+        last = found[name][np.isfinite(found[name])].astype(float)
+        if not last.size:
             continue
-        counts, edges = np.histogram(last, bins=min(_BINS, max(5, math.isqrt(last.size))))
-        curves = found.get(f"{name}_per_epoch", np.empty((0, 0)))
+        low, width = last.min(), np.ptp(last) or max(abs(last[0]), 1)  # bins of large, near numbers need a scale
+        counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
+        edges = edges * width + low
+        curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
         low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if curves.size else np.empty((3, 0))
         out.append(
-            {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": _rounded(edges)}
+            {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
             | {"low": _rounded(low), "middle": _rounded(middle), "high": _rounded(high)}
         )
     return out

@@ -11,6 +11,18 @@ import numpy as np
 from weightscope._util.results import finite_or_none
 from weightscope.errors import DataError
 
+PER_EPOCH = "_per_epoch"
+"""The end of the names of metrics after each epoch."""
+
+
+def at_end(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Name -> values at the end of training, (N,), of metrics (N,) or (N, E): arrays, or data sets of HDF5."""
+    return {
+        name: values if values.ndim == 1 else values[:, -1]
+        for name, values in metrics.items()
+        if not name.endswith(PER_EPOCH)
+    }
+
 
 @dataclass(frozen=True)
 class Metric:

@@ -5,6 +5,7 @@ Each is `read(info, root, train, test)`: the first training and test images, in 
 Fashion-MNIST are downloaded from the Hugging Face Hub if they are found nowhere and pyarrow is installed.
 """
 
+import contextlib
 import gzip
 import importlib.util
 import io
@@ -403,10 +404,8 @@ def _download(location: Location, part: str) -> Path:
     repository, file = location.repository, f"{location.folder}/{part}-00000-of-00001.parquet"
     # The HTTP client and its errors differ between versions of huggingface_hub.
     failures: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
-    try:
+    with contextlib.suppress(LocalEntryNotFoundError):
         return Path(hf_hub_download(repository, file, repo_type="dataset", local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
     try:
         # Without a network the download itself would retry for half a minute.
         get_hf_file_metadata(hf_hub_url(repository, file, repo_type="dataset"), timeout=TIMEOUT)

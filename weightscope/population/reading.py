@@ -14,6 +14,7 @@ from weightscope._util import plugins
 from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, trusting
+from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from weightscope.checkpoint import Checkpoint
 
-_PER_EPOCH = "_per_epoch"
 _BLOCK_BYTES = 32 * 2**20
 _CACHED = ("missing", "indices", "_table")  # what follows from the tiles on disk
 
@@ -202,14 +202,12 @@ class Population(Result):
 
     def rows(self) -> list[dict[str, Any]]:
         """One record for each network: index, seed or source, and its metrics at the end of training; see `curves`."""
-        metrics = {name: values for name, values in self.metrics.items() if not name.endswith(_PER_EPOCH)}
-        last = {name: (values if values.ndim == 1 else values[:, -1]).tolist() for name, values in metrics.items()}
         columns: dict[str, list[Any]] = {"network": self.indices.tolist()}
         if self.manifest.imported is None:
             columns["seed"] = self.seeds.tolist()
         elif sources := self.manifest.imported.sources:
             columns["source"] = [sources[k][0] for k in self.indices]
-        columns |= last
+        columns |= {name: values.tolist() for name, values in at_end(self.metrics).items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def curves(self) -> Any:
@@ -218,7 +216,7 @@ class Population(Result):
         epochs = max((values.shape[1] for values in found.values()), default=0)
         columns: dict[str, Any] = {"network": np.repeat(self.indices, epochs)}
         columns["epoch"] = np.tile(np.arange(1, epochs + 1), len(self))
-        kept = {name.removesuffix(_PER_EPOCH): x.ravel() for name, x in found.items() if x.shape[1] == epochs}
+        kept = {name.removesuffix(PER_EPOCH): x.ravel() for name, x in found.items() if x.shape[1] == epochs}
         return data_frame(columns | kept)
 
     def summary(self) -> str:
@@ -230,10 +228,9 @@ class Population(Result):
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
-        last = {name: values if values.ndim == 1 else values[:, -1] for name, values in self.metrics.items()}
-        shown = [name for name in last if name.startswith("test_") and not name.endswith(_PER_EPOCH)]
         kept = ~self.diverged
-        means = [f"mean {name} {last[name][kept].mean():.4g}" for name in shown if kept.any()]
+        last = {name: values[kept] for name, values in at_end(self.metrics).items() if name.startswith("test_")}
+        means = [f"mean {name} {values.mean():.4g}" for name, values in last.items() if values.size]
         return "\n".join([self.summary(), "; ".join([f"{int(self.diverged.sum())} diverged", *means])])
 
     @property
@@ -278,6 +275,19 @@ class Population(Result):
     def metrics(self) -> dict[str, np.ndarray]:
         """Name -> value of each network, shape (n,), or of each epoch, shape (n, E)."""
         return self._table[1]
+
+    @cached_property
+    def hits(self) -> np.ndarray | None:
+        """Which of the m test images each network classifies rightly, shape (n, m) bool.
+
+        None of sequences and imported networks, and if a shard was written by a version that did not store them.
+        """
+        parts = []
+        for tile in shards.ahead(self.path, self.manifest, self._rows):
+            with self._open(tile) as h5:
+                parts.append(shards.hits_in(h5, self._rows[tile]))
+        known = [part for part in parts if part is not None]
+        return np.concatenate(known) if known and len(known) == len(parts) else None
 
     @property
     def diverged(self) -> np.ndarray:
@@ -584,9 +594,8 @@ def open_source(source: Any, *, partial: bool = False) -> Any:
         >>> open_source("digits.pop")
         <Population: digits.pop: 256 networks (convnext, digits), D=27018>
     """
-    if isinstance(source, Population):
-        return source
-    return population_in(source, partial=partial) if is_population(source) else open_network(source)
+    named = isinstance(source, Population) or is_population(source)
+    return population_in(source, partial=partial) if named else open_network(source)
 
 
 def open_network(source: Any) -> Any:

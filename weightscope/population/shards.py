@@ -2,7 +2,8 @@
 
     shards/00003.h5          /weights (n, D) f32, /seed (n,) u64, /metrics/NAME (n,) or (n, E);
                              /snapshots (n, S, D) f32, if the manifest has S > 0 snapshots;
-                             /digest (n, 1 + S, 32) u8, of imported networks, which have no seed (0)
+                             /digest (n, 1 + S, 32) u8, of imported networks, which have no seed (0);
+                             /hits (n, ceil(m / 8)) u8, of m test images, for images
     shards/00003.h5.sha256   one line in the format of `sha256sum`
 
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
@@ -46,7 +47,8 @@ _FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the 
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _AHEAD, _AHEAD_BYTES = 8, 2**28  # shards of an object store that are downloaded ahead, at most
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
-_KINDS = {"weights": "f4", "snapshots": "f4", "digest": "u1", "seed": "u8", "metrics/diverged": "?"}  # others: numbers
+# dtypes; the other arrays are numbers
+_KINDS = {"weights": "f4", "snapshots": "f4", "digest": "u1", "hits": "u1", "seed": "u8", "metrics/diverged": "?"}
 
 
 class DamagedShard(DataError):
@@ -78,6 +80,7 @@ class TrainedTile:
     metrics: Mapping[str, np.ndarray]  # name -> (T,) or (T, E); one of them is `diverged`, booleans
     snapshots: np.ndarray | None = None  # (T, S, D) float32, the weights at the moments of `Manifest.snapshots`
     digest: np.ndarray | None = None  # (T, 1 + S, 32) uint8, of imported networks and their snapshots
+    hits: np.ndarray | None = None  # (T, m) booleans: which test images the network classifies rightly
 
 
 def shard_file(path: Path, tile: int) -> Path:
@@ -394,6 +397,9 @@ def encode(manifest: Manifest, trained: TrainedTile, rows: int, device: str, ker
                 options["fillvalue"] = np.float32("nan")
             _write(h5, name, np.ascontiguousarray(values[:rows]), **options)
         _write(h5, "seed", np.asarray(trained.seeds[:rows], dtype="<u8"))
+        if trained.hits is not None:
+            _write(h5, "hits", np.packbits(trained.hits[:rows], axis=1))
+            h5["hits"].attrs["images"] = np.int64(trained.hits.shape[1])
         group = h5["metrics"]
         for name in sorted(trained.metrics):
             values = np.asarray(trained.metrics[name])[:rows]
@@ -445,6 +451,13 @@ def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
     properties.set_obj_track_times(False)
     h5py.h5g.create(h5.id, b"metrics", gcpl=properties)
     return h5
+
+
+def hits_in(h5: h5py.File, rows: int) -> np.ndarray | None:
+    """Which of the m test images the first networks of a shard classify rightly, (rows, m) bool; None if not stored."""
+    if "hits" not in h5:
+        return None
+    return np.unpackbits(h5["hits"][:rows], axis=1, count=int(h5["hits"].attrs["images"])).astype(bool)
 
 
 def header_text(h5: h5py.File, name: str) -> str:
@@ -503,6 +516,10 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         if expected is None or shape != (rows, *expected) or not least <= rows <= manifest.tile:
             wanted = f"{name} {(manifest.rows(tile), *expected)}" if expected else f"no {name}"
             raise _foreign(file, wanted, f"{shape}")
+    if (hits := arrays.get("hits")) is not None:
+        expected = (rows, -(-int(hits.attrs["images"]) // 8))
+        if hits.shape != expected:
+            raise _foreign(file, f"hits {expected}", f"{hits.shape}")
     for name, values in arrays.items():
         kind = _KINDS.get(name)
         known = values.dtype == kind if kind else values.dtype.kind in "fiub"

@@ -124,11 +124,10 @@ def over_parts(
     task: Callable[[Any, int], T],
     workers: Workers | int | None = None,
     *,
-    merge: Callable[[T, T], T] = operator.iadd,
     networks: int | None = None,
     size: int = 0,
 ) -> T:
-    """`task(part, i)` of each part of a source, computed by workers and merged in the order of the parts.
+    """`task(part, i)` of each part of a source, computed by workers and added up (`+=`) in the order of the parts.
 
     A population is cut into parts of consecutive whole shards with at least so many `networks`; a source without
     `parts` is one. The result has the same bits for all numbers of workers and backends, since parts depend on the
@@ -138,7 +137,6 @@ def over_parts(
         source: what `task` reads, part by part; it travels to the workers, as do the task and its results.
         task: called with a part and its number.
         workers: the number of processes of this machine, 1 for this one, by default one for each core; or `Workers`.
-        merge: two results to one; it may change the first.
         networks: of a part, at least; by default 4,096.
         size: about how many bytes a result takes. If they are more than 2 GiB, the source is one part; no more
             processes are started than results fit into memory.
@@ -146,10 +144,10 @@ def over_parts(
     Raises:
         WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
     """
+    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
     parts: list[Any] = source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else [source]
     if len(parts) < 2:
         return task(source, 0)
-    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
     chosen = chosen.on_device("cpu", len(parts))
     if chosen.backend == "loky" and chosen.count is not None:
         most = max(1, available_memory() // (_COPIES * max(size, 1)))
@@ -157,11 +155,11 @@ def over_parts(
             _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
             chosen = Workers(count=most)
     if chosen == Workers(count=1):
-        return _merged(((i, _on_part(task, parts, i)) for i in range(len(parts))), merge)
+        return _merged((i, _on_part(task, parts, i)) for i in range(len(parts)))
     results = spread(partial(_sent, task, parts), range(len(parts)), chosen, named=lambda i: str(parts[i].name))
     with contextlib.closing(results):
         try:
-            return _merged(((i, pickle.loads(value)) for i, value in results), merge)
+            return _merged((i, pickle.loads(value)) for i, value in results)
         except TilesFailed as error:
             i, why = next(iter(error.errors.items()))
             raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
@@ -183,16 +181,14 @@ def _sent(task: Callable[[Any, int], T], parts: Sequence[Any], i: int, **_: Any)
     return pickle.dumps(_on_part(task, parts, i), protocol=5)
 
 
-def _merged(values: Iterable[tuple[int, Any]], merge: Callable[[T, T], T]) -> T:
-    """Values with their numbers 0, 1, ..., which come in any order, merged from the first to the last."""
-    waiting: dict[int, Any] = {}
-    total: Any = None
-    at = 0
+def _merged(values: Iterable[tuple[int, Any]]) -> Any:
+    """The sum of values with their numbers 0, 1, ..., which come in any order, from the first to the last."""
+    waiting, total, at = dict[int, Any](), None, 0
     for i, value in values:
         if isinstance(value, WeightscopeError):
             raise value
         waiting[i] = value
         while at in waiting:
-            total = merge(total, waiting.pop(at)) if at else waiting.pop(at)
+            total = operator.iadd(total, waiting.pop(at)) if at else waiting.pop(at)
             at += 1
     return total

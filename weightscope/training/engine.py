@@ -20,6 +20,7 @@ from weightscope._util.names import matching
 from weightscope._util.plugins import is_reference, member
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.torch_random import seeded
+from weightscope.data.metrics import PER_EPOCH
 from weightscope.data.registry import FOLDER
 from weightscope.data.sequence_config import TEXT
 from weightscope.data.task import Source, Task
@@ -38,7 +39,10 @@ from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_facto
 
 
 class Batches(Protocol):
-    """What the engine needs of the data: the batches of T networks."""
+    """What the engine needs of the data: the batches of T networks.
+
+    `hits`, (T, m) booleans of m test images after `evaluate`, are stored if there are any.
+    """
 
     batch: int
     steps: int
@@ -194,13 +198,15 @@ class TileRun:
                 history.setdefault(name, []).append(values)
         weights = self._weights()
         metrics = {name: values[-1] for name, values in history.items()}
-        metrics |= {f"{name}_per_epoch": np.stack(values, axis=1) for name, values in history.items()}
+        metrics |= {f"{name}{PER_EPOCH}": np.stack(values, axis=1) for name, values in history.items()}
         losses = np.stack([metrics["train_loss"], metrics["test_loss"]])
         finite = np.isfinite(weights).all(axis=1) & np.isfinite(losses).all(axis=0)
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
         snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
-        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots)
+        hits = getattr(self.batches, "hits", None)
+        hits = None if hits is None else hits.cpu().numpy()
+        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots, hits=hits)
 
     def _weights(self) -> np.ndarray:
         """What is stored of the weights, (T, D): of the average, if there is one."""

@@ -122,20 +122,20 @@ class ImageBatches:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Tensor]:
-        """Return `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm."""
+        """Return `test_loss` and `test_accuracy`, each (T,), after the calibration of BatchNorm; sets `hits` (T, m)."""
         calibration = self.images[: self.batch * CALIBRATION_BATCHES].split(self.batch)
         self.nets.calibrate([normalise(part, self.mean, self.std).to(self.dtype) for part in calibration])
         self.nets.eval()
         loss = torch.zeros(self.nets.count, device=self.device)
-        correct = torch.zeros_like(loss)
+        right = []
         for start in range(0, len(self.test_images), EVALUATION_IMAGES):
             part = slice(start, start + EVALUATION_IMAGES)
             images = normalise(self.test_images[part], self.mean, self.std).to(self.dtype)
             logits, labels = self.nets(images).float(), self.test_labels[part]  # (T, B, K), (B,)
             loss -= F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=self.device), labels].sum(1)
-            correct += hits(logits, labels).sum(1)
-        count = len(self.test_images)
-        return {"test_loss": loss / count, "test_accuracy": correct / count}
+            right.append(hits(logits, labels).bool())
+        self.hits, count = torch.cat(right, dim=1), len(self.test_images)
+        return {"test_loss": loss / count, "test_accuracy": self.hits.sum(1) / count}
 
 
 def hits(logits: Tensor, labels: Tensor) -> Tensor:

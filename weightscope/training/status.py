@@ -5,7 +5,6 @@ shard is there; it says why if the tile failed, and grows old if the worker dies
 """
 
 import contextlib
-import heapq
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import numpy as np
 from weightscope._util import atomic
 from weightscope._util.results import Result, duration, text_table
 from weightscope._util.sources import POPULATION_FILE, is_population, location, read_regular
-from weightscope._util.workers import SILENT_SECONDS
+from weightscope._util.workers import SILENT_SECONDS, makespan
+from weightscope.data.metrics import at_end
 from weightscope.errors import DataError, UsageError, WeightscopeError, one_line
 from weightscope.population import Population, shards
 from weightscope.population.manifest import Manifest
@@ -141,12 +142,8 @@ class Status(Result):
         """Hours until all networks are trained, if no worker joins or leaves; None if nothing is trained."""
         if not self._seconds:
             return None
-        free = [m["epochs"] * (1 - m["done"]) for m in self._running]
-        heapq.heapify(free)
-        for part in self.populations or (self,):
-            for _ in range(part.waiting):
-                heapq.heapreplace(free, free[0] + part.epochs)
-        return self._seconds * max(free) / 3600
+        tiles = (epochs for part in self.populations or (self,) for epochs in repeat(part.epochs, part.waiting))
+        return self._seconds * makespan(tiles, [m["epochs"] * (1 - m["done"]) for m in self._running]) / 3600
 
     @cached_property
     def _running(self) -> list[dict[str, Any]]:
@@ -293,8 +290,9 @@ def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], dict[int,
                 size += file.stat().st_size
                 metrics = h5["metrics"]
                 fine = ~metrics["diverged"][:]
-                for name in (n for n in metrics if n.startswith("test_") and not n.endswith("_per_epoch")):
-                    found[name].append(metrics[name][:].reshape(len(fine), -1)[fine, -1])
+                for name, values in at_end(metrics).items():
+                    if name.startswith("test_"):
+                        found[name].append(values[:][fine])
         except DataError as error:
             wrong[tile] = str(error)
     joined = {name: np.concatenate(values) for name, values in found.items()}
