@@ -235,6 +235,18 @@ def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     assert amplified(correlation, np.full((3, 3), 0.02), 1.0)[1]["realised"] == pytest.approx(1)
 
 
+def test_inflation_does_not_depend_on_the_unit_of_the_weights() -> None:
+    """Weights of trained networks are small: products of their squares are far below one."""
+    spec = WeightSpec([TensorSpec(name, (12,)) for name in ("gain", "bias")])
+    permutations = PermutationSpec.from_axes(spec, {"gain": ("c",), "bias": ("c",)})
+    x = np.random.default_rng(0).standard_normal((8, spec.size)) * np.arange(1, 9)[:, None]
+    one, small = (ExchangeableMoments(spec, permutations).update(f * x).covariances() for f in (1.0, 1e-3))
+    for a, b in zip(one, small, strict=True):
+        if a.inflation is not None:
+            np.testing.assert_allclose(b.inflation, a.inflation, rtol=1e-9)
+    assert max(a.inflation.max() for a in one if a.inflation is not None) > 1.2
+
+
 @pytest.mark.parametrize(
     ("by", "scale", "mean", "n"),
     [("network", 0.0, 0.0, 8), ("network", 0.7, 3.0, 8), ("unit", 0.7, 1.0, 8), ("first", 3.0, 3.0, 96)],
