@@ -136,7 +136,8 @@ class RemotePath:
             kind = get_filesystem_class(self._url.partition("://")[0])
             store = kind(**kind._get_kwargs_from_urls(self._url), use_listings_cache=False)
         except (ImportError, ValueError) as error:  # no package, or an unknown protocol
-            raise UsageError(f"{self}: {error}; for S3, pip install 'weightscope-toolkit[s3]'") from error
+            what = '; `pip install ".[s3]"` in the clone of weightscope' * self._url.startswith("s3://")
+            raise UsageError(f"{self}: {error}{what}") from error
         try:
             return getattr(store, method)(store._strip_protocol(self._url), *args, **options)
         except (FileNotFoundError, FileExistsError):
