@@ -68,13 +68,19 @@ class RemotePath:
         pass
 
     def exists(self) -> bool:
-        return self._call("exists")
+        return bool(self._kind())
 
     def is_dir(self) -> bool:
-        return self._call("isdir")
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        return self._listed["type"] == "file" if self._listed else self._call("isfile")
+        return self._kind() == "file"
+
+    def _kind(self) -> str:
+        """Its type, or none; `exists` and `isdir` of many stores would take one that fails for one that is empty."""
+        with contextlib.suppress(FileNotFoundError):
+            return str((self._listed or self._call("info"))["type"])
+        return ""
 
     def stat(self) -> SimpleNamespace:
         """Size in bytes and time of the last change, without a request if it was listed."""
