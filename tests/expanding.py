@@ -417,7 +417,7 @@ def outcome(seed: int, folder: Path, chosen: str | None = None) -> tuple[str, st
     if not process:
         _run(arguments, folder)
     began, found = time.monotonic(), 0
-    while not found and time.monotonic() - began < 3 * SECONDS and resident(process) - before < 8 * BYTES:
+    while not found and time.monotonic() - began < 20 * SECONDS and resident(process) - before < 8 * BYTES:
         found, status, used = os.wait4(process, os.WNOHANG)
         time.sleep(0.005)
     if not found:
@@ -449,6 +449,7 @@ def _run(arguments: list[str], folder: Path) -> None:
         os.dup2(out, stream)
     sys.stdout, sys.stderr = (os.fdopen(stream, "w") for stream in (1, 2))  # not those of pytest
     resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30, 64 * 2**30))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(3 * SECONDS), int(3 * SECONDS)))
     code = 99
     try:
         main(arguments)

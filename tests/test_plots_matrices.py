@@ -130,6 +130,16 @@ def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
         plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc1": [0]})
 
 
+def test_single_coordinates_do_not_set_the_scale_of_group_means() -> None:
+    """A bias has the variance of one entry, 100 times that of the means of 100 entries."""
+    matrix, blocks = np.eye(208), {"fc1": slice(0, 200), "bias": slice(200, 208)}
+    groups = {"fc1": np.tile(np.arange(2), 100), "bias": np.arange(8)}
+    ax = plots.covariance_map(matrix, blocks, groups=groups)
+    assert ax.images[0].norm.vmax == pytest.approx(0.01)
+    single = plots.covariance_map(np.eye(8), {"bias": slice(0, 8)}, groups={"bias": np.arange(8)})
+    assert single.images[0].norm.vmax == 1
+
+
 @pytest.mark.parametrize("diagonal", ["show", "mask"])
 def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
     """Columns whose entries cancel: different entries are correlated negatively, the mean's variance is positive."""

@@ -83,10 +83,13 @@ class RemotePath:
         return ""
 
     def stat(self) -> SimpleNamespace:
-        """Size in bytes and time of the last change, without a request if it was listed."""
+        """Size in bytes, time of the last change, and tag for an inode, without a request if it was listed."""
         info = self._listed or self._call("info")
         times = [value.timestamp() for value in info.values() if isinstance(value, datetime)]
-        return SimpleNamespace(st_size=info["size"] or 0, st_mtime=max(times, default=0.0))
+        changed = max(times, default=0.0)
+        tag = next((value for key, value in info.items() if key.lower() == "etag"), "")  # of the content
+        size, nanoseconds = info["size"] or 0, int(1e9 * changed)
+        return SimpleNamespace(st_ino=tag, st_size=size, st_mtime=changed, st_mtime_ns=nanoseconds)
 
     def iterdir(self) -> "list[RemotePath]":
         return self._children(self._call("ls", detail=True))

@@ -123,7 +123,7 @@ class PopulationCovariance(Result):
 
         if means is None:
             means = bool(self.stripes) or self.spec.size > plots.covariance.CELLS
-        title = f"{self.kind.capitalize()} over {self.networks()}" + (", mean over hidden units" if means else "")
+        title = f"{self.kind.capitalize()}{' of group means' if means else ''} over {self.networks()}"
         groups = self.groups() if means else None
         axes = plots.covariance_map(self.matrix, self.blocks, kind=self.kind, title=title, groups=groups)
         return plots.finished(axes, path)

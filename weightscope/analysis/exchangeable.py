@@ -107,13 +107,15 @@ class ExchangeableCovariance(Result):
         return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"
 
     def _named(self, groups: Sequence[str]) -> str:
-        """Groups of axes for a title: `channels` where all channels are one group, else `channels 0 of 3`."""
+        """For a title: `channels`, `channels 0 of 3` where there are several groups of them, `units of fc1`."""
         known = {name for found in self.types for name in found.kind.groups}
 
         def named(group: str) -> str:
             word, _, number = group.partition(".")
+            if word not in ("channels", "hidden"):  # such as a layer, from whose network it was derived
+                return f"units of {group}"
             alike = sum(name.partition(".")[0] == word for name in known)
-            return word if alike == 1 else f"{word} {number} of {alike}"
+            return (word + " units" * (word == "hidden")) + (f" {number} of {alike}" if alike > 1 else "")
 
         return " x ".join(map(named, groups)) or "means"
 
@@ -174,7 +176,8 @@ def exchangeable_covariance(
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
-        workers: see `joint_covariance`. Index effects are those of the first 4,096 networks.
+        workers: see `joint_covariance`. Index effects are those of the first part, of at most 1,024 networks; of
+            fewer, with less power, where most of the first 4,096 are missing or diverged.
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.

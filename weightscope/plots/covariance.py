@@ -39,7 +39,7 @@ def covariance_map(
     With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
     cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
     v / p for p independent entries of variance v. Averaging hundreds of entries reveals stripes far below the noise of
-    single covariances (1/sqrt(N) as correlations); the colours then hold all of them.
+    single covariances (1/sqrt(N) as correlations); the colours then hold all means of several coordinates.
 
     `blocks` are the coordinates of each tensor, which together cover 0 to D without overlap, and `groups` the group of
     each coordinate of a tensor: `np.tile(np.arange(n), p)` for the columns of W (p, n), `np.repeat(np.arange(p), n)`
@@ -52,22 +52,25 @@ def covariance_map(
     """
     if kind not in ("covariance", "correlation") or diagonal not in ("show", "mask"):
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
-    quantile = 0.99 if groups is None else 1.0
     array = checked_square(matrix, f"{kind} matrix")
     names, bounds = _bounds(blocks, len(array))
     missing = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)
     own: _Diagonal = "others" if diagonal == "mask" else "variances" if groups is None else "all"
     if groups is None:
         order, (edges, factor) = np.arange(len(array)), cell_edges(bounds, cells)
+        quantile, where = 0.99, "off-diagonal values"
     else:
-        (order, edges), factor = _grouped(names, bounds, groups), 1
+        (order, edges), factor, quantile, where = _grouped(names, bounds, groups), 1, 1.0, "cells"
     pooled = pool(array, order, edges, missing, own)
     counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     if not (finite | empty | (np.outer(counted, counted) == 0)).all():
         raise DataError(f"{kind} matrix: expected finite entries, found others; leave out networks that diverged")
-    limit = theme.colour_limit(pooled[finite & ~apart], quantile, pooled[finite])
+    scaled, several = finite & ~apart, np.diff(edges) > 1
+    if groups is not None and 0 < several.sum() < len(several):  # variances of single coordinates are much larger
+        scaled, where = scaled & np.outer(several, several), "means"
+    limit = theme.colour_limit(pooled[scaled], quantile, pooled[finite])
 
     canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
     side = _SIDE if canvas.owned else 0.82 * canvas.width
@@ -76,7 +79,6 @@ def covariance_map(
     ax.set(xlim=(0, len(array)), ylim=(len(array), 0))  # the first row on top
     ax.set_aspect("equal", anchor="NW")
     ax.spines[:].set_visible(True)
-    where = "off-diagonal values" if groups is None else "cells"
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
     label = f"{unit}; ±{number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, height=side, beyond=bool((np.abs(pooled[finite]) > limit).any()))

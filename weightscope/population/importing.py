@@ -45,6 +45,7 @@ _HUB = "hf://"
 _TILE, _TILE_BYTES = 250, 32 * 2**20  # networks and bytes of a shard, at most; 250 are one chunk of HDF5
 _LAYOUTS = 64  # known ones that are kept
 _BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and indices, which no network learns
+_RANGES = "only byte ranges were read; `weightscope verify --download` compares whole files"
 _NAMED = 4  # networks and tensors of a message
 
 
@@ -90,7 +91,7 @@ class _Run:
     sources: list[tuple[str, ...]] = field(default_factory=list)
     first: dict[bytes, str] = field(default_factory=dict)  # digest -> the first network that has it
     matched: set[str] = field(default_factory=set)  # those of `rename` that changed a name
-    ranges: list[str] = field(default_factory=list)  # networks of which only byte ranges were read
+    unverified: dict[str, list[str]] = field(default_factory=dict)  # why -> networks
     unfit: dict[str, list[str]] = field(default_factory=dict)  # reason -> networks
     left_out: dict[str, list[str]] = field(default_factory=dict)  # why statistics leave them out -> networks
     config: dict[str, Any] | None = None  # what those of all networks have in common
@@ -148,12 +149,8 @@ class _Run:
                 if not existed:
                     self.path.rmdir()
             raise
-        ranges = {"only byte ranges were read; `weightscope verify --download` compares whole files": self.ranges}
-        for what, which in (
-            ("left out of statistics", self.left_out),
-            ("not imported", self.unfit),
-            ("unverified", ranges if self.ranges else {}),
-        ):
+        told = {"left out of statistics": self.left_out, "not imported": self.unfit, "unverified": self.unverified}
+        for what, which in told.items():
             for why, names in which.items():
                 count = f"{len(names)} network{'s' * (len(names) > 1)}"
                 _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
@@ -228,7 +225,7 @@ class _Run:
         key = found.digests.tobytes()
         duplicate = key in self.first
         if not found.verified:
-            self.ranges.append(label)
+            self.unverified.setdefault(_RANGES, []).append(label)
         if not found.finite:
             self.left_out.setdefault("with NaN or infinite weights", []).append(label)
         if duplicate:
@@ -576,24 +573,17 @@ def _braces(text: str) -> list[str]:
     match = re.search(r"\{([^{}]*)\}", text)
     if match is None:
         return [text]
-    span, many = (
-        re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1]),
-        f"{text}: expected at most {_MOST_NETWORKS:,} addresses",
-    )
-    if span and int(span[2]) - int(span[1]) >= _MOST_NETWORKS:
-        raise UsageError(many)
-    if span:
+    values: Iterable[str] = match[1].split(",")
+    if span := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1]):
+        if int(span[2]) < int(span[1]):
+            raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
         width = len(span[1]) if span[1].startswith("0") else 0
-        values = [str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1)]
-    else:
-        values = match[1].split(",")
-    if span and not values:
-        raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
+        values = (str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1))
     found: list[str] = []
     for value in values:
         found += _braces(text[: match.start()] + value + text[match.end() :])
         if len(found) > _MOST_NETWORKS:
-            raise UsageError(many)
+            raise UsageError(f"{text}: expected at most {_MOST_NETWORKS:,} addresses")
     return found
 
 
@@ -673,11 +663,6 @@ def _longest(column: Any) -> int:
     return max((len(text or "") for part in parts for text in part.to_pylist()), default=0)
 
 
-def _few(rows: int, size: int) -> None:
-    if rows > _MOST_ROWS or size > _MOST_TEXT:
-        raise ValueError(f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes")
-
-
 def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
     try:
@@ -685,16 +670,20 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
             import pandas  # noqa: F401 - `to_pandas` needs it
             from pyarrow.parquet import ParquetFile
 
-            about = ParquetFile(file).metadata
-            _few(about.num_rows, sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups)))
+            about, many = ParquetFile(file).metadata, f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes"
+            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+            if about.num_rows > _MOST_ROWS or size > _MOST_TEXT:
+                raise ValueError(many)
             table = ParquetFile(file, read_dictionary=ParquetFile(file).schema_arrow.names).read()  # each text once
-            _few(0, max((about.num_rows * _longest(column) for column in table.columns), default=0))
+            if about.num_rows * max(map(_longest, table.columns), default=0) > _MOST_TEXT:
+                raise ValueError(many)
             rows = table.to_pandas().to_dict("records")
         else:
             text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
             read = (line for line in csv.reader(text, strict=True) if line)
             header, *lines = list(islice(read, _MOST_ROWS + 2)) or [[]]
-            _few(len(lines), 0)
+            if len(lines) > _MOST_ROWS:
+                raise ValueError(f"expected at most {_MOST_ROWS:,} rows")
             if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
                 raise ValueError(f"expected different names of columns, {len(header)} in each line")
             rows = [dict(zip(header, line, strict=True)) for line in lines]
