@@ -72,6 +72,20 @@ def convnext(width, depth=2):
     return ConvNeXt(width, depth, kernel_size=3, patch_size=2, expansion=2, layer_scale=None)
 
 
+def test_rows_of_the_last_mlp_move_as_a_whole():
+    """And their means are mixed with the first MLP's as stated; entries are mixed one by one."""
+    model = convnext(16, depth=3)
+    old = [part.read("fc2").clone() for part in anatomy.mlps(model)]
+    mimetic_first_last_mlp_(model, correlation=-1.0, mode="rows")
+    moved = anatomy.mlps(model)[2].read("fc2")
+    first, last = (w.mean(1) for w in (old[0], old[2]))
+    expected = last.mean() - (first - first.mean()) / first.std() * last.std()
+    torch.testing.assert_close(moved - old[2], (expected - last)[:, None].expand_as(moved), rtol=0, atol=1e-6)
+    mimetic_first_last_mlp_(model, correlation=-1.0)
+    both = torch.stack([old[0].flatten(), anatomy.mlps(model)[2].read("fc2").flatten()])
+    assert torch.corrcoef(both)[0, 1].item() == pytest.approx(-1, abs=1e-5)
+
+
 def test_layers_of_different_shapes_and_equal_weights_are_refused():
     stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
     with pytest.raises(

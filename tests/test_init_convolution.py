@@ -120,6 +120,12 @@ def test_random_filters_have_the_stated_mean_square(distribution):
     assert net[0].weight.square().mean().item() == pytest.approx(4 / 9, rel=4.9 * (2 / 18_000) ** 0.5)
 
 
+def test_impulses_of_one_axis_are_in_its_central_pixels():
+    net = nn.Sequential(nn.Conv1d(6, 6, 7, groups=6))
+    impulse_filters_(net, order="given", filter_size=3)
+    assert net[0].weight.detach()[:, 0].argmax(1).tolist() == [2, 3, 4, 2, 3, 4]
+
+
 def test_impulse_filters_in_given_order():
     net = stack(10, k=3)
     impulse_filters_(net, order="given")

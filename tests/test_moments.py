@@ -81,6 +81,19 @@ def test_moments_of_parts_add_up(rows, device):
     assert shrunk_covariance(added, centre, scale)[1].intensity != pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.parametrize(("precision", "most"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_parts_far_from_zero_lose_no_accuracy(rows, precision, most):
+    """Means of 10^6 standard deviations, of which sums of squares about zero leave three digits."""
+    data = (rows - rows.mean(0)) / rows.std(0) + 1e6 * np.sign(np.arange(40) - 19.5)
+    added = Moments(40, precision=precision)
+    for part in np.split(data, [1, 8, 300, 1000]):
+        added += Moments(40, precision=precision).update(part)
+    expected = naive.covariance(data)
+    assert np.abs(added.covariance() - expected).max() < most
+    naively = (data.T @ data - len(data) * np.outer(data.mean(0), data.mean(0))) / (len(data) - 1)
+    assert np.abs(naively - expected).max() > 1e-4
+
+
 def test_reading_in_between_changes_only_rounding(rows):
     moments = Moments(40)
     for start in range(0, len(rows), 100):

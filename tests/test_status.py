@@ -19,7 +19,7 @@ from weightscope.cli import cli
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import Population
 from weightscope.training.collection import collect
-from weightscope.training.status import RUNNING, status
+from weightscope.training.status import RUNNING, marked, status
 
 
 def age(path: Path, tile: int, seconds: float):
@@ -194,3 +194,14 @@ def test_what_a_worker_left_that_was_killed_after_its_shard_was_there_goes_with_
     collect(fake.recipe(), path, workers=1)
     assert fake.files(path) == before
     assert not (path / RUNNING).exists()
+
+
+def test_a_rate_is_counted_from_the_first_report_of_progress(monkeypatch, tmp_path):
+    """What a worker does before, such as compiling, is done once."""
+    monkeypatch.setattr("weightscope.training.status._BEAT_SECONDS", -1.0)
+    with marked(tmp_path, 3, None) as progress:
+        for fraction in (0.25, 0.5, 1.0):
+            progress(fraction)
+            mark = json.loads((tmp_path / RUNNING / "00003.json").read_bytes())
+            assert (mark["start"], mark["done"]) == (0.25, fraction)
+    assert not (tmp_path / RUNNING / "00003.json").exists()

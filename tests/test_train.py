@@ -77,6 +77,18 @@ def test_averaged_weights_are_evaluated_and_training_goes_on_from_the_others():
         assert not np.array_equal(found["test_loss"], plain.evaluate()["test_loss"])
 
 
+def test_an_average_begins_with_the_weights_after_the_first_step():
+    plan, data = recipe(training__ema=0.8, training__batch_size=96), load("digits", train=96, test=50)
+    run = TileRun(plan, 0, data, torch.device("cpu"), "torch")
+    expected = None
+    for epoch in range(3):  # of one step
+        run.epoch(epoch)
+        new = run.nets.weights.clone()
+        expected = new if expected is None else 0.8 * expected + 0.2 * new
+        torch.testing.assert_close(run.average, expected)
+    assert (run.average - run.nets.weights).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("engine", ["batched", "loop"])
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 @pytest.mark.parametrize("name", NETWORKS)

@@ -68,19 +68,28 @@ class RemotePath:
         pass
 
     def exists(self) -> bool:
-        return self._call("exists")
+        return bool(self._kind())
 
     def is_dir(self) -> bool:
-        return self._call("isdir")
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        return self._listed["type"] == "file" if self._listed else self._call("isfile")
+        return self._kind() == "file"
+
+    def _kind(self) -> str:
+        """Its type, or none; `exists` and `isdir` of many stores would take one that fails for one that is empty."""
+        with contextlib.suppress(FileNotFoundError):
+            return str((self._listed or self._call("info"))["type"])
+        return ""
 
     def stat(self) -> SimpleNamespace:
-        """Size in bytes and time of the last change, without a request if it was listed."""
+        """Size in bytes, time of the last change, and tag for an inode, without a request if it was listed."""
         info = self._listed or self._call("info")
         times = [value.timestamp() for value in info.values() if isinstance(value, datetime)]
-        return SimpleNamespace(st_size=info["size"] or 0, st_mtime=max(times, default=0.0))
+        changed = max(times, default=0.0)
+        tag = next((value for key, value in info.items() if key.lower() == "etag"), "")  # of the content
+        size, nanoseconds = info["size"] or 0, int(1e9 * changed)
+        return SimpleNamespace(st_ino=tag, st_size=size, st_mtime=changed, st_mtime_ns=nanoseconds)
 
     def iterdir(self) -> "list[RemotePath]":
         return self._children(self._call("ls", detail=True))

@@ -133,7 +133,11 @@ class Pool:
 
 @dataclass(frozen=True)
 class Workers:
-    """Which workers to use."""
+    """Which workers to use.
+
+    Example:
+        >>> covariance(Population("million.pop"), workers=Workers("dask", scheduler="tcp://head:8786"))
+    """
 
     backend: str = "loky"  # one of `BACKENDS`
     count: int | None = None  # processes of this machine; 1: this one. A cluster has its own number

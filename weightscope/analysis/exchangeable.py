@@ -176,7 +176,8 @@ def exchangeable_covariance(
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
-        workers: see `joint_covariance`. Index effects are those of the first 4,096 networks.
+        workers: see `joint_covariance`. Index effects are those of the first part, of at most 1,024 networks; of
+            fewer, with less power, where most of the first 4,096 are missing or diverged.
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.

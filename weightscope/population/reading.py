@@ -1,6 +1,7 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,6 @@ from weightscope.errors import DataError, SpecError, UsageError, WeightscopeErro
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Import
-from weightscope.population.shards import header_text
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
@@ -408,12 +408,7 @@ class Population(Result):
 
     def provenance(self) -> dict[str, int]:
         """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
-        counts: dict[str, int] = {}
-        for tile in shards.ahead(self.path, self.manifest, self._rows):
-            with self._open(tile) as h5:
-                made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
-            counts[made] = counts.get(made, 0) + 1
-        return counts
+        return dict(self._table[2])
 
     def verify(self) -> None:
         """Verify the SHA-256 and the structure of every shard again; DataError names every damaged or foreign one."""
@@ -434,23 +429,21 @@ class Population(Result):
         return [*out.items()]
 
     @cached_property
-    def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        seeds, metrics = [np.empty(0, dtype=np.uint64)], []
-        for tile in shards.ahead(self.path, self.manifest, self._rows):
-            rows = self._rows[tile]
-            with self._open(tile) as h5:
-                seeds.append(h5["seed"][:rows])
-                metrics.append({name: h5["metrics"][name][:rows] for name in h5["metrics"]})
-                if metrics[0].keys() != metrics[-1].keys():
-                    raise DataError(
-                        f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(metrics[0])}, "
-                        f"found {', '.join(metrics[-1])}; move it out of the population and {shards.AGAIN}"
-                    )
-        joined = {"diverged": np.empty(0, dtype=bool)}
-        joined |= {name: np.concatenate([m[name] for m in metrics]) for name in (metrics[0] if metrics else ())}
+    def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray], Counter[str]]:
+        found = shards.contents(self.path, self.manifest, self._rows, self._open)
+        tables = [each.table[: self._rows[tile]] for tile, each in found.items()]
+        tables = tables or [np.empty(0, [(shards.SEED, "u8"), ("diverged", "?")])]
+        expected = tables[0].dtype.names or ()
+        for tile, table in zip(found, tables, strict=False):
+            if (names := table.dtype.names or ()) != expected:
+                raise DataError(
+                    f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(expected[1:])}, "
+                    f"found {', '.join(names[1:])}; move it out of the population and {shards.AGAIN}"
+                )
+        joined = {name: np.concatenate([table[name] for table in tables]) for name in expected}
         for array in joined.values():
             array.flags.writeable = False
-        return np.concatenate(seeds), joined
+        return joined.pop(shards.SEED), joined, Counter(each.made.decode() for each in found.values())
 
     def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
         """The tensors of `sub` of these rows, shape (len(rows), D') float32."""

@@ -9,6 +9,8 @@
 The hash is written first; the rename of the shard completes its tile. While a shard is replaced by a longer one, both
 hashes are listed, so that at every moment the pair on disk is valid or the shard is absent. The bytes of a shard depend
 on recipe, tile, torch version, HDF5 version, device and kernels only.
+
+    shards.npz               what shards hold beside weights, of a population of many; see `contents`
 """
 
 import contextlib
@@ -16,7 +18,8 @@ import hashlib
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import h5py
 import numpy as np
 
-from weightscope._util import atomic
+from weightscope._util import atomic, npz
 from weightscope._util.names import shortened
 from weightscope._util.remote import RemotePath
 from weightscope._util.seeding import Purpose, torch_seed
@@ -35,6 +38,8 @@ from weightscope.population.manifest import SHARDS, Manifest
 
 AGAIN = "run `weightscope collect` or `import` again, as before, to restore it"
 
+INDEX, SEED = "shards.npz", "/seed"
+_INDEXED = 256  # shards that are read anew before their contents are kept
 _LINE = re.compile(r"([0-9a-f]{64})  (\S+)")
 _FORMAT = "weightscope-shard"
 _SCHEMA = 1
@@ -55,6 +60,14 @@ class State(NamedTuple):
 
     kind: Literal["done", "missing", "short", "damaged"]
     why: str = ""
+
+
+class Contents(NamedTuple):
+    """What a shard of n networks holds beside weights."""
+
+    signature: bytes  # of its file and its hash, which changes when they are replaced or written
+    made: bytes  # "torch VERSION on DEVICE"
+    table: np.ndarray  # (n,) with the fields `SEED` and the names of the metrics
 
 
 @dataclass(frozen=True)
@@ -119,13 +132,7 @@ def networks_on_disk(path: Path, manifest: Manifest) -> int:
 
 def tiles_done(path: Path, manifest: Manifest) -> int:
     """The number of tiles whose shard is undamaged and has all its networks."""
-    return sum(state(path, manifest, tile).kind == "done" for tile in tiles_on_disk(path, manifest))
-
-
-def complete(path: Path, manifest: Manifest) -> bool:
-    """Whether every tile has an undamaged shard with all its networks."""
-    tiles = tiles_on_disk(path, manifest)
-    return len(tiles) == manifest.tiles and all(state(path, manifest, tile).kind == "done" for tile in tiles)
+    return sum(state.kind == "done" for state in states(path, manifest).values())
 
 
 def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kernels: str = "") -> tuple[Path, str]:
@@ -165,6 +172,88 @@ def state(path: Path, manifest: Manifest, tile: int) -> State:
         return State("damaged", str(error))
     wanted = manifest.rows(tile)
     return State("done") if rows >= wanted else State("short", f"{file} holds {rows} of {wanted} networks")
+
+
+def states(path: Path, manifest: Manifest) -> dict[int, State]:
+    """As `state`, of all tiles that have a shard; those that `contents` knows are not read."""
+    rows, damaged = {tile: manifest.rows(tile) for tile in tiles_on_disk(path, manifest)}, dict[int, State]()
+    found = contents(path, manifest, rows, lambda i: open_shard(shard_file(path, i), manifest, i), damaged)
+    return damaged | {i: State("done" if len(each.table) >= rows[i] else "short") for i, each in found.items()}
+
+
+def contents(
+    path: Path,
+    manifest: Manifest,
+    least: Mapping[int, int],
+    opened: Callable[[int], contextlib.AbstractContextManager[h5py.File]],
+    damaged: dict[int, State] | None = None,
+) -> dict[int, Contents]:
+    """Tile -> what its shard holds beside weights, of the tiles in `least`, with at least so many networks.
+
+    Shards are opened and hashed if inode, size or modification time of them or their hash differs from `shards.npz`,
+    which is renewed if they are many. Reading a damaged one anywhere removes it. A damaged shard is raised, or put
+    into `damaged`.
+    """
+    if not least:  # there may be no folder
+        return {}
+    known, listed = _read_index(path, manifest), _signatures(path)
+    known = {tile: each for tile, each in known.items() if each.signature == listed.get(tile)}
+    found = {tile: known[tile] for tile, rows in least.items() if tile in known and len(known[tile].table) >= rows}
+    fresh = [tile for tile in least if tile not in found]
+    for tile in ahead(path, manifest, fresh):
+        try:
+            with opened(tile) as h5:
+                made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
+                columns = {SEED: h5["seed"]} | {name: values[:] for name, values in h5["metrics"].items()}
+                kinds = [(name, values.dtype, values.shape[1:]) for name, values in columns.items()]
+                found[tile] = Contents(listed.get(tile, b""), made.encode(), np.empty(len(columns[SEED]), kinds))
+                for name, values in columns.items():
+                    found[tile].table[name] = values
+        except DamagedShard as error:
+            if damaged is None:
+                raise
+            damaged[tile] = State("damaged", str(error))
+        except FileNotFoundError:  # removed meanwhile
+            continue
+    if len(fresh) >= _INDEXED:
+        _write_index(path, manifest, known | found)
+    return {tile: found[tile] for tile in least if tile in found}
+
+
+def _signatures(path: Path) -> dict[int, bytes]:
+    """Inode (in a store, tag), size and modification time of the shards that have a hash, and of this."""
+    folder, found = path / SHARDS, dict[str, str]()
+    for entry in folder.glob("*.h5*") if isinstance(folder, RemotePath) else os.scandir(folder):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            about = entry.stat()
+            found[entry.name] = f"{about.st_ino} {about.st_size} {about.st_mtime_ns}"
+    names = (name for name in found if re.fullmatch(r"\d{5,}\.h5", name) and f"{name}.sha256" in found)
+    return {int(name[:-3]): f"{found[name]} {found[f'{name}.sha256']}".encode() for name in names}
+
+
+def _write_index(path: Path, manifest: Manifest, found: Mapping[int, Contents]) -> None:
+    signatures, made, tables = zip(*found.values(), strict=True)
+    if len({table.dtype for table in tables}) == 1:
+        rows = {"tile": [*found], "rows": [*map(len, tables)], "signature": signatures, "made": made}
+        columns: dict[str, Any] = rows | {"table": np.concatenate(tables), "recipe": manifest.fingerprint.encode()}
+        np.savez(stream := io.BytesIO(), **columns)
+        with contextlib.suppress(WeightscopeError):  # where nothing may be written, all are read each time
+            atomic.write(path / INDEX, stream.getvalue())
+
+
+def _read_index(path: Path, manifest: Manifest) -> dict[int, Contents]:
+    """What `_write_index` wrote for this recipe; nothing if it is not there or damaged."""
+    try:
+        with open_regular(path / INDEX) as stream, zipfile.ZipFile(stream) as archive:
+            entries = {entry.filename: npz.stored(archive, entry, INDEX) for entry in archive.infolist()}
+            found = {name: npz.values(archive, entry) for name, entry in entries.items()}
+        if found["recipe.npy"].item() != manifest.fingerprint.encode():
+            return {}
+        tables = np.split(found["table.npy"], found["rows.npy"].cumsum()[:-1])
+        tiles, signatures, made = (found[f"{name}.npy"].tolist() for name in ("tile", "signature", "made"))
+        return dict(zip(tiles, map(Contents, signatures, made, tables), strict=True))
+    except (DataError, OSError, ValueError, LookupError, TypeError, RuntimeError, zipfile.BadZipFile):
+        return {}
 
 
 def tidy_hash(file: Path) -> str:
@@ -236,6 +325,9 @@ def _signature(stream: io.BufferedIOBase) -> Any:
 
 def _check_hash(stream: io.BufferedIOBase, file: Path) -> None:
     digest, listed = hashlib.file_digest(stream, "sha256").hexdigest(), _listed(file)
+    if digest not in listed:  # the index may say otherwise, or of other shards
+        with contextlib.suppress(OSError, DataError):
+            (file.parent.parent / INDEX).unlink(missing_ok=True)
     if not listed:
         raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
     if digest not in listed:

@@ -166,7 +166,7 @@ def train(
         for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
             found = manifests.read(path).networks
-            if shard is None or (found < manifest.networks and shards.complete(path, manifest)):
+            if shard is None or (found < manifest.networks and shards.tiles_done(path, manifest) == manifest.tiles):
                 manifests.record_size(path, manifest)
             if found not in (size, manifest.networks):
                 message = "%s: another run asked for %d networks meanwhile, this one for %d; it has %d now"
@@ -256,20 +256,15 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
-    todo, done = [], set[int]()
-    wanted = range(manifest.tiles) if shard is None else [shard]
-    present = [tile for tile in shards.tiles_on_disk(path, manifest) if tile in wanted]  # few of perhaps millions
-    states = {tile: shards.state(path, manifest, tile) for tile in shards.ahead(path, manifest, present)}
-    for tile in wanted:
-        state = states.get(tile)
-        if state is not None and state.kind == "done":
-            if tile == manifest.tiles - 1 or manifest.shorter_rows(tile):  # it may have replaced a shorter one
-                shards.tidy_hash(shards.shard_file(path, tile))
-            done.add(tile)
-            continue
-        todo.append(tile)
-        if state is not None and state.kind == "damaged":
+    states = shards.states(path, manifest) if shard is None else {shard: shards.state(path, manifest, shard)}
+    for state in states.values():
+        if state.kind == "damaged":
             _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
+    done = {tile for tile, state in states.items() if state.kind == "done"}
+    for tile in done:
+        if tile == manifest.tiles - 1 or manifest.shorter_rows(tile):  # it may have replaced a shorter one
+            shards.tidy_hash(shards.shard_file(path, tile))
+    todo = [tile for tile in (range(manifest.tiles) if shard is None else [shard]) if tile not in done]
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
     status.forget(path, done)

@@ -1,0 +1,121 @@
+"""`shards.npz` saves reading shards that have not changed, and hides none that has."""
+
+import os
+import shutil
+from pathlib import Path
+
+import fake_training as fake
+import numpy as np
+import pytest
+
+from weightscope._util.sources import open_regular
+from weightscope.errors import DataError
+from weightscope.population import Population, shards
+from weightscope.population import manifest as manifests
+
+
+@pytest.fixture
+def indexed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A population whose shards have been scanned, and have an index although they are three."""
+    monkeypatch.setattr(shards, "_INDEXED", 1)
+    assert kinds(folder) == ["done"] * 3
+    assert (folder / shards.INDEX).exists()
+    return folder
+
+
+def kinds(folder: Path) -> list[str]:
+    return [state.kind for _, state in sorted(shards.states(folder, manifests.read(folder)).items())]
+
+
+def flip(file: Path, where: int = 2000) -> None:
+    data = bytearray(file.read_bytes())
+    data[where] ^= 1
+    file.write_bytes(data)
+
+
+def test_nothing_is_opened_that_has_not_changed(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Population(indexed)
+    (indexed / shards.INDEX).rename(indexed / "aside")
+    monkeypatch.setattr(shards, "_INDEXED", 100)
+    read = Population(indexed)
+    np.testing.assert_array_equal(found.seeds, read.seeds)
+    assert found.provenance() == read.provenance()
+    assert found.metrics.keys() == read.metrics.keys()
+    (indexed / "aside").rename(indexed / shards.INDEX)
+    opened: list[str] = []
+    monkeypatch.setattr(shards, "open_regular", lambda file: opened.append(file.name) or open_regular(file))
+    again = Population(indexed)
+    for name, values in read.metrics.items():
+        np.testing.assert_array_equal(again.metrics[name], values, strict=True)
+    assert kinds(indexed) == ["done"] * 3
+    assert opened == [shards.INDEX] * 2
+    os.utime(indexed / "shards/00001.h5")
+    assert kinds(indexed) == ["done"] * 3
+    assert opened[2:] == [shards.INDEX, "00001.h5", "00001.h5.sha256"]
+
+
+CHANGES = {
+    "a flipped bit": lambda file: flip(file),
+    "truncated": lambda file: os.truncate(file, 1000),
+    "replaced, with its old times": lambda file: (
+        shutil.copy2(file, file.with_name("x")),
+        flip(file.with_name("x")),
+        shutil.copystat(file, file.with_name("x")),
+        file.with_name("x").replace(file),
+    ),
+    "without its hash": lambda file: file.with_name(file.name + ".sha256").unlink(),
+    "another hash": lambda file: file.with_name(file.name + ".sha256").write_text("0" * 64 + f"  {file.name}\n"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_shard_that_was_changed_is_damaged(indexed: Path, change: str) -> None:
+    CHANGES[change](indexed / "shards/00001.h5")
+    assert kinds(indexed) == ["done", "damaged", "done"]
+    with pytest.raises(DataError, match=r"00001\.h5"):
+        _ = Population(indexed).metrics
+
+
+def test_a_foreign_pair_of_shard_and_hash_is_refused(indexed: Path, tmp_path: Path) -> None:
+    fake.write_population(tmp_path / "other.pop", fake.recipe(population__seed=8))
+    for end in ("", ".sha256"):
+        (tmp_path / f"other.pop/shards/00001.h5{end}").rename(indexed / f"shards/00001.h5{end}")
+    with pytest.raises(DataError, match="foreign"):
+        kinds(indexed)
+    shutil.copy(indexed / shards.INDEX, tmp_path / "other.pop" / shards.INDEX)
+    assert kinds(tmp_path / "other.pop") == ["done"] * 2  # of the other two
+
+
+def test_bits_that_change_without_a_trace_are_found_by_reading_and_then_by_scans(indexed: Path) -> None:
+    """What a failing disk does: size and times stay. A scan cannot see it, reading can."""
+    file = indexed / "shards/00001.h5"
+    before = file.stat()
+    flip(file)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert kinds(indexed) == ["done"] * 3
+    with pytest.raises(DataError, match="checksum mismatch"):
+        Population(indexed).weights()
+    assert kinds(indexed) == ["done", "damaged", "done"]
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_a_damaged_index_is_as_none(indexed: Path, part: int) -> None:
+    file, metrics = indexed / shards.INDEX, Population(indexed).metrics
+    data = file.read_bytes()
+    if part % 2:
+        file.write_bytes(data[: len(data) * part // 8])
+    else:
+        flip(file, len(data) * part // 8)
+    assert kinds(indexed) == ["done"] * 3
+    for name, values in Population(indexed).metrics.items():
+        np.testing.assert_array_equal(values, metrics[name], strict=True)
+
+
+def test_a_population_that_grows_has_its_short_tile_read_again(indexed: Path) -> None:
+    manifest = manifests.read(indexed).resized(24)
+    states = shards.states(indexed, manifest)
+    assert [states[tile].kind for tile in range(3)] == ["done", "done", "short"]
+    fake.write_population(indexed, fake.recipe(networks=24))
+    manifests.record_size(indexed, manifest)
+    assert kinds(indexed) == ["done"] * 3
+    assert len(Population(indexed).seeds) == 24
