@@ -186,6 +186,30 @@ def test_import_export_and_commands(folder, tmp_path):
 # --- stores that fail -------------------------------------------------------------------------------------------------
 
 
+def test_a_store_that_fails_is_not_an_empty_one(monkeypatch):
+    """fsspec's own `exists` and `isdir` say False whatever `info` raises."""
+
+    def info(*_, **__):
+        raise OSError("no route to host")
+
+    path = location(f"memory://bucket/{uuid.uuid4().hex}/a.pop")
+    collect(fake.recipe(), path, workers=1)
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "info", info)
+    for asked in (path.exists, path.is_dir, path.is_file):
+        with pytest.raises(DataError, match=r"the store failed.*no route to host"):
+            asked()
+
+
+def test_status_of_a_shard_that_is_removed_meanwhile(folder, monkeypatch):
+    path = folder / "a.pop"
+    collect(fake.recipe(), path, workers=1)
+    (path / "shards/00001.h5").unlink()
+    monkeypatch.setattr(shards, "tiles_on_disk", lambda *_: [0, 1, 2])
+    found = status(path)
+    assert (found.trained, found.waiting) == (12, 1)
+    assert "00001.h5: has disappeared" in found.damaged[0]
+
+
 def test_one_of_several_creates_an_object(s3):
     place = location(f"s3://bucket/{uuid.uuid4().hex}/population.json")
     with ThreadPoolExecutor(8) as pool:

@@ -68,13 +68,19 @@ class RemotePath:
         pass
 
     def exists(self) -> bool:
-        return self._call("exists")
+        return bool(self._kind())
 
     def is_dir(self) -> bool:
-        return self._call("isdir")
+        return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        return self._listed["type"] == "file" if self._listed else self._call("isfile")
+        return self._kind() == "file"
+
+    def _kind(self) -> str:
+        """Its type, or none; `exists` and `isdir` of many stores would take one that fails for one that is empty."""
+        with contextlib.suppress(FileNotFoundError):
+            return str((self._listed or self._call("info"))["type"])
+        return ""
 
     def stat(self) -> SimpleNamespace:
         """Size in bytes, time of the last change, and tag for an inode, without a request if it was listed."""
@@ -139,7 +145,8 @@ class RemotePath:
             kind = get_filesystem_class(self._url.partition("://")[0])
             store = kind(**kind._get_kwargs_from_urls(self._url), use_listings_cache=False)
         except (ImportError, ValueError) as error:  # no package, or an unknown protocol
-            raise UsageError(f"{self}: {error}; for S3, pip install 'weightscope-toolkit[s3]'") from error
+            what = '; `pip install ".[s3]"` in the clone of weightscope' * self._url.startswith("s3://")
+            raise UsageError(f"{self}: {error}{what}") from error
         try:
             return getattr(store, method)(store._strip_protocol(self._url), *args, **options)
         except (FileNotFoundError, FileExistsError):

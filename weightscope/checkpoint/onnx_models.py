@@ -57,7 +57,7 @@ def open_onnx(file: LocalFile, beside: Callable[[str], ByteReader]) -> Store:
         from google.protobuf.message import DecodeError
     except ImportError as error:
         raise UsageError(
-            f"{file.where}: reading ONNX needs the package onnx; pip install 'weightscope-toolkit[onnx]'"
+            f'{file.where}: reading ONNX needs the package onnx; `pip install ".[onnx]"` in the clone of weightscope'
         ) from error
     if file.size > _MAX_FILE:
         raise DataError(f"{file.where}: expected an ONNX model of at most {_MAX_FILE:,} bytes, found {file.size:,}")

@@ -181,7 +181,7 @@ def _parse(values: Any, file: Path) -> Manifest:
         raise DataError(
             f"{file}: expected schema version {_COLLECTED} or {_IMPORTED}, found "
             f"{shortened(repr(values.get('schema')))}; a newer version of weightscope "
-            "wrote it: upgrade (`pip install --upgrade weightscope-toolkit`)"
+            "wrote it: upgrade (`pip install --upgrade .` in a newer clone)"
         )
     try:
         manifest = Manifest(

@@ -502,7 +502,7 @@ def _check_structure(h5: h5py.File, file: Path, manifest: Manifest, tile: int, l
         if name == "schema" and isinstance(found, int) and found > _SCHEMA:
             raise DataError(
                 f"{file}: expected {what} {expected}, found {found}; a newer version of weightscope wrote it: upgrade "
-                "(`pip install --upgrade weightscope-toolkit`)"
+                "(`pip install --upgrade .` in a newer clone)"
             )
         if expected != found:
             raise _foreign(file, f"{what} {expected}", shortened(str(found)))

@@ -293,6 +293,8 @@ def _recent(path: Path, manifest: Manifest) -> tuple[dict[str, float], dict[int,
                 for name, values in at_end(metrics).items():
                     if name.startswith("test_"):
                         found[name].append(values[:][fine])
+        except FileNotFoundError:
+            wrong[tile] = f"{file}: has disappeared; {shards.AGAIN}"
         except DataError as error:
             wrong[tile] = str(error)
     joined = {name: np.concatenate(values) for name, values in found.items()}
