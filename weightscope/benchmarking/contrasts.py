@@ -148,6 +148,6 @@ def contrast_tests(
         ends = found["difference_ci95"] and [size * end for end in found["difference_ci95"]]
         row = {"contrast": contrasts[i].text, "declared": bool(declared[i]) if declared else False}
         row |= {"difference": size * found["difference"], "ci": ends, "level": level}
-        row["ci_images"] = crossed(contrasts[i].weights, hits or {}, seeds, ends, level)
+        row["ci_images"] = crossed(contrasts[i].weights, hits or {}, np.array(seeds)[np.isfinite(a - b)], ends, level)
         rows.append(row | {"p": p, "p_holm": adjusted, "pairs": int(np.isfinite(a - b).sum()), "seeds": len(a)})
     return rows

@@ -134,7 +134,8 @@ def _adjust(tests: Sequence[_Test], metric: Metric, hits: Hits) -> None:
     for (row, key, values, base, weights, seeds), adjusted, level in found:
         p, interval = "" if key == "difference" else f"{key}_", paired(values, base, metric, level)["difference_ci95"]
         row |= {f"{p}p_holm": adjusted, f"{p}level": level, f"{key}_ci_holm": interval}
-        row[f"{key}_ci_images"] = crossed(weights, hits, seeds, interval, level)
+        finite = np.isfinite(values - base)
+        row[f"{key}_ci_images"] = crossed(weights, hits, np.array(seeds)[finite], interval, level)
 
 
 def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -323,7 +324,7 @@ def over_images(d: np.ndarray, interval: Sequence[float], level: float = LEVEL, 
 
 
 def crossed(
-    weights: Mapping[Place, float], hits: Hits, seeds: Sequence[int], interval: Sequence[float] | None, level: float
+    weights: Mapping[Place, float], hits: Hits, seeds: np.ndarray, interval: Sequence[float] | None, level: float
 ) -> list[float] | None:
     """`over_images` of a sum of arms with weights that add up to zero; None unless all have hits of as many images."""
     known = [hits[arm] for arm in weights if arm in hits]

@@ -28,6 +28,7 @@ class IndexEffect:
     chance: float  # what the largest F of the group's tensors stays below in 95 % of the permutations
     p: float  # adjusted for the number of groups (Holm 1979)
     beyond: dict[str, float]  # F of all means and variances above `chance`, largest first
+    networks: int  # that were tested, at most `NETWORKS`; of a population in parts those of its first part
 
 
 def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
@@ -37,7 +38,8 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
     failing = sorted((e for e in effects if e.p < level), key=lambda e: -e.f)
     number = f"{len(effects)} group{'s' * (len(effects) > 1)} of units"
     if not failing:
-        return f"exchangeable by distribution: no effect of the index in {number} (permutation test, p >= {level:g})"
+        tested = f"permutation test of {effects[0].networks:,} networks, p >= {level:g}"
+        return f"exchangeable by distribution: no effect of the index in {number} ({tested})"
     shown = [
         f"{e.group} ({e.largest}: F = {e.f:.1f}, chance {e.chance:.1f}, p = {e.p:.2g}; "
         f"{len(e.beyond)} means and variances beyond chance)"
@@ -152,7 +154,7 @@ class IndexEffects:
         order = observed.argsort()[::-1]
         named = {f"{keys[i][1]} of {keys[i][0]}": float(observed[i]) for i in order}
         beyond = {name: f for name, f in named.items() if f > level}
-        return IndexEffect(group, next(iter(named)), largest, level, float(p), beyond)
+        return IndexEffect(group, next(iter(named)), largest, level, float(p), beyond, self.n)
 
     def _elements(
         self, group: str, bundles: int, rounds: int, entries: int, rng: np.random.Generator

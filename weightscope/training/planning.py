@@ -112,7 +112,8 @@ class Plan(Result):
         return asdict(self) | {"worker_hours": self.worker_hours, "cost": self.cost, "limits": self.limits}
 
     def notes(self) -> list[str]:
-        needed = {"writing, workers": self.workers, "memory, workers": self.workers, "disk, networks": self.networks}
+        left = (self.tiles - self.done) * self.tile
+        needed = {"writing, workers": self.workers, "memory, workers": self.workers, "disk, networks": left}
         return [
             *(
                 f"too little room: {name}: {most:,} of {needed[name]:,}"
