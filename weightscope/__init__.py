@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from weightscope._version import __version__
 
 if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` imports the names of `_HOMES`
-    from weightscope._util.workers import Workers
     from weightscope.analysis.across_networks import covariance
     from weightscope.analysis.attention_maps import attention_maps
     from weightscope.analysis.attention_products import products
@@ -38,7 +37,6 @@ _HOMES = {
     "Recipe": "recipe",
     "TensorSpec": "spec",
     "WeightSpec": "spec",
-    "Workers": "_util.workers",
     "attention_maps": "analysis.attention_maps",
     "audit": "auditing",
     "bench": "benchmarking",
