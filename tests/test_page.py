@@ -109,6 +109,16 @@ def test_bins_of_metrics_that_are_near_each_other(tmp_path, values):
         assert len(set(metric["edges"])) == len(metric["edges"]) > 4
 
 
+@pytest.mark.parametrize(("known", "points"), [(0, 0), (1, 0), (2, 3)])
+def test_a_curve_needs_two_epochs(population, tmp_path, monkeypatch, known, points):
+    curve = np.full((16, 3), np.nan)
+    curve[:, 3 - known :] = 0.5
+    metrics = {"diverged": np.zeros(16, bool), "test_accuracy": np.full(16, 0.5), "test_accuracy_per_epoch": curve}
+    monkeypatch.setattr(Population, "metrics", metrics)
+    (metric,) = data_of(write_page(population, tmp_path / "page.html").read_text())["metrics"]
+    assert len(metric["middle"]) == points
+
+
 def test_without_plotly_one_line_says_what_to_install(population, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UsageError, match="pip install plotly"):

@@ -101,7 +101,8 @@ def _metrics(population: Population) -> list[dict[str, Any]]:
         counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
         edges = edges * width + low
         curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
-        low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if curves.size else np.empty((3, 0))
+        evaluated = np.isfinite(curves).any(axis=0).sum() > 1  # else there is nothing to draw
+        low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if evaluated else np.empty((3, 0))
         out.append(
             {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
             | {"low": _rounded(low), "middle": _rounded(middle), "high": _rounded(high)}
