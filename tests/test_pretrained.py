@@ -288,7 +288,7 @@ def test_norms_of_code_that_is_not_known_are_refused(name: str) -> None:
     for config in (remote, {"model_type": "own"}, {}):
         if config == remote or "layers" in name:
             found = "the unknown model type 'own'" if config else "none"
-            with pytest.raises(DataError, match=f"by 1 \\+ weight, found {found}; give the module, or 'norm_offset': 0"):
+            with pytest.raises(DataError, match=f"by 1 \\+ weight, found {found}; give the module, or 'norm"):
                 unit_offset(named_tensors(state, config), name)
         else:
             assert unit_offset(named_tensors(state, config), name) == 0

@@ -219,9 +219,9 @@ class AuditReport(Result):
         for found, wanted in reasons.items():
             once = bool(found) and len(wanted) > 1
             lines += [f"these do not apply, found {found}:"] * once
-            for expected, names in wanted.items():
-                who, why = ", ".join(names), f"{expected}, found {found}" if found else expected
-                lines.append(f"  {who}: {expected}" if once else f"{who}: does not apply, {why}")
+            for expected, who in wanted.items():
+                why = f"{expected}, found {found}" if found else expected
+                lines.append(f"  {', '.join(who)}: {expected}" if once else f"{', '.join(who)}: does not apply, {why}")
         return "\n".join(lines)
 
     def _power_lines(self, name: str) -> list[str]:
