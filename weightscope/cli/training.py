@@ -89,6 +89,7 @@ def collect(
     wanted = recipe_of(recipe)
     if options["networks"] is not None:  # an invalid number is an error before torch is imported
         wanted = wanted.replace({"population.networks": options["networks"]})
+    _check_plan(plan, price, log)
     if plan:
         from weightscope.training.planning import plan as estimate
 
@@ -98,7 +99,6 @@ def collect(
         click.echo(found.text())
         write_json(json_file, found.to_dict())
         return
-    _without_plan(price)
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
@@ -108,9 +108,11 @@ def collect(
     write_json(json_file, contents.to_dict())
 
 
-def _without_plan(price: float | None) -> None:
-    if price is not None:
+def _check_plan(plan: bool, price: float | None, log: str | None) -> None:
+    if price is not None and not plan:
         raise UsageError("--price requires --plan")
+    if log is not None and plan:
+        raise UsageError("--log cannot be combined with --plan, which trains no tile")
 
 
 @command("import")
@@ -433,11 +435,11 @@ def bench(
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
-    if not only_plan:
-        _without_plan(price)
+    _check_plan(only_plan, price, log)
     if probe:
-        if only_plan:
-            raise UsageError("--plan cannot be combined with --probe, which trains no tile")
+        if only_plan or log is not None:
+            given = "--plan" if only_plan else "--log"
+            raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, **axes, **options)
     else:
