@@ -72,7 +72,7 @@ def npy(shape: tuple[int, ...], dtype: str = "<f4") -> bytes:
 
 @kind
 def npz_of_zeros(draw: Random, folder: Path) -> list[str]:
-    """Compressed a thousand times, and read, since what is asked for fits into memory; one that does not, is refused."""
+    """Compressed a thousand times, and read one array at a time."""
     entries = {}
     for i in range(draw.randint(1, 4)):
         rows = draw.randint(2**20, 2**23) // 1024
