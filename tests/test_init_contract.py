@@ -29,7 +29,7 @@ from weightscope.networks.sequences import CausalTransformer
 SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
 SOURCED = (
-    *("default", "select_weights", "net2net", "transfer", "transfer_singular", "covariance_transfer"),
+    *("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer"),
     *("ssm_from_attention", "repeat_layer"),
 )
 
@@ -329,7 +329,6 @@ CASES = [
     Case("transfer", EVERY, touched_all, check_same_as_donor, donor="source"),
     Case("transfer_singular", EVERY, touched_weights, check_transfer_singular, {"rank": 3}, donor="source"),
     Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
-    Case("net2net", EVERY, touched_all, check_same_as_donor, {}, donor="source"),
 ]
 CASE = {case.name: case for case in reversed(CASES)}  # the first of each name
 
