@@ -442,10 +442,8 @@ def _write(result: Any, folder: Path) -> list[Path]:
     """Write the tables and pictures of a benchmark; returns all of its files."""
     from weightscope._util import atomic
 
-    written = [folder / "results.json"]
-    for form, name in (("markdown", "table.md"), ("latex", "table.tex")):
-        written.append(folder / name)
-        atomic.write(written[-1], result.table(form).encode())
+    written = [folder / "results.json", folder / "table.md"]
+    atomic.write(written[-1], result.table().encode())
     for name, draw in result.figures().items():
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])
