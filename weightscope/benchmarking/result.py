@@ -102,7 +102,7 @@ class BenchResult(Result):
         images = self._over_images(cells)
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
-            table += f"\n{self._conditional(arms)}"
+            table += "\nintervals are over networks, for the test examples that were used"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
@@ -136,23 +136,6 @@ class BenchResult(Result):
         header = (*(("cell",) if cells else ()), "comparison", "epochs", "over networks", "over networks and images")
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
-
-    def _conditional(self, arms: Mapping[Any, dict[str, Any]]) -> str:
-        """What intervals leave out: accuracies p and q on m examples have the variances p (1-p) / m and q (1-q) / m.
-
-        Their sum bounds that of the difference, if what one arm gets right is not harder for the other.
-        """
-        data = self.environment.get("recipe", {}).get("data", {})
-        examples = data.get("validation") or data.get("test")
-        line = "intervals are over networks, for the test examples that were used"
-        if not examples:
-            return line
-        rows = [row for row in self.arms if row["difference"] is not None]
-        pairs = [(row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"]) for row in rows]
-        error = max((p * (1 - p) + q * (1 - q)) / examples for p, q in pairs) ** 0.5
-        return (
-            f"{line}; other {examples:,} move a difference by a standard error of at most {_number(error, self.metric)}"
-        )
 
     def table(self) -> str:
         """A table like those of the papers, in Markdown: a column per cell and length.
