@@ -11,32 +11,52 @@ benchmark's `results.json`. UsageError is raised for invalid options and tables,
 not finite, of the wrong shape or outside the metric's bounds.
 """
 
-from weightscope.plots.comparisons import accuracy_by_length as accuracy_by_length
-from weightscope.plots.comparisons import convergence as convergence
-from weightscope.plots.comparisons import difference_map as difference_map
-from weightscope.plots.comparisons import gain_curve as gain_curve
-from weightscope.plots.comparisons import label_without as label_without
-from weightscope.plots.comparisons import metric_along as metric_along
-from weightscope.plots.comparisons import metric_curves as metric_curves
-from weightscope.plots.comparisons import moment_curves as moment_curves
-from weightscope.plots.comparisons import training_curves as training_curves
-from weightscope.plots.covariance import covariance_map as covariance_map
-from weightscope.plots.depth import Curve as Curve
-from weightscope.plots.depth import Statistic as Statistic
-from weightscope.plots.depth import depth_curves as depth_curves
-from weightscope.plots.depth import products_by_depth as products_by_depth
-from weightscope.plots.depth import rank_condition as rank_condition
-from weightscope.plots.filters import Panel as Panel
-from weightscope.plots.filters import covariance_page as covariance_page
-from weightscope.plots.filters import filter_page as filter_page
-from weightscope.plots.forests import heldout_scores as heldout_scores
-from weightscope.plots.forests import paired_differences as paired_differences
-from weightscope.plots.forests import scale_and_structure as scale_and_structure
-from weightscope.plots.grids import attention_grid as attention_grid
-from weightscope.plots.grids import matrix_grid as matrix_grid
-from weightscope.plots.grids import product_grid as product_grid
-from weightscope.plots.theme import finished as finished
-from weightscope.plots.theme import render as render
-from weightscope.plots.theme import root_figure as root_figure
-from weightscope.plots.theme import save as save
-from weightscope.plots.theme import subplots as subplots
+from weightscope.plots.comparisons import (
+    accuracy_by_length,
+    convergence,
+    difference_map,
+    gain_curve,
+    label_without,
+    metric_along,
+    metric_curves,
+    moment_curves,
+    training_curves,
+)
+from weightscope.plots.covariance import covariance_map
+from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
+from weightscope.plots.filters import Panel, covariance_page, filter_page
+from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure
+from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
+from weightscope.plots.theme import finished, render, root_figure, save, subplots
+
+__all__ = [
+    "Curve",
+    "Panel",
+    "Statistic",
+    "accuracy_by_length",
+    "attention_grid",
+    "convergence",
+    "covariance_map",
+    "covariance_page",
+    "depth_curves",
+    "difference_map",
+    "filter_page",
+    "finished",
+    "gain_curve",
+    "heldout_scores",
+    "label_without",
+    "matrix_grid",
+    "metric_along",
+    "metric_curves",
+    "moment_curves",
+    "paired_differences",
+    "product_grid",
+    "products_by_depth",
+    "rank_condition",
+    "render",
+    "root_figure",
+    "save",
+    "scale_and_structure",
+    "subplots",
+    "training_curves",
+]
