@@ -26,18 +26,12 @@ def student(**options):
     return vit(**{"width": 32, "depth": 2, "heads": 2, "seed": 1} | options)
 
 
-# --- indices ----------------------------------------------------------------------------------------------------------
-
-
 def test_spacing_is_that_of_the_papers_example():
     assert spaced(4, 2).tolist() == [0, 2]
     assert spaced(6, 3).tolist() == [0, 2, 4]
     assert spaced(10, 4).tolist() == [0, 2, 5, 7]
     assert end_to_end(6, 3).tolist() == [0, 2, 5]
     assert end_to_end(6, 1).tolist() == [0]
-
-
-# --- whole networks ---------------------------------------------------------------------------------------------------
 
 
 def test_uniform_selection_equals_the_papers_algorithm_on_every_tensor():
@@ -94,9 +88,6 @@ def test_batch_norm_statistics_come_along():
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-# --- transfer and controls --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
 def test_permutations_keep_what_they_say(mode):
     model = vit()
@@ -112,9 +103,6 @@ def test_permutations_keep_what_they_say(mode):
     if mode == "columns":
         torch.testing.assert_close(new @ new.T, old @ old.T, atol=1e-4, rtol=1e-4)
     assert torch.equal(before.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-
-
-# --- models as they come ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linear_student", [False, True])

@@ -31,6 +31,10 @@ class seeded(TorchDispatchMode):
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # of torch's; else the first operation imports its compiler, which takes more than a second
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation with a generator, if it draws and has none."""
         kwargs = kwargs or {}
