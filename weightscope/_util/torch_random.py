@@ -31,6 +31,11 @@ class seeded(TorchDispatchMode):
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch should import its compiler, which takes two seconds, to leave this mode out of compiled code."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation with a generator, if it draws and has none."""
         kwargs = kwargs or {}
