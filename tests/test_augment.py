@@ -73,9 +73,6 @@ def _augmented(images: torch.Tensor, draws: torch.Tensor, config: AugmentConfig)
     return erase(augment(images, draws, config), draws, config)
 
 
-# --- draws -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", [EVERYTHING, NEWER], ids=["first", "newer"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_an_images_bits_depend_on_its_own_draws_only(channels: int, config: AugmentConfig) -> None:
@@ -156,9 +153,6 @@ def test_whole_numbers_reach_every_value_and_no_other(below: int) -> None:
     assert counts.tolist() == [20] * below
 
 
-# --- crop, flip, cutout ----------------------------------------------------------------------------------
-
-
 def test_crop_and_flip_equal_padding_cutting_and_mirroring() -> None:
     config, padding = AugmentConfig(crop=3, flip=True), 3
     images, draws = _images(60, size=9), _draws(60, config)
@@ -183,9 +177,6 @@ def test_cutout_equals_a_loop(side: int) -> None:
         y, x = (int(d * 11) - side // 2 for d in draw.double())
         plain[:, max(y, 0) : max(y + side, 0), max(x, 0) : max(x + side, 0)] = 0
         assert torch.equal(ours, plain)
-
-
-# --- resized crop and erasing ----------------------------------------------------------------------------
 
 
 def _rejected(low: float, high: float, limit: float, size: int, count: int) -> np.ndarray:
@@ -260,8 +251,6 @@ def test_erasing_equals_a_loop(mode: Literal["const", "pixel"]) -> None:
         assert not filled.any()
     assert torch.equal(erase(images, draws[:, :0], AugmentConfig()), images)
 
-
-# --- operations ------------------------------------------------------------------------------------------
 
 PILLOW = {
     "identity": lambda image, m, sign: image,
@@ -355,9 +344,6 @@ def test_each_level_is_the_operation_of_its_magnitude(name: str) -> None:
     for level, ours in zip(magnitudes(0.5, 0.2), found, strict=True):
         assert torch.equal(ours, _one(name, image, level, 0.75)[0])
     assert len({ours.numpy().tobytes() for ours in found}) > 2
-
-
-# --- normalisation ---------------------------------------------------------------------------------------
 
 
 def test_bytes_and_their_fractions_are_normalised_alike() -> None:

@@ -93,9 +93,6 @@ def test_impossible_values_are_refused(metric: Metric, values: list[float], foun
         metric.check(values, "here")
 
 
-# Statistics
-
-
 @pytest.mark.parametrize("n", [3, 8, 30])
 @pytest.mark.parametrize(
     ("metric", "mean", "draw", "least"),
@@ -184,9 +181,6 @@ def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
     assert "mean of 7 to 8 seeds, 1 diverged networks left out" in legend.get_title().get_text()
     for form in ("text", "markdown", "latex"):
         assert "never" in result.table(form)
-
-
-# Arms that lose networks
 
 
 def diverged(runs: list[dict[str, Any]], *seeds: int) -> list[dict[str, Any]]:
@@ -296,9 +290,6 @@ def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: 
         assert lines[row["init"]][-1] == pytest.approx(row["mean"])
 
 
-# Words and tables
-
-
 def test_lower_is_better_in_words_and_the_wrong_direction_would_say_the_opposite(planted: BenchResult) -> None:
     wrong = replace(BITS, higher_is_better=True)
     differences = [row["difference"] for row in planted.arms[1:]]
@@ -347,9 +338,6 @@ def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:
     assert f"{planted.arms[1]['difference']:+.4f}" in lines[3]
     accuracies = BenchResult([run | {"accuracy": 0.9} for run in planted.runs], summarise(planted.runs, BITS))
     assert "lower is better" not in accuracies.text() + accuracies.table()
-
-
-# Pictures
 
 
 def random_result(seed: int) -> BenchResult:
@@ -514,9 +502,6 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
         plots.accuracy_by_length({1: result.arms, 2: [*result.arms, dict(result.arms[0])]})
 
 
-# A benchmark of a task with other metrics
-
-
 @pytest.fixture
 def text_task(monkeypatch: pytest.MonkeyPatch) -> Callable[..., BenchResult]:
     monkeypatch.setattr(DataConfig, "metrics", property(lambda self: (BITS, LOSS)))
@@ -587,9 +572,6 @@ def test_files_that_are_no_results_are_refused(
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(DataError, match=message):
         BenchResult.load(tmp_path / "results.json")
-
-
-# Gains
 
 
 def test_the_gain_of_the_fewest_bits_is_chosen() -> None:

@@ -262,6 +262,8 @@ WRONG = [
     (("collect", "TOML", "-o", "x.pop", "--device", "cudaa"), 2, "did you mean 'cuda'"),
     (("collect", "BAD", "-o", "x.pop"), 2, "training.lr: unknown key"),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),
+    (("collect", "TOML", "-o", "x.pop", "--plan", "--log", "tensorboard:x"), 2, "--log cannot be combined with --plan"),
+    (("bench", "TINY", "--init", "default", "--probe", "--log", "tensorboard:x"), 2, "--log cannot be combined with"),
     (("covariance", "none.pop"), 2, "none.pop: expected a population's folder, made by `weightscope collect`"),
     (("covariance", "TINY", "--select", "x*"), 2, "no tensor matches 'x*'"),
     (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "`stages.0.blocks.0.mlp.fc1.weight`"),

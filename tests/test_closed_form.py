@@ -38,9 +38,6 @@ def vit(width=96, depth=4, heads=3, seed=0):
     return ViT(16, 4, width, depth, heads, 5)
 
 
-# --- conv_schedule ----------------------------------------------------------------------------------------------------
-
-
 def stack(width, depth, kernel):
     """Depthwise convolutions alone."""
     torch.manual_seed(0)
@@ -148,9 +145,6 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
         for mine, theirs in zip(depthwise(one), depthwise(other), strict=True):
             assert torch.equal(mine.read(), theirs.read())
     assert f"sigma0={numbers.sigma0:.4g}" in inspect(str(tmp_path / "schedule.safetensors")).text()
-
-
-# --- identity_product -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,9 +321,6 @@ def test_a_state_dict_needs_its_config():
     assert found.numbers.layers == fit_network(source, "identity_product").numbers.layers
 
 
-# --- bad inputs -------------------------------------------------------------------------------------------------------
-
-
 def test_weights_that_are_not_finite():
     source = vit()
     with torch.no_grad():
@@ -441,9 +432,6 @@ def test_numbers_are_never_trusted(artifacts, structure, header, message):
     refused(wi.load_init, rewritten(artifacts[structure], change), message)
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def models(tmp_path):
     """A ConvMixer's and a ViT's checkpoints."""
@@ -514,9 +502,6 @@ def test_options_reach_the_structures_of_a_population(tmp_path):
     fake.write_population(tmp_path / "a.pop", fake.recipe())
     found = fit_init(tmp_path / "a.pop", "low_rank", options={"rank": 2}, select="mlp.fc1.weight")
     assert found.groups[0].label == "low_rank (rank 2)"
-
-
-# --- real networks ----------------------------------------------------------------------------------------------------
 
 
 def test_the_vit_small_by_hand():

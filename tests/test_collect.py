@@ -7,11 +7,9 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import fake_training as fake
@@ -19,17 +17,21 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from programs import FORKSERVER
 from safetensors.torch import save_file
 
 from weightscope import training
 from weightscope._util import atomic
+from weightscope._util.environment import usable_cores
+from weightscope._util.workers import Workers
 from weightscope.cli import cli
 from weightscope.errors import DataError, RecipeError, Resumable, UsageError, WeightscopeError
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import DataConfig
+from weightscope.training import planning
 from weightscope.training.collection import _Bar, collect, train_shard
-from weightscope.training.planning import _until_finished, plan
+from weightscope.training.planning import TileCost, _until_finished, plan, quiet
 from weightscope.training.request import Request
 from weightscope.training.tensorboard import tensorboard
 
@@ -403,23 +405,19 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, re
     assert shard_files(path) == reference
 
 
-FULL_DISK = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import fake_training as fake
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
-"""
+def on_a_full_disk(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    fake.collect_in_process(path, fake.recipe(), workers=2)
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
-    command = [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = FORKSERVER.Process(target=on_a_full_disk, args=(tmp_path / "a.pop",))
+    process.start()
+    process.join(120)
     printed = (tmp_path / "a.log").read_text()
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert process.exitcode == 1
     assert printed.count("\n") == 1
     assert "cannot write" in printed
     assert "File too large" in printed
@@ -534,10 +532,11 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
         plan(recipe, path, price=-1)
     assert (expected.networks, expected.tiles, expected.done, expected.workers) == (12, 3, 0, 1)
     assert expected.hours == pytest.approx(3 * expected.tile_seconds[0] / 3600)
-    begun = time.monotonic()
+    begun = time.thread_time()
     collect(recipe, path, shard=0)
-    taken = time.monotonic() - begun
-    assert taken / 10 < expected.tile_seconds[0] < 10 * taken  # on a busy machine
+    taken = time.thread_time() - begun  # of the processor, also on a busy machine
+    assert taken / 2 < expected.quiet * expected.tile_seconds[0] < 2 * taken
+    assert 0 < expected.quiet <= 1
     file = (path / "shards/00000.h5").stat().st_size
     assert 0.95 < expected.bytes_on_disk / (3 * file) < 1.05
     before = times(path)
@@ -548,6 +547,21 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
         assert part in again.text()
     with pytest.raises(RecipeError, match=r"training.epochs: 40 -> 3"):
         plan(recipe.replace({"training.epochs": 3}), path)
+
+
+def test_a_busy_machine_is_told_from_a_slow_one():
+    cost = TileCost(start=1.0, step=0.5, steps=2, evaluation=1.0, share=0.25)
+    assert cost.seconds(fake.recipe(training__epochs=3).training) == pytest.approx(4 * (1 + 3 * 2 * 0.5 + 3))
+    assert quiet([cost, replace(cost, share=0.75)], Workers(count=1)) == 0.5
+    crowd = Workers(count=4 * usable_cores())  # of which each has a quarter of a processor at most
+    assert quiet([cost], crowd) == 1
+
+
+def test_each_gpu_of_a_plan_counts_with_its_own_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((10, 20), (3, 20))[int(str(device)[-1])])
+    assert [planning._memory("cuda", gpus) for gpus in (1, 2)] == [10, 13]
+    assert planning._memory("cuda:1", 1) == 3
 
 
 @pytest.mark.parametrize(

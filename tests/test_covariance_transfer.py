@@ -66,9 +66,6 @@ def is_drawn_from(x, covariance, mean):
     assert (energy < each[1]).all()
 
 
-# --- the rules of resizing --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("k", "size"), [(1, 5), (3, 5), (3, 7), (5, 3), (5, 7), (7, 5), (9, 3), (3, 1), (5, 5)])
 def test_resizing_equals_the_naive_version(k, size):
     root = np.random.default_rng(k * 10 + size).normal(size=(k * k, k * k))
@@ -96,9 +93,6 @@ def test_even_sizes_have_no_centre_and_shapes_must_fit():
         resized_covariance(np.eye(8), 3, 5)
     with pytest.raises(UsageError, match=r"expected a mean filter \(3, 3\)"):
         resized_mean(np.zeros(9), 3, 5)
-
-
-# --- transfer ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "means", "rank"), [(64, False, 25), (64, True, 25), (8, False, 7)])
@@ -240,9 +234,6 @@ def test_arguments_that_cannot_be_meant(numbers, message):
         wi.covariance_transfer_(mixer(), structured(mixer()), **numbers)
 
 
-# --- the artifact -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def path(tmp_path):
     return fit_network(structured(mixer()), "filters").save(tmp_path / "filters.safetensors")
@@ -304,9 +295,6 @@ ARRAYS = [
 )
 def test_an_artifact_is_never_trusted(path, change, kind, message):
     refused(wi.load_init, rewritten(path, **{kind: change}), message)
-
-
-# --- dead filters and layers of other depths --------------------------------------------------------------------------
 
 
 def two_sizes():

@@ -61,9 +61,6 @@ def assert_holds(data: Dataset, *arrays: np.ndarray) -> None:
         assert np.array_equal(tensor, array)
 
 
-# --- digits ----------------------------------------------------------------------------------------------
-
-
 def test_digits_are_split_1437_to_360_in_equal_proportions() -> None:
     data = load("digits")
     assert data.train_images.shape == (1437, 1, 8, 8)
@@ -98,8 +95,6 @@ def test_impossible_requests_are_refused(name: str, options: dict, match: str) -
     with pytest.raises(UsageError, match=match):
         load(name, **options)
 
-
-# --- official files --------------------------------------------------------------------------------------
 
 IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 # version -> the data set, the usual folder
@@ -322,9 +317,6 @@ def test_damaged_files_are_refused(
         load(VERSIONS[version][0], tmp_path)
 
 
-# --- pickles ---------------------------------------------------------------------------------------------
-
-
 class _Runs:
     """Pickles to a call of `os.system`."""
 
@@ -389,9 +381,6 @@ def test_pickles_that_do_more_than_build_data_are_refused(raw: bytes, match: str
         load_arrays(raw, "here")
 
 
-# --- the Hub ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pyarrow", "match"),
     [("there", r"downloading from the Hugging Face Hub failed \(no network\)"), (None, "pip install pyarrow")],
@@ -437,9 +426,6 @@ def _write_parquet(folder: Path) -> tuple[dict[str, Path], np.ndarray, np.ndarra
         paths[part] = folder / f"{part}.parquet"
         parquet.write_table(pyarrow.table(table), paths[part])
     return paths, images, labels
-
-
-# --- users' own --------------------------------------------------------------------------------------------
 
 
 def _own() -> list[np.ndarray]:

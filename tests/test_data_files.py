@@ -68,9 +68,6 @@ def recipe(**data: Any) -> Recipe:
     )
 
 
-# --- folders ---------------------------------------------------------------------------------------------
-
-
 def test_a_folder_is_split_by_its_seed_within_each_class(tmp_path: Path) -> None:
     classes_in(tmp_path / "pets", each=10)
     data = load(config())
@@ -288,9 +285,6 @@ def test_settings_that_do_not_fit_are_refused(values: dict[str, Any], match: str
         load("folder")
 
 
-# --- folders in recipes ----------------------------------------------------------------------------------
-
-
 def test_a_population_of_a_folder_records_its_classes_and_is_read_without_it(tmp_path: Path) -> None:
     classes_in(tmp_path / "there" / "pets")
     options = OPTIONS | {"data": tmp_path / "there"}
@@ -333,9 +327,6 @@ def test_registered_data_are_resized_too(tmp_path: Path) -> None:
     assert torch.equal(same.train_images, load("digits", train=100).train_images)
     tiny = Recipe.parse({**recipe().to_dict(), "data": {"name": "digits", "size": 4, "train": 40, "test": 20}})
     assert collect(tiny, tmp_path / "tiny.pop", **OPTIONS).metrics["test_accuracy"].shape == (2,)
-
-
-# --- npz -------------------------------------------------------------------------------------------------
 
 
 def arrays(count: int = 30, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -431,9 +422,6 @@ def test_other_arrays_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))
-
-
-# --- small files that expand -----------------------------------------------------------------------------
 
 
 def expanding(folder: Path, kind: str) -> SourceConfig | str:

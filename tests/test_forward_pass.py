@@ -249,8 +249,6 @@ def test_mlps_over_tokens_are_left_alone():
     assert [part.name for part in anatomy.mlps(mixer)] == [f"blocks.{i}.mlp_channels" for i in range(2)]
 
 
-# --- all or nothing ---------------------------------------------------------------------------------------------------
-
 study = functools.cache(lambda: script("analyses/audit_power/run.py"))
 
 

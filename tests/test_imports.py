@@ -82,6 +82,11 @@ HEAVY = ["matplotlib", "h5py", "seaborn", "scipy", "sklearn", "timm", "transform
         ("import weightscope.cli", [*HEAVY, "torch"]),
         ("from weightscope.recipe import Recipe", [*HEAVY, "torch"]),
         ("import weightscope.init", [*HEAVY, "pydantic"]),
+        # its import takes more than a second of each worker
+        (
+            "import torch; from weightscope._util.torch_random import seeded\nwith seeded(0): torch.rand(3)",
+            ["torch._dynamo"],
+        ),
     ],
 )
 def test_light_imports_stay_light(command: str, heavy: list[str]) -> None:

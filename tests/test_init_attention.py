@@ -229,9 +229,6 @@ def test_cross_attention_alone_is_refused():
         mimetic_attention_(layer)
 
 
-# --- positions --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("special", ["keep", "zero"])
 def test_class_tokens_are_kept_or_zeroed(special):
     model = vit(pool="token", positions="learned")

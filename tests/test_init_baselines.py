@@ -64,9 +64,6 @@ def test_xavier_has_the_stated_variance_and_distribution(distribution, most):
     assert most[0] < scaled.abs().max() <= most[1]
 
 
-# --- across layers ----------------------------------------------------------------------------------------------------
-
-
 def convnext(width, depth=2):
     torch.manual_seed(0)
     return ConvNeXt(width, depth, kernel_size=3, patch_size=2, expansion=2, layer_scale=None)
@@ -115,9 +112,6 @@ class EvenBlock(nn.Module):
         self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
 
 
-# --- state-space layers -----------------------------------------------------------------------------------------------
-
-
 def test_the_identity_convolution_passes_the_current_token():
     model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), convolution=True)
     mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
@@ -143,9 +137,6 @@ def test_some_heads_of_mamba2_decay_slowly_and_step_by_one():
         mimetic_ssm_(after, heads=99)
     with pytest.raises(UsageError, match="is a Mamba layer and has none"):
         mimetic_ssm_(Mamba(64, 32, 1, state=4), heads=0)
-
-
-# --- residual baselines -----------------------------------------------------------------------------------------------
 
 
 def test_zero_matrices_are_zeros_and_ones_up_to_a_factor():

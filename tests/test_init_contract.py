@@ -78,9 +78,6 @@ def selves(model: nn.Module) -> list[Any]:
     return [part for part in anatomy.attention(model) if part.kind == "self"]
 
 
-# --- expectations of initialisers that their audit does not show, or not exactly --------------------------------------
-
-
 def elsewhere(before: nn.Module, after: nn.Module, loose: float) -> None:
     """In `test_covariance_transfer` and `test_init_ssm`."""
 

@@ -117,9 +117,6 @@ def test_a_shared_key_serves_every_offset(codes):
     assert all(error(codes, pair, offset) < BOUND for offset, pair in pairs.items())
 
 
-# --- on modules -------------------------------------------------------------------------------------------------------
-
-
 def vit(depth=3, heads=3, width=48, **options):
     return ViT(32, 4, width, depth, heads, 10, **options)
 

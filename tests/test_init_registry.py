@@ -50,9 +50,6 @@ def test_parameters_lists_names_and_defaults():
     assert "generator" not in wi.parameters("xavier")
 
 
-# --- initialisers of one's own ----------------------------------------------------------------------------------------
-
-
 def half_(module, *, generator, factor=0.5):
     with torch.no_grad():
         for p in module.parameters():
@@ -146,9 +143,6 @@ def test_refusals(init, numbers, message):
 def test_functions_must_return_the_module(init, found):
     with pytest.raises(UsageError, match=f"{init.__name__}: expected .* return it, found {found}"):
         wi.get(init)(vit(), generator=seeded())
-
-
-# --- univariate baselines ---------------------------------------------------------------------------------------------
 
 
 def test_fused_projections_are_three_matrices():

@@ -27,18 +27,12 @@ def student(**options):
     return vit(**{"width": 32, "depth": 2, "heads": 2, "seed": 1} | options)
 
 
-# --- indices ----------------------------------------------------------------------------------------------------------
-
-
 def test_spacing_is_that_of_the_papers_example():
     assert spaced(4, 2).tolist() == [0, 2]
     assert spaced(6, 3).tolist() == [0, 2, 4]
     assert spaced(10, 4).tolist() == [0, 2, 5, 7]
     assert end_to_end(6, 3).tolist() == [0, 2, 5]
     assert end_to_end(6, 1).tolist() == [0]
-
-
-# --- whole networks ---------------------------------------------------------------------------------------------------
 
 
 def test_uniform_selection_equals_the_papers_algorithm_on_every_tensor():
@@ -95,9 +89,6 @@ def test_batch_norm_statistics_come_along():
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
-# --- transfer and controls --------------------------------------------------------------------------------------------
-
-
 def test_the_remainder_is_kept_outside_the_directions():
     source, model = vit(), vit(seed=1)
     old = model.blocks[1].mlp.fc1.weight.detach().clone()
@@ -125,9 +116,6 @@ def test_permutations_keep_what_they_say(mode):
     if mode == "columns":
         torch.testing.assert_close(new @ new.T, old @ old.T, atol=1e-4, rtol=1e-4)
     assert torch.equal(before.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-
-
-# --- models as they come ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("linear_student", [False, True])
@@ -259,9 +247,6 @@ def test_filters_are_padded_or_resampled(k, size):
             transfer_(module, source)
 
 
-# --- growing ----------------------------------------------------------------------------------------------------------
-
-
 def convnexts(width, depth, learned_sum=None):
     torch.manual_seed(0)
     return scramble(ConvNeXt(width, depth, 3, 4, layer_scale=0.5, learned_sum=learned_sum))
@@ -326,8 +311,6 @@ def test_stacked_blocks_are_whole_copies():
         pairs = zip(large.blocks[mine].parameters(), small.blocks[theirs].parameters(), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
 
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
 
 SELECTED = [
     ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),

@@ -50,8 +50,6 @@ def changing(
     return build
 
 
-# --- attention -----------------------------------------------------------------------------------------------------
-
 D, H, L = 192, 3, 2
 
 
@@ -179,8 +177,6 @@ def right_attention(parameters: dict[str, Any]) -> nn.Module:
     return model
 
 
-# --- depthwise filters ---------------------------------------------------------------------------------------------
-
 K, C, DEPTH = 5, 96, 4
 SCHEDULE = {"sigma0": 0.16, "v": 0.32, "a": 2.88}
 
@@ -287,8 +283,6 @@ def test_absolute_eigenvalues_hide_a_mirrored_shift():
         np.testing.assert_allclose(roots[0] @ roots[0].T, roots[1] @ roots[1].T, atol=1e-12)
 
 
-# --- MLP -----------------------------------------------------------------------------------------------------------
-
 SIGMA, B = 0.5, 0.8  # in units of the deviation of default entries
 
 
@@ -347,9 +341,6 @@ def right_mlps(parameters: dict[str, Any]) -> nn.Module:
     return model
 
 
-# --- state-space layers --------------------------------------------------------------------------------------------
-
-
 def mamba(version: int) -> nn.Module:
     transformers = shims.transformers()
     torch.manual_seed(0)
@@ -405,9 +396,6 @@ TAPS = {
 }
 
 
-# --- positions and impulses ----------------------------------------------------------------------------------------
-
-
 def set_positions(codes: Callable[[], Tensor]) -> Callable[..., None]:
     return changing(anatomy.positions, lambda table, _: table.write(codes()))
 
@@ -451,8 +439,6 @@ IMPULSES = {
     "overwritten": Mutant(lambda m, g: wi.trunc_normal_(m, generator=g) and None, ("peaks",)),
 }
 
-
-# --- all of them ---------------------------------------------------------------------------------------------------
 
 WRONG = (
     ("mimetic_attention", vit, ATTENTION),

@@ -37,9 +37,6 @@ def _randomise(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-# --- timm ------------------------------------------------------------------------------------------------
-
-
 def _timm_convmixer(**options):
     shims.timm()
     from timm.models.convmixer import ConvMixer as Theirs
@@ -112,9 +109,6 @@ def test_state_dicts_travel_both_ways_with_timm(name: str) -> None:
         _randomise(source)
         target.eval().load_state_dict(source.state_dict(), strict=True)
         torch.testing.assert_close(target(image), source(image), rtol=1e-10, atol=1e-10)
-
-
-# --- formulas of the thesis ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -210,9 +204,6 @@ def test_dilations_are_those_of_thesis_table_3_2(name: str) -> None:
     assert dilation_schedule(name, 3) == tuple(schedule[2 * (4 * i // 3)] for i in range(3))
 
 
-# --- positions -------------------------------------------------------------------------------------------
-
-
 def test_sinusoidal_positions_equal_a_plain_loop() -> None:
     rows, columns, width = 3, 5, 12
     code = sinusoidal_positions(rows, columns, width).double().reshape(rows, columns, width)
@@ -231,9 +222,6 @@ def test_vit_starts_from_scaled_sinusoidal_positions(pool: str) -> None:
     assert torch.equal(model.pos_embed[0, -16:], 2 * sinusoidal_positions(4, 4, 24))
     if pool == "token":
         assert torch.equal(model.pos_embed[0, 0], torch.zeros(24))
-
-
-# --- attention with positional terms ----------------------------------------------------------------------
 
 
 def _maps_by_loops(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -321,9 +309,6 @@ def test_layer_scale_is_on_attention_alone_or_on_its_skip_connection() -> None:
         }[on]  # fmt: skip
 
 
-# --- initial values --------------------------------------------------------------------------------------
-
-
 SMALL = {
     "convmixer": lambda: ConvMixer(8, 2, 3, 4, 5),
     "convnext": lambda: ConvNeXt(8, 2, 3, 4, 5, layer_scale=1e-6),
@@ -362,9 +347,6 @@ def test_reset_parameters_of_all_layers_leaves_no_old_value(name: str) -> None:
         assert tensor.abs().max() <= 1, n
         if fresh[n].numel() > 1 and fresh[n].unique().numel() == 1:  # a constant start: norms, layer scales
             assert torch.equal(tensor, fresh[n]), n
-
-
-# --- recipes ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -423,9 +405,6 @@ def test_build_makes_what_the_recipe_says(section, direct) -> None:
 def test_impossible_networks_are_refused(make, match: str) -> None:
     with pytest.raises(UsageError, match=match):
         make()
-
-
-# --- cost ------------------------------------------------------------------------------------------------
 
 
 def test_multiply_adds_by_hand() -> None:

@@ -31,9 +31,6 @@ def array(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-# --- names and orientation --------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def vit():
     torch.manual_seed(0)
@@ -159,9 +156,6 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnx", None)
     with pytest.raises(UsageError, match=r'pip install "\.\[onnx\]"'):
         Checkpoint(tmp_path / "m.onnx")
-
-
-# --- damage -----------------------------------------------------------------------------------------------------------
 
 
 def external(name="a", dims=(2, 3), **entries):

@@ -165,9 +165,6 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
         plots.subplots(0)
 
 
-# Files
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["png", "pdf", "svg"])
 def test_saving_twice_gives_the_same_bytes(tmp_path: Path, kind: str) -> None:

@@ -197,9 +197,6 @@ def test_diagonal_and_zero_matrices_have_a_scale() -> None:
     assert plots.covariance_map(np.ones((1, 1)), {"w": slice(0, 1)}).images[0].norm.vmax == 1
 
 
-# Names and numbers
-
-
 def test_short_names_stay_different_and_explain_themselves() -> None:
     assert text.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
     assert text.short_names(["only.one.weight"]) == (["only.one.weight"], "")
@@ -225,9 +222,6 @@ def test_numbers_are_written_for_people(value: float, words: str) -> None:
 def test_a_rounded_limit_is_never_smaller() -> None:
     for value in 10 ** np.random.default_rng(0).uniform(-9, 9, 500):
         assert value <= text.rounded_up(value) * (1 + 1e-9) <= value * 1.11
-
-
-# Grids
 
 
 def panels_of(figure: Figure) -> list[Axes]:

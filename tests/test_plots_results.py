@@ -60,9 +60,6 @@ def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: st
         draw()
 
 
-# Evidence
-
-
 def test_the_forest_of_stripe_ratios_has_intervals_and_the_reference() -> None:
     ax = script("figures/mlp_stripes.py").stripe_ratios(STRIPES)
     assert ax.get_xscale() == "log"
@@ -110,9 +107,6 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
-
-
-# Benchmarks
 
 
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:

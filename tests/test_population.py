@@ -26,9 +26,6 @@ def expected(recipe: Recipe, numbers: "range | list[int]") -> np.ndarray:
     return rows
 
 
-# -- reading ---------------------------------------------------------------------------------------------------
-
-
 def test_weights_are_what_was_trained_bit_for_bit(folder: Path) -> None:
     population = Population(folder)
     assert len(population) == 20
@@ -103,9 +100,6 @@ def test_seeds_metrics_and_divergence(folder: Path) -> None:
     assert list(np.flatnonzero(population.diverged)) == [5, 14]
 
 
-# -- the bytes -------------------------------------------------------------------------------------------------
-
-
 def test_shards_are_the_same_bytes_whenever_handles_of_arrays_are_closed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,9 +170,6 @@ def test_what_a_trainer_hands_over_is_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="expected weights"):
             shards.save(tmp_path / "a.pop", manifest, tile, "cpu")
     assert not list((tmp_path / "a.pop/shards").iterdir())
-
-
-# -- incomplete ------------------------------------------------------------------------------------------------
 
 
 def test_an_incomplete_population_is_an_error_unless_asked_for(tmp_path: Path) -> None:
@@ -259,9 +250,6 @@ def test_a_shard_that_is_shorter_than_the_population_needs_is_an_error_and_train
     assert shards.state(folder, manifests.read(folder), 1).kind == "short"
 
 
-# -- the sequence protocol ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def real(tmp_path: Path) -> Population:
     """Five networks that the recipe builds, in two tiles."""
@@ -337,9 +325,6 @@ def test_the_repr_is_one_line(folder: Path) -> None:
     assert "<th>test_accuracy</th>" in html
     assert html.count("<tr>") == 1 + 12
     assert str(partial).splitlines()[1].startswith("1 diverged; mean test_accuracy ")
-
-
-# -- export ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tiles", [[0, 2], []])

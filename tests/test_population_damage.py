@@ -33,9 +33,6 @@ def rewrite(file: Path, change: Callable[..., object] | None) -> None:
     file.with_name(file.name + ".sha256").write_text(f"{digest}  {file.name}\n")
 
 
-# -- damaged and foreign ---------------------------------------------------------------------------------------
-
-
 def one_line(error: "pytest.ExceptionInfo[WeightscopeError]", *parts: str) -> None:
     text = str(error.value)
     assert "\n" not in text
@@ -278,9 +275,6 @@ def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
     rewrite(folder / "shards/00001.h5", lambda h5: h5["metrics"].pop("init"))
     with pytest.raises(DataError, match=r"00001.h5: expected the metrics diverged, init.* found diverged"):
         _ = Population(folder).metrics
-
-
-# -- population.json -------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_no_population(tmp_path: Path) -> None:

@@ -146,9 +146,6 @@ def test_metrics_count_the_answer_only():
     assert bits(math.log(8)) == pytest.approx(3)
 
 
-# --- Markov source ---------------------------------------------------------------------------------------------------
-
-
 def test_the_markov_source_has_the_stated_entropy():
     """-log2 p of 200,000 tokens, within 5 standard errors of the entropy: false alarm 6e-7."""
     source = MarkovSource.random(12, seed=1)
@@ -164,9 +161,6 @@ def test_a_uniform_source_has_the_largest_entropy():
     assert MarkovSource(np.full((8, 8), 1 / 8)).entropy == pytest.approx(3)
     with pytest.raises(UsageError, match="rows of sum 1"):
         MarkovSource(np.full((8, 8), 1 / 4))
-
-
-# --- text ------------------------------------------------------------------------------------------------------------
 
 
 def _corpus(folder: Path, train: str, valid: str, test: str, names=("train.txt", "valid.txt", "test.txt")) -> Path:

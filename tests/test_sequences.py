@@ -75,9 +75,6 @@ def test_scans_name_shapes_that_do_not_fit():
         block_scan(x, delta, a, b[:, :, [0, 1, 0]], c[:, :, [0, 1, 0]])
 
 
-# --- transformers --------------------------------------------------------------------------------------------------
-
-
 def _theirs(version: int) -> nn.Module:
     transformers = shims.transformers()
     common = {"vocab_size": 11, "hidden_size": 24, "num_hidden_layers": 2, "state_size": 5, "expand": 2}
@@ -111,9 +108,6 @@ def test_mamba_exchanges_state_dicts_with_transformers(version):
     back.load_state_dict(_ours(version).state_dict())
     ours.load_state_dict(back.state_dict())
     torch.testing.assert_close(back(tokens).logits, ours(tokens), rtol=1e-5, atol=1e-5)
-
-
-# --- initial weights, causality, hybrids -----------------------------------------------------------------------------
 
 
 def _networks() -> dict[str, nn.Module]:

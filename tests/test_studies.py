@@ -149,8 +149,6 @@ def test_when_a_correlation_appears() -> None:
     assert appearance(curve(0.2, 0.2, 0.2, 0.2), moments) == {"appears": 0, "half": 0}
 
 
-# --- what the READMEs and the page of claims say ----------------------------------------------------------------------
-
 READMES = sorted(ROOT.glob("analyses/*/README.md"))
 INTERVAL = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?) \(([-+]?\d+(?:\.\d+)?) to ([-+]?\d+(?:\.\d+)?)[,)]")
 

@@ -74,9 +74,6 @@ def test_messages_about_names_are_short() -> None:
     assert "`stages.0.blocks.0.mlp.fc" in str(caught.value), "the nearest first, wildcards left out"
 
 
-# -- tables and results -----------------------------------------------------------------------------------------
-
-
 def test_text_tables_are_aligned() -> None:
     assert text_table(("name", "n"), [("a", 10), ("long name", 5)]).splitlines() == [
         "name        n",
@@ -136,9 +133,6 @@ def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.Monke
         Squares(2).to_pandas()
 
 
-# -- checks -----------------------------------------------------------------------------------------------------
-
-
 def test_checks_return_the_value_or_name_the_argument() -> None:
     assert checks.number("x", 2, least=0, most=2) == 2.0
     assert checks.positive("x", 0.5) == 0.5
@@ -168,9 +162,6 @@ def test_what_a_path_is(tmp_path: Path) -> None:
     (tmp_path / "population.json").touch()
     assert is_population(tmp_path)
     assert not is_population(3)
-
-
-# -- plug-ins ---------------------------------------------------------------------------------------------------
 
 
 def free(x: int) -> int:
@@ -375,9 +366,6 @@ def test_the_hash_of_a_source_changes_with_the_function_of_a_script(tmp_path: Pa
     assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
     with pytest.raises(UsageError, match="no Python file of this name"):
         plugins.source_hash("builtins:len")
-
-
-# -- doors ------------------------------------------------------------------------------------------------------
 
 
 DOORS: dict[str, Any] = {

@@ -112,9 +112,6 @@ def test_verify_of_a_model_at_the_hub(hub, tmp_path, capsys):
     assert {row["compared"] for row in full.files} == {"sha256", "sha1"}
 
 
-# --- artifacts --------------------------------------------------------------------------------------------------------
-
-
 def artifact(tmp_path, kind):
     path = tmp_path / f"{kind}.safetensors"
     if kind == "network":
@@ -162,9 +159,6 @@ def test_an_artifact_of_huge_numbers_writes_no_infinity(tmp_path):
     with pytest.raises(DataError, match=r"beyond the range of torch.float32.*nothing was changed"):
         load_init(path)(net)
     assert torch.equal(net.weight, kept)
-
-
-# --- torch files, populations -----------------------------------------------------------------------------------------
 
 
 def test_records_of_a_torch_file_are_compared_with_their_crc(tmp_path):

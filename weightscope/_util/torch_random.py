@@ -33,8 +33,7 @@ class seeded(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether torch should import its compiler, which takes two seconds, to leave this mode out of compiled code."""
-        return False
+        return False  # of torch's; else the first operation imports its compiler, which takes more than a second
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the operation with a generator, if it draws and has none."""

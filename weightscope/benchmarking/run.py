@@ -38,7 +38,7 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.planning import TileCost, tile_costs
+from weightscope.training.planning import TileCost, quiet, tile_costs
 from weightscope.training.request import Request, check_sources, choose_tile
 
 SEED_OFFSET = 1_000_000
@@ -127,6 +127,7 @@ class BenchPlan(Result):
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
     price: float | None = None  # of a worker's hour
+    quiet: float | None = None  # times `seconds`, the time of workers that nothing else slows down
 
     @property
     def cost(self) -> float | None:
@@ -160,6 +161,7 @@ class BenchPlan(Result):
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
         return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
+            "quiet": self.quiet,
             "price": self.price,
             "cost": self.cost,
             "contrasts": contrasts,
@@ -173,6 +175,7 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
+            text += f", without other load {duration(self.quiet * self.seconds)}" if self.quiet is not None else ""
         text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
@@ -241,7 +244,8 @@ def plan_bench(
         row["seconds"] = row["seconds"] + each * left if known else None
     workers = on.count or usable_cores()
     expected = makespan(seconds, [0.0] * workers) if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
+    calm = quiet(list(costs.values()), on) if costs else None
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price, calm)
 
 
 @dataclass(frozen=True)
@@ -384,7 +388,7 @@ class Design:
         arms = summarise(runs, self.metric, self._chances(), hits)
         declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
-        result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts)
+        result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts, hits)
         atomic.make_folder(self.folder)
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False)
         atomic.write(self.folder / RESULTS, text.encode() + b"\n")

@@ -16,6 +16,8 @@ from weightscope.cli.options import (
     OutputFile,
     backend_options,
     command,
+    data_option,
+    device_option,
     json_option,
     log_option,
     maybe_partial,
@@ -23,6 +25,7 @@ from weightscope.cli.options import (
     overwriting,
     partial_option,
     permutations_option,
+    spread_options,
     tile_logger,
     training_options,
     write_json,
@@ -86,6 +89,7 @@ def collect(
     wanted = recipe_of(recipe)
     if options["networks"] is not None:  # an invalid number is an error before torch is imported
         wanted = wanted.replace({"population.networks": options["networks"]})
+    _check_plan(plan, price, log)
     if plan:
         from weightscope.training.planning import plan as estimate
 
@@ -95,7 +99,6 @@ def collect(
         click.echo(found.text())
         write_json(json_file, found.to_dict())
         return
-    _without_plan(price)
     from weightscope.analysis.inspection import population_contents
     from weightscope.training.collection import collect as train
 
@@ -105,9 +108,11 @@ def collect(
     write_json(json_file, contents.to_dict())
 
 
-def _without_plan(price: float | None) -> None:
-    if price is not None:
+def _check_plan(plan: bool, price: float | None, log: str | None) -> None:
+    if price is not None and not plan:
         raise UsageError("--price requires --plan")
+    if log is not None and plan:
+        raise UsageError("--log cannot be combined with --plan, which trains no tile")
 
 
 @command("import")
@@ -233,7 +238,9 @@ def _fitted(text: str, columns: int, lines: int) -> str:
     "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
 )
 @click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
-@training_options
+@data_option
+@device_option
+@spread_options
 @partial_option
 @json_option
 @click.pass_context
@@ -248,6 +255,7 @@ def fit_init(
     at: int | None,
     partial: bool,
     json_file: Path | None,
+    workers: Any,
     **settings: Any,
 ) -> None:
     """Fit structures to a population or to networks, and write an initialiser.
@@ -260,7 +268,7 @@ def fit_init(
 
     --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
     and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
-    --device, --workers and --gain-* are for these trainings.
+    --device and --gain-* are for these trainings, --workers, --backend and --scheduler for them, too.
 
     \b
     Examples:
@@ -279,6 +287,8 @@ def fit_init(
     from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    if workers is not None:
+        given["workers"] = workers
     if len(sources) > 1 and (partial or at is not None or gain == "auto"):
         option = "partial" if partial else "at" if at is not None else "gain auto"
         raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
@@ -300,6 +310,7 @@ def fit_init(
 
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
+        training |= _where(workers)
         select = fitting.pop("select", settings["select"])
         choice = choose_gain(
             maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
@@ -324,7 +335,14 @@ def fit_init(
     write_json(json_file, result.to_dict() | curve)
 
 
-_GAIN_TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
+_GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
+
+
+def _where(workers: Any) -> dict[str, Any]:
+    """Arguments of `bench` for the workers of an analysis."""
+    if workers is None or isinstance(workers, int):
+        return {} if workers is None else {"workers": workers}
+    return {"workers": workers.count, "backend": workers.backend, "scheduler": workers.scheduler}
 
 
 def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) -> float | None:
@@ -417,11 +435,11 @@ def bench(
 
     folder = out or default_folder(recipe)
     axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
-    if not only_plan:
-        _without_plan(price)
+    _check_plan(only_plan, price, log)
     if probe:
-        if only_plan:
-            raise UsageError("--plan cannot be combined with --probe, which trains no tile")
+        if only_plan or log is not None:
+            given = "--plan" if only_plan else "--log"
+            raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, **axes, **options)
     else:

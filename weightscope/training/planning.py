@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from weightscope._util.checks import number
-from weightscope._util.environment import available_memory
+from weightscope._util.environment import available_memory, usable_cores
 from weightscope._util.remote import RemotePath
 from weightscope._util.results import Result, duration
 from weightscope._util.workers import Workers, chosen_workers, on_each, spread
@@ -34,7 +34,7 @@ from weightscope.training.kernels.functions import Kernels
 from weightscope.training.request import Request, timed
 
 T = TypeVar("T")
-_TIMED_SECONDS, _MOST_STEPS = 1.0, 64  # of steps on each worker
+_TIMED_SECONDS, _MOST_STEPS = 0.5, 64  # of steps on each worker
 _BENCH_SECONDS = 4.0  # of steps of all kinds of tiles of a benchmark
 _FIRST = {"cpu": 1, "cuda": 3}  # steps that are not timed: they compile, allocate, and record a graph
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of getrusage, in bytes
@@ -55,6 +55,7 @@ class Plan(Result):
     workers: int  # how many were timed, all at the same time
     device: str
     tile_seconds: tuple[float, ...]  # expected, of one tile on each worker: start, all epochs and evaluations
+    quiet: float  # times these, those of workers that nothing else slows down
     alone_seconds: float  # the same of one worker without the others
     write_seconds: float | None  # measured, of a file as large as a shard; None for an object store
     memory: int  # bytes that the largest worker took, of its GPU if it has one
@@ -102,6 +103,7 @@ class Plan(Result):
             "memory of a worker": f"{self.memory / 2**30:,.2f} GiB",
             unit: f"{self.worker_hours:,.3g}",
             "time left": duration(3600 * self.hours),
+            "time left without other load": duration(3600 * self.quiet * self.hours),
         }
         if self.cost is not None:
             values["cost"] = f"{self.cost:,.2f} at {self.price:,g} for a worker-hour"
@@ -140,9 +142,10 @@ def plan(
     """Estimate what `collect` with the same arguments would take; trains and writes nothing.
 
     One worker, and then every worker at the same time, trains a tile for a few steps: workers share caches and memory
-    bandwidth.
+    bandwidth. On a CPU the time of the processor is measured, and the share of one that each worker got.
 
-        seconds of a tile = start + epochs (steps per epoch x seconds per step) + evaluations x seconds per evaluation
+        seconds of a tile = (start + epochs (steps per epoch x seconds per step)
+                             + evaluations x seconds per evaluation) / share
         hours = longest of the workers' shares of the tiles, which are given to whichever is free
         cost = price x workers x hours
 
@@ -163,7 +166,7 @@ def plan(
     disk, writing = (
         (None, None) if isinstance(request.path, RemotePath) else _disk(request.path, size // manifest.tiles)
     )
-    memory = None if backend != "loky" else _memory(request.device) * (len(set(on.devices[: on.count])) or 1)
+    memory = None if backend != "loky" else _memory(request.device, len(set(on.devices[: on.count])) or 1)
     task = partial(_time, [request], _TIMED_SECONDS)
     (alone,) = costs = on_each(task, replace(on, count=1), 1)
     if on.count != 1:
@@ -181,6 +184,7 @@ def plan(
         workers=len(seconds),
         device=request.device,
         tile_seconds=seconds,
+        quiet=quiet(costs, on),
         alone_seconds=alone.seconds(request.recipe.training),
         write_seconds=writing,
         memory=max(cost.memory for cost in costs),
@@ -206,8 +210,11 @@ def _disk(path: Path, size: int) -> tuple[int, float]:
         ) from error
 
 
-def _memory(device: str) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+def _memory(device: str, gpus: int) -> int:
+    if device != "cuda":
+        return torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+    seen = torch.cuda.device_count()  # one MIG slice of several
+    return sum(torch.cuda.mem_get_info(i % seen)[0] for i in range(gpus))
 
 
 def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
@@ -223,18 +230,26 @@ def _until_finished(tiles: int, each: tuple[float, ...]) -> float:
 
 @dataclass(frozen=True)
 class TileCost:
-    """Measured seconds and memory of a tile."""
+    """Measured seconds and memory of a tile; seconds of the processor, if it is trained on one."""
 
     start: float  # until its networks are initialised
     step: float  # one step of all networks, with its share of drawing the random numbers
     steps: int  # number of steps of an epoch
     evaluation: float  # one evaluation of all networks
     memory: int = 0  # bytes: the most that the process, or its GPU, took so far
+    share: float = 1.0  # of a processor that the worker got
 
     def seconds(self, training: TrainingConfig) -> float:
-        """Of the whole tile: start + epochs x steps x step + evaluations x evaluation."""
+        """Of the whole tile: (start + epochs x steps x step + evaluations x evaluation) / share."""
         evaluations = training.epochs if training.evaluate == "epoch" else 1
-        return self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
+        busy = self.start + training.epochs * self.steps * self.step + evaluations * self.evaluation
+        return busy / self.share
+
+
+def quiet(costs: Sequence[TileCost], workers: Workers) -> float:
+    """Times the expected time, that of workers that nothing but each other slows down."""
+    most = min(1.0, usable_cores() / (workers.count or 1)) if workers.backend == "loky" and not workers.gpu else 1.0
+    return min(1.0, sum(cost.share for cost in costs) / len(costs) / most)
 
 
 class _Enough(Exception):
@@ -243,37 +258,44 @@ class _Enough(Exception):
 
 def time_tile(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels, budget: float) -> TileCost:
     """What tile 0 of a recipe costs in this process, from steps of about `budget` seconds; nothing is kept."""
+    cuda = device.type == "cuda"
+    clock = _clock(device)
     ends: list[float] = []
 
     def step_ended(_: float) -> None:
-        ends.append(time.perf_counter())
-        over = len(ends) > _MOST_STEPS or (len(ends) > first and ends[-1] - ends[first - 1] > budget)
-        if device.type == "cuda" and (over or len(ends) == first):  # which has not done yet what it was told
+        over = len(ends) >= _MOST_STEPS or (len(ends) >= first and clock() - ends[first - 1] > budget)
+        if cuda and (over or len(ends) == first - 1):  # which has not done yet what it was told
             torch.cuda.synchronize(device)
-            ends[-1] = time.perf_counter()
+        ends.append(clock())
         if over:
             raise _Enough
 
     with one_thread(), current(device):
         first = _FIRST.get(device.type, 1)
-        start, run = _timed_warm(partial(TileRun, recipe, 0, data, device, kernels), budget)
-        drawing, run.ready = timed(run.batches.draw)
+        begun = time.perf_counter(), clock()
+        start, run = _timed_warm(partial(TileRun, recipe, 0, data, device, kernels), budget, clock)
+        drawing, run.ready = timed(run.batches.draw, clock)
         with contextlib.suppress(_Enough):
             while True:  # epochs may be short
                 run.epoch(0, step_ended)
         step = (ends[-1] - ends[first - 1]) / (len(ends) - first) + drawing / run.steps_per_epoch
-        evaluation, _ = _timed_warm(run.evaluate, budget)
-        cuda = device.type == "cuda"
+        evaluation, _ = _timed_warm(run.evaluate, budget, clock)
+        share = min(1.0, (clock() - begun[1]) / (time.perf_counter() - begun[0]))
         most = torch.cuda.max_memory_reserved(device) if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return TileCost(start, step, run.steps_per_epoch, evaluation, most * (1 if cuda else _RSS_UNIT))
+        return TileCost(start, step, run.steps_per_epoch, evaluation, most * (1 if cuda else _RSS_UNIT), share)
 
 
-def _timed_warm(work: Callable[[], T], budget: float) -> tuple[float, T]:
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds of this thread on the processor, which other programs do not change; of a GPU, those of the wall."""
+    return time.thread_time if device.type == "cpu" else time.perf_counter
+
+
+def _timed_warm(work: Callable[[], T], budget: float, clock: Callable[[], float]) -> tuple[float, T]:
     """Seconds and result of some work; of short work those of the second time, after what is done on first use."""
-    seconds, found = timed(work)
+    seconds, found = timed(work, clock)
     if seconds < budget:
         del found  # its memory is used again
-        seconds, found = timed(work)
+        seconds, found = timed(work, clock)
     return seconds, found
 
 
@@ -292,7 +314,7 @@ def tile_costs(requests: Sequence[Request], workers: Workers) -> list[TileCost]:
     found: dict[str, list[TileCost]] = {kind: [] for kind in kinds}
     for i, cost in spread(task, range(rounds * len(ones)), workers):
         found[kinds[i % len(ones)]].append(cost)
-    slowest = {kind: max(costs, key=lambda each: (each.step, each.start)) for kind, costs in found.items()}
+    slowest = {kind: max(costs, key=lambda each: (each.step / each.share, each.start)) for kind, costs in found.items()}
     starts = dict(spread(partial(_start, requests), range(len(requests)), workers))
     return [replace(slowest[kind], start=starts[i]) for i, kind in enumerate(about)]
 
@@ -310,7 +332,7 @@ def _time(requests: Sequence[Request], budget: float, i: int, *, progress: Calla
 def _start(requests: Sequence[Request], i: int, *, progress: Callable[[float], None]) -> float:
     recipe, data, device, kernels = _arguments(requests[i])
     with one_thread(), current(device):
-        return timed(partial(TileRun, recipe, 0, data, device, kernels))[0]
+        return timed(partial(TileRun, recipe, 0, data, device, kernels), _clock(device))[0]
 
 
 def _arguments(request: Request) -> tuple[Recipe, Source, torch.device, Kernels]:
