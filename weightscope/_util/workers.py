@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import cloudpickle
+
 from weightscope._util.checks import choice, count
 from weightscope._util.environment import usable_cores, visible_gpus
 from weightscope.errors import UsageError, WeightscopeError

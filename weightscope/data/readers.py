@@ -163,8 +163,8 @@ def digits(info: DatasetInfo, root: Path | None, train: int, test: int) -> Array
     generalisation to new writers. Pixels from 0 to 16 are scaled to 0 .. 255 and rounded, which keeps all 17 levels.
     """
     package = importlib.util.find_spec("sklearn")  # importing it takes a second
-    assert package is not None and package.origin is not None
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    folder = Path(str(package and package.origin)).parent
+    table = np.loadtxt(folder / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     pixels, labels = table[:, :-1], table[:, -1].astype(int)
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, info.size, info.size)
     held_out = np.zeros(len(labels), dtype=bool)

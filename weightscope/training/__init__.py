@@ -2,7 +2,7 @@
 
 from typing import Any
 
-__all__ = ["spec_of", "train_tile"]  # noqa: F822
+__all__ = ["spec_of", "train_tile"]
 
 
 def __getattr__(name: str) -> Any:
