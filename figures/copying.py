@@ -33,7 +33,8 @@ def lengths(study: Path, out: Path) -> None:
     found = finding(result.arms, result.metric) or ""
     for layers, words in LAYERS.items():
         found = found.replace(f"at layers={layers}", f"with {words}")
-    figure, axes = plots.subplots(len(cells), len(epochs), title=found, **size)
+    at = f" at {result.metric.length}x the training length".replace(" 1x", "")
+    figure, axes = plots.subplots(len(cells), len(epochs), title=found + at, **size)
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
