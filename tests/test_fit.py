@@ -437,3 +437,22 @@ def test_too_few_networks():
     assert fit(WeightArray(population(10), SPEC), FC1).settings["held_out"] == 2
     with pytest.raises(UsageError, match="`b` has no entries"):
         fit(WeightArray(np.zeros((9, 2)), WeightSpec([TensorSpec("a", (2,)), TensorSpec("b", (0, 3))])), "*")
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_anything_is_read(monkeypatch):
+    class Unread(WeightArray):
+        def chunks(self, select="*", size=None):
+            raise AssertionError("read")
+
+    source = planted(stripes)
+    needed = 40 * len(source) * P * N
+    monkeypatch.setattr(fitting, "available_memory", lambda: needed - 1)
+    with pytest.raises(DataError, match=r"low_rank: 0\.0 GB needed for 200 networks, 0\.0 available"):
+        fit(Unread(source.weights, source.spec), FC1, structure="low_rank")
+    table = fit(source, FC1, structure=["group_means", "low_rank"]).table
+    assert {row["structure"].partition(" ")[0]: row["failed"] is None for row in table} == {
+        "group_means": True,
+        "low_rank": False,
+    }
+    monkeypatch.setattr(fitting, "available_memory", lambda: needed)
+    assert all(row["failed"] is None for row in fit(source, FC1, structure="low_rank").table)

@@ -14,6 +14,7 @@ from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.cli import main
 from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.fits.fitting import fit
 from weightscope.population import Population, export, exporting
 from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
@@ -21,6 +22,7 @@ from weightscope.statistics.samples import over_parts
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 NETWORKS, TILE = 205, 8
+STREAMED = ["isotropic", "diagonal", "group_means", "dense", "exchangeable"]
 AXES = {"mlp.fc1.weight": ("units", "channels"), "mlp.fc1.bias": ("units",), "mlp.fc2.weight": ("channels", "units")}
 
 
@@ -60,7 +62,16 @@ def exchangeable(population, workers, folder):
     return [found.n, found.excluded, *(x for t in found.types for x in (t.covariance, t.mean, t.errors, t.own))]
 
 
-EVERY = pytest.mark.parametrize("statistic", [covariance, on_disk, leading, exchangeable])
+def fitted(population, workers, folder):
+    several = [
+        fit(population, "mlp.*", structure=names, joint=joint, holdout=holdout, workers=workers)
+        for names, joint, holdout in ((STREAMED, "block", 0.2), ("dense", "tensor", 3), ("exchangeable", "all", 0.3))
+    ]
+    arrays = [array for found in several for array in found.arrays().values()]
+    return [*arrays, *([row["log_prob"] for row in found.table] for found in several)]
+
+
+EVERY = pytest.mark.parametrize("statistic", [covariance, on_disk, leading, exchangeable, fitted])
 
 
 def same(a, b):

@@ -15,7 +15,7 @@ from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
-from weightscope.benchmarking.statistics import LEVEL, between_cells, cell_key, chance_note
+from weightscope.benchmarking.statistics import LEVEL, Hits, between_cells, cell_key, chance_note
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -47,6 +47,7 @@ class BenchResult(Result):
     metric: Metric = ACCURACY  # that is compared; all of `arms` and the differences are in its stored unit
     metrics: tuple[Metric, ...] = (ACCURACY, LOSS)  # all that the task reports
     contrasts: list[dict[str, Any]] = field(default_factory=list)  # that were declared, see `contrast_tests`
+    hits: Hits = field(default_factory=dict, compare=False)  # by arm (n, images) from `bench`, none where it is loaded
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
@@ -171,21 +172,23 @@ class BenchResult(Result):
     def contrast(self, text: str) -> dict[str, Any]:
         """The test of one contrast of these arms, such as `"mean(a) - mean(b)"`, see `Contrast`.
 
-        It is post hoc: what decides is declared beforehand, as `bench(contrast=...)`.
+        It is post hoc: what decides is declared beforehand, as `bench(contrast=...)`. Of a result that was loaded,
+        `ci_images` is None.
         """
         arms = [(row["cell"], row["epochs"], row["init"]) for row in self.arms]
-        return contrast_tests([Contrast.parse(text, arms)], self.runs, self.metric)[0]
+        return contrast_tests([Contrast.parse(text, arms)], self.runs, self.metric, hits=self.hits)[0]
 
     def between(self, field: str) -> list[dict[str, Any]]:
         """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
 
         One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
-        `difference_ci95`, `p`, `pairs`, and `p_holm` and `difference_ci_holm`, adjusted over these rows.
+        `difference_ci95`, `p`, `pairs`, and `p_holm`, `difference_ci_holm` and `difference_ci_images`, adjusted over
+        these rows; the last is None where the result was loaded.
 
         Example:
             >>> BenchResult.load("bench/results.json").between("distillation.alpha")
         """
-        return between_cells(self.runs, field, self.metric)
+        return between_cells(self.runs, field, self.metric, self.hits)
 
     def to_dict(self) -> dict[str, Any]:
         described = {metric.name: metric.to_dict() for metric in self.metrics}

@@ -80,15 +80,15 @@ class _Workers(click.ParamType):
         return None if value == "auto" else click.IntRange(1).convert(value, param, ctx)
 
 
+device_option = click.option("--device", type=Named("devices", files=False), default="auto", help="auto, cpu or cuda.")
+
+
 def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options of every command that trains."""
-    devices = Named("devices", files=False)
     workers = click.option(
         "--workers", type=_Workers(), help="Worker processes; auto, the default, is one per core, or one per GPU."
     )
-    command = workers(command)
-    command = click.option("--device", type=devices, default="auto", help="auto, cpu or cuda.")(command)
-    return data_option(command)
+    return data_option(device_option(workers(command)))
 
 
 log_option = click.option(

@@ -15,6 +15,8 @@ from weightscope.cli.options import (
     OutputFile,
     backend_options,
     command,
+    data_option,
+    device_option,
     json_option,
     log_option,
     maybe_partial,
@@ -22,6 +24,7 @@ from weightscope.cli.options import (
     overwriting,
     partial_option,
     permutations_option,
+    spread_options,
     tile_logger,
     training_options,
     write_json,
@@ -232,7 +235,9 @@ def _fitted(text: str, columns: int, lines: int) -> str:
     "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
 )
 @click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
-@training_options
+@data_option
+@device_option
+@spread_options
 @partial_option
 @json_option
 @click.pass_context
@@ -247,6 +252,7 @@ def fit_init(
     at: int | None,
     partial: bool,
     json_file: Path | None,
+    workers: Any,
     **settings: Any,
 ) -> None:
     """Fit structures to a population or to networks, and write an initialiser.
@@ -259,7 +265,7 @@ def fit_init(
 
     --gain auto trains networks of the population's recipe with each of several gains, on a part of the training images,
     and also writes the curve as a picture (NAME-gain.png) and the trainings into a folder (NAME-gain); --data,
-    --device, --workers and --gain-* are for these trainings.
+    --device and --gain-* are for these trainings, --workers, --backend and --scheduler for them, too.
 
     \b
     Examples:
@@ -278,6 +284,8 @@ def fit_init(
     from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
+    if workers is not None:
+        given["workers"] = workers
     if len(sources) > 1 and (partial or at is not None or gain == "auto"):
         option = "partial" if partial else "at" if at is not None else "gain auto"
         raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
@@ -299,6 +307,7 @@ def fit_init(
 
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()}
+        training |= _where(workers)
         select = fitting.pop("select", settings["select"])
         choice = choose_gain(
             maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
@@ -323,7 +332,14 @@ def fit_init(
     write_json(json_file, result.to_dict() | curve)
 
 
-_GAIN_TRAINING = ("data", "device", "workers", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
+_GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
+
+
+def _where(workers: Any) -> dict[str, Any]:
+    """Arguments of `bench` for the workers of an analysis."""
+    if workers is None or isinstance(workers, int):
+        return {} if workers is None else {"workers": workers}
+    return {"workers": workers.count, "backend": workers.backend, "scheduler": workers.scheduler}
 
 
 def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) -> float | None:

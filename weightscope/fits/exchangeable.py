@@ -233,7 +233,7 @@ class Exchangeable(Structure):
 
     @classmethod
     def context(
-        cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **own: Any
+        cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **centre: Any
     ) -> dict[str, Any]:
         """The permutation specification of the tensors that are fitted, as part of that of their network."""
         if partial := next((t for t in part.tensors if t.shape != network[t.name].shape), None):
@@ -246,7 +246,7 @@ class Exchangeable(Structure):
             from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
 
             permutations = permutation_spec(network)
-        return {"permutations": permutations.restrict(part.names), "network": network}
+        return {"permutations": permutations.restrict(part.names), "network": network, **centre}
 
     @classmethod
     def accumulator(
@@ -257,17 +257,20 @@ class Exchangeable(Structure):
         denoise: str = "threshold",
         permutations: PermutationSpec | None = None,
         network: WeightSpec | None = None,
+        centre: np.ndarray | None = None,
     ) -> Accumulator:
-        """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names."""
+        """Accumulates moments; see `Amplification` and the class for the arguments. Permutations follow from names.
+
+        Sums that are added to others have the same `centre` (D,), see `ExchangeableMoments`.
+        """
         amplification = Amplification(gain, denoise)
-        moments = ExchangeableMoments(spec, permutations or cls.context(spec, spec)["permutations"])
+        permutations = permutations or cls.context(spec, spec)["permutations"]
 
-        def finish() -> "Exchangeable":
+        def made(moments: ExchangeableMoments) -> "Exchangeable":
             facts = {"exchangeability": described(moments.index.effects())}
-            found = moments.covariances()
-            return cls.of_covariances(found, spec, moments.permutations, amplification, network, facts)
+            return cls.of_covariances(moments.covariances(), spec, permutations, amplification, network, facts)
 
-        return Accumulator(moments.update, finish)
+        return Accumulator(ExchangeableMoments(spec, permutations, centre=centre), made)
 
     @classmethod
     def of_covariances(

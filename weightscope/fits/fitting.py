@@ -4,35 +4,40 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 import numpy as np
 
 from weightscope._util.checks import choice
+from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
 from weightscope._util.trust import trusting
+from weightscope._util.workers import Workers
 from weightscope._version import __version__
-from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
-from weightscope.fits.structure import STRUCTURES, Structure, structure_class
+from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
 from weightscope.spec import WeightSpec
+from weightscope.statistics.exchangeable import CENTRE, centre_of
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.statistics.samples import WeightSamples, literal, usable_chunks
+from weightscope.statistics.samples import LEAF, Sums, WeightSamples, literal, over_parts, parts_of, usable_chunks
 
 if TYPE_CHECKING:
     from weightscope.population import Population
 
 Joint = Literal["tensor", "block", "all"]
-Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of a block, and rows (n, D)
+Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of a block, and rows (n, D) float64
+T = TypeVar("T")
 
 HELD = 1 << 28  # bytes of selected weights that are kept in memory, so that a source is read once
 _BLOCK = 256  # rows; fixed, so that results do not depend on the chunks of the source
@@ -51,6 +56,7 @@ def fit(
     seed: int = 0,
     options: Mapping[str, Any] | None = None,
     permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
+    workers: Workers | int | None = None,
 ) -> PopulationFit:
     """Fit structures to selected tensors and choose one for each group by held-out log-likelihood.
 
@@ -59,10 +65,11 @@ def fit(
     reason. Entries with one value in all networks (frozen filters) keep that value and are counted in the result; the
     density is that of the others. Diverged and non-finite networks are excluded and counted.
 
-    Memory: structures that follow from moments (isotropic, group_means, diagonal, dense) are fitted and scored on a
-    stream. Selected weights of up to 256 MiB are held and read once; more are read again for each pass, in memory that
-    does not depend on the number of networks. Structures that need samples (kronecker, low_rank) hold one group in
-    float64.
+    Memory: structures that follow from sums over networks (isotropic, group_means, diagonal, dense, exchangeable) are
+    fitted and scored on a stream; of a population of more than 4,096 networks by workers, part by part. Of fewer,
+    selected weights of up to 256 MiB are held and read once; more are read again for each pass. Structures that need
+    samples (kronecker, low_rank) hold one group in float64, in this process. What does not fit into memory is a
+    candidate that cannot be fitted, or an error, before anything is read.
 
     Args:
         source: a `Population` or a `WeightArray`.
@@ -77,18 +84,20 @@ def fit(
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
             each axis (`PermutationSpec.from_axes`), or a TOML file of rules, of all tensors of the source. It is
             checked by function if the source is a population. By default that of the tensors' names.
+        workers: see `weightscope.statistics.samples.over_parts`; the result has the same bits for any number.
 
     Raises:
         UsageError: if an argument is invalid or a pattern matches nothing.
         SpecError: if the permutation specification does not fit the tensors, or changes the network's function.
         DataError: if there are too few usable networks, or no candidate can be fitted.
+        WeightscopeError: if workers are lost.
 
     Example:
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
         >>> result.save("digits-mlp.safetensors")
     """
     classes = _classes(structure, options)
-    own = {}
+    own: dict[str, Any] = {}
     if any(item.uses_permutations for item in classes):
         from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
 
@@ -102,25 +111,28 @@ def fit(
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
         raise UsageError(f"`{empty[0]}` has no entries; select tensors with entries")
-    networks = _UsableNetworks(source, spec)
+    parts, too_large = parts_of(source), _too_large(source, grouped(spec, joint), classes)
+    networks = over_parts(parts, partial(_UsableNetworks, spec, len(parts) == 1), workers)
     tests = _splits(networks.n, holdout, seed, networks.excluded)
     fewest = min(int((~test).sum()) for test in tests)
     groups, table, scores = [], [], []
     for name, part in grouped(spec, joint).items():
         columns = spec.columns(part)
         varying = networks.varying[columns]
-        frozen = () if varying.all() else (networks.first[columns].astype(np.float64), varying)
+        frozen = () if varying.all() else (networks.head[0, columns].astype(np.float64), varying)
         if not varying.any():
             groups.append(Group(name, part, None, {}, *frozen))
             continue
         inner = part if varying.all() else varying_spec(part, varying)
+        if len(parts) > 1:
+            own["centre"] = centre_of(networks.head[:, columns][:, varying])
         candidates = []
         for cls in classes:
             for given in [dict(options)] if options is not None else cls.candidates(fewest, inner.size):
-                candidates.append(candidate := _Candidate(cls, given))
+                candidates.append(candidate := _Candidate(cls, given, failed=too_large.get((name, cls))))
                 with candidate.attempt():
                     candidate.context = cls.context(source.spec, inner, **(own if cls.uses_permutations else {}))
-        compared = _compared(candidates, inner, networks, part, tests)
+        compared = _compared(candidates, inner, tests, _Reading(networks, part, parts, workers))
         if compared is None:
             reasons = "; ".join(f"{c.label}: {c.failed}" for c in candidates)
             raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
@@ -192,36 +204,69 @@ def _provenance(source: WeightSamples) -> dict[str, Any]:
     return out
 
 
-class _UsableNetworks:
-    """The networks of a source that did not diverge and are finite in the selected tensors, numbered from 0.
+def _too_large(
+    source: WeightSamples, groups: Mapping[str, WeightSpec], classes: Sequence[type[Structure]]
+) -> dict[tuple[str, type[Structure]], str]:
+    """(Group, structure) -> why it does not fit into memory; DataError if no structure of a group does."""
+    networks, free = len(source) if isinstance(source, Sized) else 0, available_memory()
+    out = {}
+    for name, part in groups.items():
+        for cls in classes:
+            if (needed := cls.memory(networks, part.size)) > free:
+                out[name, cls] = f"{needed / 1e9:,.1f} GB needed for {networks:,} networks, {free / 1e9:,.1f} available"
+        if all((name, cls) in out for cls in classes):
+            reasons = "; ".join(f"{cls.name}: {out[name, cls]}" for cls in classes)
+            raise DataError(f"`{name}`: no structure fits into memory: {reasons}; select fewer tensors")
+    return out
 
-    The source is read once; again by each call of `blocks`, one chunk at a time, if its weights are more than `HELD`
-    bytes. `first` (D,) are the first network's values, `varying` (D,) tells which entries differ between networks.
+
+class _UsableNetworks:
+    """The networks of parts of a source that did not diverge and are finite in the selected tensors, numbered from 0.
+
+    The weights of a source that is one part (`hold`) are kept unless they are more than `HELD` bytes. `head` (64, D)
+    are the first networks, `varying` (D,) tells which entries differ between networks.
     """
 
-    def __init__(self, source: WeightSamples, spec: WeightSpec) -> None:
-        self._source, self._spec = source, spec
-        self._held: list[np.ndarray] | None = []
-        self.first, self.varying = np.zeros(spec.size), np.zeros(spec.size, dtype=bool)
+    def __init__(self, spec: WeightSpec, hold: bool, part: WeightSamples, _: int) -> None:
+        self._spec = spec
+        self._held: list[np.ndarray] | None = [] if hold else None
+        self.head, self.varying = np.zeros((0, spec.size), dtype=np.float32), np.zeros(spec.size, dtype=bool)
         self.n = self.excluded = size = 0
         finite = [np.empty(0, dtype=bool)]
-        for rows, diverged in usable_chunks(source, spec.names):
+        for rows, diverged in usable_chunks(part, spec.names):
             finite.append(finite_rows(rows))
             rows = rows if finite[-1].all() else rows[finite[-1]]
             self.excluded += diverged + len(finite[-1]) - len(rows)
             size += rows.nbytes
             self._held = None if self._held is None or size > HELD else [*self._held, rows.copy()]
+            self._begin(rows)
             if len(rows):
-                self.first = self.first if self.n else rows[0].copy()
-                self.varying |= (rows != self.first).any(axis=0)
+                self.varying |= (rows != self.head[0]).any(axis=0)
             self.n += len(rows)
-        self._finite = np.concatenate(finite)
+        self._finite = [np.concatenate(finite)]  # of each part
 
-    def blocks(self, part: WeightSpec) -> Blocks:
-        """The varying entries of some tensors in blocks of 256: number of the first network, rows (n, D') float64."""
-        varying, start = self.varying[self._spec.columns(part)], 0
+    def __iadd__(self, other: Self) -> Self:
+        self._begin(other.head)
+        if other.n:
+            self.varying |= other.varying | (other.head[0] != self.head[0])
+        self.n += other.n
+        self.excluded += other.excluded
+        self._finite += other._finite
+        return self
+
+    def _begin(self, rows: np.ndarray) -> None:
+        if len(self.head) < CENTRE:
+            self.head = np.concatenate([self.head, rows[: CENTRE - len(self.head)]])
+
+    def over(self, part: WeightSpec, function: Callable[[Blocks], T], source: WeightSamples, i: int) -> T:
+        """A function of `blocks`."""
+        return function(self.blocks(part, source, i))
+
+    def blocks(self, part: WeightSpec, source: WeightSamples, i: int) -> Blocks:
+        """The varying entries of some tensors in part i of a source, in blocks of 256."""
+        varying, start = self.varying[self._spec.columns(part)], sum(int(each.sum()) for each in self._finite[:i])
         left = np.empty((0, int(varying.sum())), dtype=np.float32)
-        for rows in self._rows(part):
+        for rows in self._rows(part, source, self._finite[i]):
             left = np.concatenate([left, rows[:, varying]])
             while len(left) >= _BLOCK:
                 yield start, left[:_BLOCK].astype(np.float64)
@@ -229,30 +274,45 @@ class _UsableNetworks:
         if len(left):
             yield start, left.astype(np.float64)
 
-    def _rows(self, part: WeightSpec) -> Iterator[np.ndarray]:
+    def _rows(self, part: WeightSpec, source: WeightSamples, finite: np.ndarray) -> Iterator[np.ndarray]:
         """Rows (n, D) of the usable networks, from memory or read again."""
         if self._held is not None:
             columns = self._spec.columns(part)
             yield from (rows[:, columns] for rows in self._held)
             return
         seen = 0
-        for rows, _ in usable_chunks(self._source, part.names):
-            keep = self._finite[seen : seen + len(rows)]
+        for rows, _ in usable_chunks(source, part.names):
+            keep = finite[seen : seen + len(rows)]
             seen += len(rows)
-            if seen > len(self._finite):
+            if seen > len(finite):
                 break
             yield rows if keep.all() else rows[keep]
-        if seen != len(self._finite):
+        if seen != len(finite):
             raise DataError(
-                f"the source changed while it was read: expected {len(self._finite)} networks, found {seen}; "
+                f"the source changed while it was read: expected {len(finite)} networks, found {seen}; "
                 "run the same command again"
             )
 
-    def matrix(self, part: WeightSpec) -> np.ndarray:
-        """The varying entries of some tensors, (N, D') float64."""
-        out = np.empty((self.n, int(self.varying[self._spec.columns(part)].sum())))
-        for start, rows in self.blocks(part):
-            out[start : start + len(rows)] = rows
+
+class _Reading(NamedTuple):
+    """Passes over one group's entries."""
+
+    networks: _UsableNetworks
+    group: WeightSpec
+    parts: list[Any]
+    workers: Workers | int | None
+
+    def __call__(self, function: Callable[[Blocks], T], size: int = 0) -> T:
+        """A function of blocks of each part, summed; `size` is about how many bytes a result takes."""
+        return over_parts(self.parts, partial(self.networks.over, self.group, function), self.workers, size=size)
+
+    def matrix(self) -> np.ndarray:
+        """All networks, (N, D) float64."""
+        out = np.empty((0, 0))
+        for i, part in enumerate(self.parts):
+            for start, rows in self.networks.blocks(self.group, part, i):
+                out = out if len(out) else np.empty((self.networks.n, rows.shape[1]))
+                out[start : start + len(rows)] = rows
         return out
 
 
@@ -263,7 +323,7 @@ class _Candidate:
     structure: type[Structure]
     options: dict[str, Any]
     context: dict[str, Any] = field(default_factory=dict)  # further arguments that follow from the network
-    fits: list[Any] = field(default_factory=list)  # for each split its accumulator, then the fitted structure
+    fits: list[Any] = field(default_factory=list)  # the structure fitted in each split
     scores: np.ndarray = field(default_factory=lambda: np.empty(0))  # (held-out networks,), nats
     parameters: int = 0  # the number of fitted numbers
     failed: str | None = None  # why it could not be fitted or scored
@@ -272,8 +332,12 @@ class _Candidate:
     def label(self) -> str:
         return structure_label(self.structure.name, self.options)
 
-    def accumulator(self, spec: WeightSpec) -> Any:
+    def accumulator(self, spec: WeightSpec) -> Accumulator:
         return self.structure.accumulator(spec, **self.options, **self.context)
+
+    def sums(self, spec: WeightSpec) -> Any:
+        """The accumulator's, empty."""
+        return self.accumulator(spec).sums
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -311,66 +375,84 @@ def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray
 
 
 def _compared(
-    candidates: Sequence[_Candidate],
-    spec: WeightSpec,
-    networks: _UsableNetworks,
-    part: WeightSpec,
-    tests: Sequence[np.ndarray],
+    candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], reading: _Reading
 ) -> tuple[_Candidate, Structure] | None:
     """The first candidate with the highest mean score, and its fit to all networks; None if all fail."""
-    sampled = [c for c in candidates if c.structure.needs_samples]
-    data = networks.matrix(part) if sampled else None
+    alive = [c for c in candidates if c.failed is None]
+    sampled = [c for c in alive if c.structure.needs_samples]
+    _score([c for c in alive if c not in sampled], spec, tests, reading)
+    data = reading.matrix() if sampled else None
 
-    def blocks(size: int) -> Blocks:
-        if data is None:
-            return networks.blocks(part)
-        return ((start, data[start : start + size]) for start in range(0, len(data), size))
+    def held(function: Callable[[Blocks], T], size: int = 0) -> T:
+        return function(iter([(0, data)] if data is not None else []))
 
-    _score([c for c in candidates if c not in sampled], spec, lambda: blocks(_BLOCK), tests)
     for candidate in sampled:  # one by one, since each keeps its samples
-        _score([candidate], spec, lambda: blocks(networks.n), tests)
+        _score([candidate], spec, tests, held)
     best = max((c for c in candidates if c.failed is None), key=lambda c: c.scores.mean(), default=None)
     if best is None:
         return None
-    accumulator = best.accumulator(spec)
-    for _, rows in blocks(networks.n if best in sampled else _BLOCK):
-        accumulator.update(rows)
-    return best, accumulator.finish()
+    _fit([best], spec, [np.zeros_like(tests[0])], held if best in sampled else reading)
+    if best.failed is not None:
+        raise DataError(f"{best.label}, fitted to all networks: {best.failed}")
+    return best, best.fits.pop()
 
 
-def _score(
-    candidates: Sequence[_Candidate], spec: WeightSpec, blocks: Callable[[], Blocks], tests: Sequence[np.ndarray]
-) -> None:
+def _fit(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], total: Any) -> None:
+    """Fit candidates to the other networks of each split."""
+    if not candidates:
+        return
+    size = len(tests) * sum(c.structure.memory(LEAF, spec.size) for c in candidates)
+    found = total(partial(_summed, candidates, spec, tests), size).items
+    for i, c in enumerate(candidates):
+        with c.attempt():
+            c.fits = [c.accumulator(spec).made(_unless_failed(x)) for x in found[i * len(tests) : (i + 1) * len(tests)]]
+
+
+def _unless_failed(found: Any) -> Any:
+    if isinstance(found, WeightscopeError):
+        raise found
+    return found
+
+
+def _summed(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], blocks: Blocks) -> Sums:
+    """The sums of each candidate over the networks that each split does not hold out."""
+    found = Sums(partial(c.sums, spec) for c in candidates for _ in tests)
+    for start, rows in blocks:
+        inside = [~test[start : start + len(rows)] for test in tests]
+        train = [rows if own.all() else rows[own] for own in inside]
+        for i in found.alive():
+            if len(taken := train[i % len(tests)]):
+                with found.attempt(i):
+                    found.items[i].update(taken)
+    return found
+
+
+def _score(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], total: Any) -> None:
     """Fit candidates to the other networks of each split and score them on the held-out ones, in two passes."""
-
-    def alive() -> list[_Candidate]:
-        return [c for c in candidates if c.failed is None]
-
-    for c in alive():
+    _fit(candidates, spec, tests, total)
+    if alive := [c for c in candidates if c.failed is None]:
+        found = total(partial(_log_probs, alive, tests)).items
+    for i, c in enumerate(alive):
+        c.parameters, c.scores = c.fits[-1].parameters, np.zeros(len(tests[0]))
         with c.attempt():
-            c.fits = [c.accumulator(spec) for _ in tests]
-    for start, rows in blocks() if alive() else ():
-        for split, test in enumerate(tests):
-            train = rows[~test[start : start + len(rows)]]
-            for c in alive() if len(train) else ():
-                with c.attempt():
-                    c.fits[split].update(train)
-    for c in alive():
-        with c.attempt():
-            c.fits = [accumulator.finish() for accumulator in c.fits]
-            c.parameters, c.scores = c.fits[-1].parameters, np.zeros(len(tests[0]))
-    for start, rows in blocks() if alive() else ():
-        for split, test in enumerate(tests):
-            here = np.flatnonzero(test[start : start + len(rows)])
-            for c in alive() if len(here) else ():
-                with c.attempt():
-                    c.scores[start + here] = c.fits[split].log_prob(rows[here])
-    for c in candidates:
-        c.fits = []
-        if c.failed is None:
+            for networks, values in _unless_failed(found[i]):
+                c.scores[networks] = values
             c.scores = c.scores[np.any(tests, axis=0)]
             if not np.isfinite(c.scores).all():
-                c.failed = "a held-out network has no finite log-likelihood"
+                raise DataError("a held-out network has no finite log-likelihood")
+        c.fits = []
+
+
+def _log_probs(candidates: Sequence[_Candidate], tests: Sequence[np.ndarray], blocks: Blocks) -> Sums:
+    """Of each candidate the held-out networks and their log-likelihoods, in pairs of arrays."""
+    found = Sums(list for _ in candidates)
+    for start, rows in blocks:
+        for split, test in enumerate(tests):
+            here = np.flatnonzero(test[start : start + len(rows)])
+            for i in found.alive() if len(here) else ():
+                with found.attempt(i):
+                    found.items[i].append((start + here, candidates[i].fits[split].log_prob(rows[here])))
+    return found
 
 
 def _totals(table: Sequence[Mapping[str, Any]], scores: Sequence[dict[str, np.ndarray]]) -> list[dict[str, Any]]:
@@ -412,8 +494,8 @@ def fit_init(
         options: the structure's.
         trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
             (docs/what-runs-when.md).
-        settings: of `fit`: `select`, `joint`, `holdout`, `seed`, `permutations`; or of `fit_pretrained`: `select`,
-            `scale`.
+        settings: of `fit`: `select`, `joint`, `holdout`, `seed`, `permutations`, `workers`; or of `fit_pretrained`:
+            `select`, `scale`.
 
     Raises:
         UsageError: if the structure is for the other kind of source, or `settings` are given for one network.

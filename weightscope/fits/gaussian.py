@@ -1,7 +1,7 @@
 """Gaussians with covariance diag(variance) + factor factor^T: isotropic, diagonal, low rank, and dense."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -115,8 +115,7 @@ class Diagonal(AffineGaussian):
 
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
-        moments = EntryMoments(spec.size)
-        return Accumulator(moments.update, lambda: cls.from_moments(moments, spec))
+        return Accumulator(EntryMoments(spec.size), partial(cls.from_moments, spec=spec))
 
     @classmethod
     def from_moments(cls, moments: EntryMoments, spec: WeightSpec) -> Self:
@@ -236,6 +235,39 @@ def principal_rows(rows: np.ndarray) -> np.ndarray:
     return principal * np.sign(principal[np.arange(len(principal)), largest])[:, None]
 
 
+class _RowsOrMoments:
+    """Rows while they are fewer than entries, their moments from then on."""
+
+    def __init__(self, spec: WeightSpec) -> None:
+        self.size, self.starts = spec.size, [part.start for part in spec.slices.values()]
+        self.held: list[np.ndarray] = []
+        self.moments: Moments | None = None
+
+    def update(self, rows: np.ndarray) -> None:
+        if self.moments is None:
+            self.held.append(rows.copy())
+            if sum(map(len, self.held)) >= self.size:
+                self.moments = self._reduced()
+        else:
+            self.moments.update(rows)
+
+    def __iadd__(self, other: Self) -> Self:
+        if other.moments is None:
+            for rows in other.held:
+                self.update(rows)
+        else:
+            self.moments = self._reduced()
+            self.moments += other.moments
+        return self
+
+    def _reduced(self) -> Moments:
+        moments = self.moments or Moments(self.size, starts=self.starts)
+        for rows in self.held:
+            moments.update(rows)
+        self.held = []
+        return moments
+
+
 class Dense(AffineGaussian):
     """The Ledoit-Wolf (2004) covariance (1 - a) S + a m I, on tensors scaled to the same mean variance.
 
@@ -252,24 +284,17 @@ class Dense(AffineGaussian):
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates samples while N < D, moments from then on."""
-        held: list[np.ndarray] = []
-        moments: Moments | None = None
 
-        def update(rows: np.ndarray) -> None:
-            nonlocal moments
-            if moments is None:
-                held.append(rows.copy())
-                if sum(map(len, held)) < spec.size:
-                    return
-                moments = Moments(spec.size, starts=[part.start for part in spec.slices.values()])
-                rows = np.concatenate(held)
-                held.clear()
-            moments.update(rows)
+        def made(found: _RowsOrMoments) -> Dense:
+            if found.moments is None:
+                return cls.from_rows(np.concatenate(found.held), spec)
+            return cls.from_moments(found.moments, spec)
 
-        def finish() -> Dense:
-            return cls.from_rows(np.concatenate(held), spec) if moments is None else cls.from_moments(moments, spec)
+        return Accumulator(_RowsOrMoments(spec), made)
 
-        return Accumulator(update, finish)
+    @classmethod
+    def memory(cls, networks: int, size: int) -> int:
+        return 24 * min(networks, size) * size  # the matrix, or rows, their scaled copy, and a factor
 
     @classmethod
     def from_rows(cls, rows: np.ndarray, spec: WeightSpec) -> Self:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -17,6 +18,26 @@ from weightscope.fits.structure import (
 )
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import EntryMoments
+
+
+class _SquaredLengths:
+    """The entries' moments, and the squared lengths of their deviations in the four spaces, summed: (tensors, 4)."""
+
+    def __init__(self, spec: WeightSpec) -> None:
+        self.moments, self.squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
+        self.tensors = list(zip(spec.slices.values(), matrix_shapes(spec), strict=True))
+
+    def update(self, rows: np.ndarray) -> None:
+        self.squares += self.about(self.moments.update(rows))
+
+    def __iadd__(self, other: Self) -> Self:
+        self.squares += other.squares + self.about(self.moments.merge(other.moments))
+        return self
+
+    def about(self, deviations: np.ndarray) -> np.ndarray:
+        """The squared lengths of deviations (n, D) or (D,) in each space, summed over n."""
+        rows = np.atleast_2d(deviations)
+        return np.stack([_squares(rows[:, part].reshape(-1, *shape)).sum(axis=0) for part, shape in self.tensors])
 
 
 class GroupMeans(Structure):
@@ -58,22 +79,14 @@ class GroupMeans(Structure):
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
         """Accumulates the entries' moments and the squared length of the deviations in each space."""
-        moments, squares = EntryMoments(spec.size), np.zeros((len(spec), 4))
-        tensors = list(zip(spec.slices.values(), matrix_shapes(spec), strict=True))
 
-        def update(rows: np.ndarray) -> None:
-            deviations = moments.update(rows)
-            for i, (part, shape) in enumerate(tensors):
-                squares[i] += _squares(deviations[:, part].reshape(-1, *shape)).sum(axis=0)
-
-        def finish() -> GroupMeans:
+        def made(found: _SquaredLengths) -> GroupMeans:
+            moments, shapes = found.moments, [shape for _, shape in found.tensors]
             mean, parameters, kinds = choose_mean(moments, spec)
-            dimensions, eigenvalues = _dimensions([shape for _, shape in tensors]), np.zeros((len(spec), 4))
-            for i, (part, shape) in enumerate(tensors):
-                shift = _squares((moments.mean[part] - mean[part]).reshape(1, *shape))[0]
-                eigenvalues[i] = (squares[i] / moments.n + shift) / np.maximum(dimensions[i], 1)
+            dimensions = _dimensions(shapes)
+            eigenvalues = (found.squares / moments.n + found.about(moments.mean - mean)) / np.maximum(dimensions, 1)
             require_variation(eigenvalues[dimensions > 0], "group means or residuals")
-            components = {name: _components(eigenvalues[i], tensors[i][1]) for i, name in enumerate(spec.names)}
+            components = {n: _components(*each) for n, *each in zip(spec.names, eigenvalues, shapes, strict=True)}
             diagnostics = {
                 "mean": kinds,
                 "components": components,
@@ -81,7 +94,7 @@ class GroupMeans(Structure):
             }
             return cls(spec, mean, eigenvalues, parameters + int((dimensions > 0).sum()), diagnostics)
 
-        return Accumulator(update, finish)
+        return Accumulator(_SquaredLengths(spec), made)
 
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:

@@ -19,9 +19,28 @@ Facts = Mapping[str, Any] | None
 class Accumulator(NamedTuple):
     """Takes weight vectors in blocks and fits a structure to all of them."""
 
-    # takes rows (n, D), n >= 1, float64 and finite, and leaves them as they are; they may change afterwards
-    update: Callable[[np.ndarray], Any]
-    finish: Callable[[], Any]  # the structure fitted to all rows; errors as `Structure.fit`
+    # `update` takes rows (n, D), n >= 1, float64 and finite, and leaves them as they are; they may change afterwards.
+    # Unless all samples are needed, sums of consecutive parts of the networks add up (`+=`) and can be pickled
+    sums: Any
+    made: Callable[[Any], Any]  # the structure fitted to all rows of the sums; errors as `Structure.fit`
+
+    def update(self, rows: np.ndarray) -> None:
+        """Take rows up."""
+        self.sums.update(rows)
+
+    def finish(self) -> Any:
+        """The structure fitted to all rows."""
+        return self.made(self.sums)
+
+
+class _Samples:
+    """All rows."""
+
+    def __init__(self) -> None:
+        self.held: list[np.ndarray] = []
+
+    def update(self, rows: np.ndarray) -> None:
+        self.held.append(rows.copy())
 
 
 class Standalone(NamedTuple):
@@ -41,7 +60,8 @@ class Structure(ABC):
     misshapen or not finite.
 
     A subclass with `needs_samples = True` implements `fit`; one with `needs_samples = False` implements `accumulator`
-    and is fitted from a stream in memory that does not depend on the number of networks.
+    and is fitted from a stream in memory that does not depend on the number of networks; what takes more than multiples
+    of D says so in `memory`.
 
     Args:
         spec: names and shapes of the tensors that the D entries are.
@@ -87,17 +107,20 @@ class Structure(ABC):
     @classmethod
     def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator:
         """Fits the structure to streamed vectors; arguments and errors as `fit`. By default it keeps all samples."""
-        parts: list[np.ndarray] = []
-        return Accumulator(
-            lambda rows: parts.append(rows.copy()), lambda: cls.fit(np.concatenate(parts), spec, *args, **options)
-        )
+        return Accumulator(_Samples(), lambda samples: cls.fit(np.concatenate(samples.held), spec, *args, **options))
+
+    @classmethod
+    def memory(cls, networks: int, size: int) -> int:
+        """About how many bytes a fit to N networks of D entries takes, beyond some vectors of D."""
+        return 40 * networks * size if cls.needs_samples else 0  # five copies in float64
 
     @classmethod
     def context(cls, network: WeightSpec, part: WeightSpec, **own: Any) -> dict[str, Any]:
         """Arguments of `accumulator` that follow from the whole network of the fitted tensors, `part`.
 
-        `own` are `permutations`, a specification of the user's own, if `uses_permutations`. A UsageError or DataError
-        if the structure does not apply to the network.
+        With `uses_permutations`, `own` are `permutations`, a specification of the user's own, and, where sums of parts
+        of the networks are added up, `centre` (D,), which they all subtract. A UsageError or DataError if the structure
+        does not apply to the network.
         """
         return {}
 

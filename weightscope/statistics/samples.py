@@ -13,7 +13,7 @@ import numpy as np
 
 from weightscope._util.environment import available_memory, single_threaded
 from weightscope._util.workers import ClusterLost, TilesFailed, Workers, chosen_workers, spread
-from weightscope.errors import SpecError, WeightscopeError
+from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows
 
@@ -120,7 +120,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 def over_parts(
-    source: WeightSamples,
+    source: WeightSamples | list[Any],
     task: Callable[[Any, int], T],
     workers: Workers | int | None = None,
     *,
@@ -134,7 +134,7 @@ def over_parts(
     source alone, each is computed by one thread, and one process does the same.
 
     Args:
-        source: what `task` reads, part by part; it travels to the workers, as do the task and its results.
+        source: what `task` reads, or its parts; they travel to the workers, as do the task and its results.
         task: called with a part and its number.
         workers: the number of processes of this machine, 1 for this one, by default one for each core; or `Workers`.
         networks: of a part, at least; by default 4,096.
@@ -145,9 +145,9 @@ def over_parts(
         WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
     """
     chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
-    parts: list[Any] = source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else [source]
+    parts = source if isinstance(source, list) else parts_of(source, networks, size)
     if len(parts) < 2:
-        return task(source, 0)
+        return task(parts[0], 0)
     chosen = chosen.on_device("cpu", len(parts))
     if chosen.backend == "loky" and chosen.count is not None:
         most = max(1, available_memory() // (_COPIES * max(size, 1)))
@@ -165,6 +165,40 @@ def over_parts(
             raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
         except ClusterLost as error:
             raise WeightscopeError(f"{error}; run the same command again") from error
+
+
+def parts_of(source: WeightSamples, networks: int | None = None, size: int = 0) -> list[Any]:
+    """The parts of a source, see `over_parts`."""
+    return (source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else []) or [source]
+
+
+class Sums:
+    """Several sums that are added up (`+=`) one by one; an error takes the place of one that failed."""
+
+    def __init__(self, empty: Iterable[Callable[[], Any]]) -> None:
+        self.items: list[Any] = []
+        for i, new in enumerate(empty):
+            self.items.append(None)
+            with self.attempt(i):
+                self.items[i] = new()
+
+    def alive(self) -> list[int]:
+        """Which have not failed."""
+        return [i for i, item in enumerate(self.items) if not isinstance(item, WeightscopeError)]
+
+    @contextlib.contextmanager
+    def attempt(self, i: int) -> Iterator[None]:
+        """Put an expected error of the block in the place of a sum."""
+        try:
+            yield
+        except (UsageError, DataError) as error:
+            self.items[i] = error
+
+    def __iadd__(self, other: "Sums") -> "Sums":
+        for i in self.alive():
+            one = other.items[i]
+            self.items[i] = one if isinstance(one, WeightscopeError) else operator.iadd(self.items[i], one)
+        return self
 
 
 def _on_part(task: Callable[[Any, int], T], parts: Sequence[Any], i: int) -> T | WeightscopeError:
