@@ -1,6 +1,7 @@
 """Benchmarks of metrics other than image accuracy: directions, bounds and units, with planted effects of both signs."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -93,7 +94,7 @@ def test_impossible_values_are_refused(metric: Metric, values: list[float], foun
         metric.check(values, "here")
 
 
-@pytest.mark.parametrize("n", [3, 8, 30])
+@pytest.mark.parametrize("n", [3, 30])
 @pytest.mark.parametrize(
     ("metric", "mean", "draw", "least"),
     [
@@ -257,18 +258,6 @@ def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) ->
     assert str(of_scale(summarise(runs, BITS))).endswith("(scale only); 1 of 8 of a diverged")
 
 
-def test_maps_say_the_pairs_and_what_diverged() -> None:
-    places = [(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)]
-    arms = [
-        runs_of(f"x (alpha={a:g}, beta={b:g})", BASE - 0.1 * a + NOISE[0], {"x.alpha": a, "x.beta": b})
-        for a, b in places
-    ]
-    result = result_of(runs_of("default", BASE), *arms[:3], diverged(arms[3], 0, 1))
-    text = words(next(draw for name, draw in result.figures().items() if name.startswith("map-"))(None))
-    assert "(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of x (alpha=1, beta=1) diverged" in text
-    assert "x (alpha=1, beta=0) is 0.101 bits per token better than default" in text, "of which none diverged"
-
-
 def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
     """The first one's was that of all its networks, the others' that of the seeds which the first one has."""
     lines = {line.get_label(): line.get_ydata() for line in lost_reference.figures()["curves"](None).axes[0].lines}
@@ -365,10 +354,9 @@ def clear_bars(picture: str, result: BenchResult, ax: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 50), marks=pytest.mark.slow)])
-def test_titles_say_what_the_pictures_show(seeds: range) -> None:
+def test_titles_say_what_the_pictures_show() -> None:
     """Intervals and p-values agree, and no title calls a difference none that is drawn, or names one that is not."""
-    for seed in seeds:
+    for seed in range(int(os.environ.get("CASES", "20"))):
         result = random_result(seed)
         for row, key in product(result.arms, ("difference", "beyond_scale")):
             p, interval = row["p_holm" if key == "difference" else f"{key}_p_holm"], row[f"{key}_ci_holm"]
@@ -433,6 +421,9 @@ def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
     amount = f"{0.06 - NOISE[1].mean():.3f}"
     assert f"−{amount}" in texts_of(ax)
     assert f"{amount} bits per token better than default" in words(ax.figure)
+    text = words(result_of(*arms[:-1], diverged(arms[-1], 0, 1)).figures()[name](None))
+    lost = "mimetic_attention (alpha_qk=1, beta_qk=1)"
+    assert f"(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of {lost} diverged" in text
 
 
 def test_how_far_networks_generalise_is_one_number() -> None:
@@ -570,6 +561,9 @@ def test_the_gain_of_the_fewest_bits_is_chosen() -> None:
     ax = plots.gain_curve(rows, metric=BITS)
     assert ax.get_ylabel() == "cross entropy minus that at gain 0\n(bits per token); lower is better"
     np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), [row["difference"] for row in rows])
+    spans = [np.ptp(path.vertices[:, 1]) for path in ax.containers[0].lines[2][0].get_paths()]
+    np.testing.assert_allclose(spans, [2 * row["difference_se"] for row in rows], atol=1e-12)
+    assert [list(line.get_xdata()) for line in ax.lines if line.get_gid() == "chosen"] == [[2]]
 
 
 def test_a_gain_whose_networks_diverge_is_not_chosen() -> None:
