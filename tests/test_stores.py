@@ -1,5 +1,6 @@
 """Populations in object stores: the same bytes as on disk, whatever the store does."""
 
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -216,6 +217,57 @@ def test_one_of_several_creates_an_object(s3):
         created = list(pool.map(lambda k: atomic.create(place, str(k).encode()), range(8)))
     assert created.count(True) == 1
     assert place.read_bytes() == str(created.index(True)).encode()
+
+
+class Unconditional(fsspec.get_filesystem_class("memory")):
+    """A store without conditional writes, in which the first two writers have not seen each other's object."""
+
+    protocol, store, pseudo_dirs, both, writers = "unconditional", {}, [""], threading.Barrier(2), []
+
+    def pipe_file(self, path, value, mode="overwrite", **_):
+        self.writers.append(mode == "create")
+        together = sum(self.writers) <= 2 and mode == "create"
+        if together:
+            self.both.wait(60)
+        super().pipe_file(path, value)
+        if together:
+            self.both.wait(60)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_one_of_two_equal_runs_fails(store, tmp_path, monkeypatch):
+    """It removes the new population, of which the other trains a tile; in the store both believe to have made it."""
+    fsspec.register_implementation("unconditional", Unconditional, clobber=True)
+    path = location("unconditional://bucket/a.pop") if store else tmp_path / "a.pop"
+    first, began, ended, made = threading.Event(), threading.Event(), threading.Event(), []
+    create, name = manifests.create_or_match, lambda: threading.current_thread().name
+
+    def train_tile(recipe, tile, **options):
+        if name().endswith("_0"):
+            first.set()
+            assert began.wait(60)
+            raise ZeroDivisionError
+        began.set()
+        assert ended.wait(60)
+        return fake.train_tile(recipe, tile, **options)
+
+    def collected():
+        try:
+            collect(fake.recipe(), path, workers=1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(manifests, "create_or_match", lambda *a, **k: made.append(create(*a, **k)) or made[-1])
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(collected)]
+        assert store or first.wait(60)
+        runs += [pool.submit(collected)]
+        with pytest.raises(WeightscopeError, match="ZeroDivisionError"):
+            runs[0].result()
+        runs[1].result()
+    assert sum(new for _, new in made) == (2 if store else 1)
+    Population(path).verify()
 
 
 def test_a_listing_is_not_a_request_for_each_shard(s3):

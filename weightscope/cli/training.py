@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -52,9 +51,7 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     from weightscope.cli.demo import run_demo
 
     report = run_demo(out, networks=networks, epochs=epochs, seeds=seeds, say=click.echo, **options)
-    click.echo(
-        f"\nThe report: {report}\nA page: weightscope report {shlex.quote(str(out / 'digits.pop'))} -o page.html"
-    )
+    click.echo(f"\nThe report: {report}")
 
 
 price_option = click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
