@@ -402,7 +402,7 @@ def test_bench_names_its_folder_after_the_recipe(folder, tmp_path, capsys, monke
     code, out, err = run("bench", folder / "tiny.toml", *arguments, capsys=capsys)
     assert code == 0, err
     assert (tmp_path / "tiny-bench" / "results.json").exists()
-    assert "wrote tiny-bench/results.json, tiny-bench/table.md, tiny-bench/table.tex, tiny-bench/convergence.png" in out
+    assert "wrote tiny-bench/results.json, tiny-bench/table.md, tiny-bench/convergence.png" in out
 
 
 def test_debug_shows_the_traceback(folder):

@@ -7,11 +7,9 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import fake_training as fake
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from programs import FORKSERVER
 from safetensors.torch import save_file
 
 from weightscope import training
@@ -406,23 +405,19 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, re
     assert shard_files(path) == reference
 
 
-FULL_DISK = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import fake_training as fake
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
-"""
+def on_a_full_disk(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    fake.collect_in_process(path, fake.recipe(), workers=2)
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
-    command = [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = FORKSERVER.Process(target=on_a_full_disk, args=(tmp_path / "a.pop",))
+    process.start()
+    process.join(120)
     printed = (tmp_path / "a.log").read_text()
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert process.exitcode == 1
     assert printed.count("\n") == 1
     assert "cannot write" in printed
     assert "File too large" in printed

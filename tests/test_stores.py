@@ -1,10 +1,14 @@
 """Populations in object stores: the same bytes as on disk, whatever the store does."""
 
+import random
+import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import clusters
 import fake_training as fake
 import fsspec
 import numpy as np
@@ -218,6 +222,57 @@ def test_one_of_several_creates_an_object(s3):
     assert place.read_bytes() == str(created.index(True)).encode()
 
 
+class Unconditional(fsspec.get_filesystem_class("memory")):
+    """A store without conditional writes, in which the first two writers have not seen each other's object."""
+
+    protocol, store, pseudo_dirs, both, writers = "unconditional", {}, [""], threading.Barrier(2), []
+
+    def pipe_file(self, path, value, mode="overwrite", **_):
+        self.writers.append(mode == "create")
+        together = sum(self.writers) <= 2 and mode == "create"
+        if together:
+            self.both.wait(60)
+        super().pipe_file(path, value)
+        if together:
+            self.both.wait(60)
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_one_of_two_equal_runs_fails(store, tmp_path, monkeypatch):
+    """It removes the new population, of which the other trains a tile; in the store both believe to have made it."""
+    fsspec.register_implementation("unconditional", Unconditional, clobber=True)
+    path = location("unconditional://bucket/a.pop") if store else tmp_path / "a.pop"
+    first, began, ended, made = threading.Event(), threading.Event(), threading.Event(), []
+    create, name = manifests.create_or_match, lambda: threading.current_thread().name
+
+    def train_tile(recipe, tile, **options):
+        if name().endswith("_0"):
+            first.set()
+            assert began.wait(60)
+            raise ZeroDivisionError
+        began.set()
+        assert ended.wait(60)
+        return fake.train_tile(recipe, tile, **options)
+
+    def collected():
+        try:
+            collect(fake.recipe(), path, workers=1)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(training, "train_tile", train_tile)
+    monkeypatch.setattr(manifests, "create_or_match", lambda *a, **k: made.append(create(*a, **k)) or made[-1])
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(collected)]
+        assert store or first.wait(60)
+        runs += [pool.submit(collected)]
+        with pytest.raises(WeightscopeError, match="ZeroDivisionError"):
+            runs[0].result()
+        runs[1].result()
+    assert sum(new for _, new in made) == (2 if store else 1)
+    Population(path).verify()
+
+
 def test_a_listing_is_not_a_request_for_each_shard(s3):
     """1,100 shards with their hashes are three pages of a listing, and their sizes are in it."""
     from moto.s3.models import s3_backends
@@ -301,12 +356,14 @@ def test_credentials_that_are_missing_or_wrong_are_one_line(s3, monkeypatch, cap
 
 @pytest.mark.slow
 def test_killed_and_resumed(s3, tmp_path):
-    """tests/torture/kill_collect.py --url s3://bucket has 50 kills."""
-    path, environment = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop"), stores.environment(s3.url)
-    process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
-    crash.wait_for((path / "shards/00001.h5").exists, process)
-    crash.kill_group(process)
-    Population(path, partial=True).verify()
-    crash.finish(path, crash.RECIPE, "small", environment=environment)
+    environment, moments = stores.environment(s3.url), random.Random(0)
     crash.finish(tmp_path / "a.pop", crash.RECIPE, "small")
-    assert fake.files(path) == fake.files(tmp_path / "a.pop")
+    for _ in range(20 if clusters.TORTURE else 1):
+        path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+        process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
+        crash.wait_for((path / "shards/00001.h5").exists, process)
+        time.sleep(moments.uniform(0, 0.5))
+        crash.kill_group(process)
+        Population(path, partial=True).verify()
+        crash.finish(path, crash.RECIPE, "small", environment=environment)
+        assert fake.files(path) == fake.files(tmp_path / "a.pop")

@@ -388,7 +388,7 @@ class Design:
         arms = summarise(runs, self.metric, self._chances(), hits)
         declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
-        result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts)
+        result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts, hits)
         atomic.make_folder(self.folder)
         text = json.dumps(result.to_dict(), indent=1, allow_nan=False)
         atomic.write(self.folder / RESULTS, text.encode() + b"\n")

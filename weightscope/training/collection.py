@@ -224,7 +224,7 @@ def train_shard(
     request = requests[at]
     path, manifest = request.path, request.manifest
     # Another process may have changed the population's size in the meantime; the shard then holds more networks.
-    manifests.match(path, manifests.read(path), manifest)
+    manifests.kept(path, manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
         shards.tidy_hash(shards.shard_file(path, tile))
         return time.perf_counter() - begun
@@ -240,8 +240,7 @@ def train_shard(
             kernels=kernels.kernels,
             data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
         )
-        there = manifests.read(path)
-        manifests.match(path, there, manifest)
+        there = manifests.kept(path, manifest)
         larger = there if there.networks > manifest.networks else manifest
         shards.save(path, larger, trained, device, kernels.checked)
     return time.perf_counter() - begun
