@@ -315,7 +315,9 @@ def test_foreign_networks_are_known_by_name(name: str) -> None:
         assert change < tolerance
     if "GPT" not in name and "res" not in name:
         assert with_heads.heads["vo.1"] == ("heads.1", 3)
-    if name.endswith("Model"):
+    if (
+        name.endswith("Model") or name == "resnet50"
+    ):  # whose graph takes seconds; test_permutation_graph has larger ones
         return
     derived = {view.tensor: view for view in permutation_spec(network, inputs).views if not any(view.offset)}
     partners: dict[str, set] = {}

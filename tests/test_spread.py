@@ -1,5 +1,6 @@
 """Every backend gives all tiles, and outlives workers that die, stop, hang or are lost altogether."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,12 +13,11 @@ from unittest.mock import MagicMock
 
 import clusters
 import fake_training as fake
-import kill_workers
 import pytest
 
 from weightscope._util import workers
 from weightscope._util.workers import ATTEMPTS, ClusterLost, TilesFailed, WorkerDied, Workers, on_each, spread
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
 from weightscope.training.collection import collect
 from weightscope.training.tensorboard import tensorboard
@@ -123,12 +123,17 @@ def test_all_workers_can_be_asked_at_once(backend, tmp_path):
 @pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 def test_workers_that_are_killed_at_random_change_no_byte(backend, tmp_path):
-    """A short version of tests/torture/kill_workers.py: real networks in tiles of four, some workers killed."""
-    networks, kills = (64, 4) if clusters.TORTURE else (24, 2)
-    wanted = kill_workers.recipe(networks=networks, epochs=4)
+    """Real networks in tiles of four; resumed where a tile lost too many workers."""
+    networks, epochs, kills = (64, 60, 12) if clusters.TORTURE else (24, 4, 2)
+    wanted = fake.recipe(networks=networks, tile=4, training__epochs=epochs)
     collect(wanted, tmp_path / "whole.pop", workers=1, progress=False)
-    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=kills, seed=1)
-    assert found["kills"] >= 1
+    options = {"workers": backend.count, "backend": backend.backend, "scheduler": backend.scheduler}
+    with clusters.killing(backend.backend, kills, pause=(0.2, 3.0), seed=1) as killed:
+        while True:
+            with contextlib.suppress(Resumable):
+                collect(wanted, tmp_path / "a.pop", progress=False, **options)
+                break
+    assert killed
     assert fake.files(tmp_path / "a.pop/shards") == fake.files(tmp_path / "whole.pop/shards")
     assert len(Population(tmp_path / "a.pop")) == networks
 

@@ -1,12 +1,15 @@
 """Populations in object stores: the same bytes as on disk, whatever the store does."""
 
+import random
 import threading
+import time
 import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import clusters
 import fake_training as fake
 import fsspec
 import numpy as np
@@ -371,12 +374,14 @@ def test_credentials_that_are_missing_or_wrong_are_one_line(s3, monkeypatch, cap
 
 @pytest.mark.slow
 def test_killed_and_resumed(s3, tmp_path):
-    """tests/torture/kill_collect.py --url s3://bucket has 50 kills."""
-    path, environment = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop"), stores.environment(s3.url)
-    process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
-    crash.wait_for((path / "shards/00001.h5").exists, process)
-    crash.kill_group(process)
-    Population(path, partial=True).verify()
-    crash.finish(path, crash.RECIPE, "small", environment=environment)
+    environment, moments = stores.environment(s3.url), random.Random(0)
     crash.finish(tmp_path / "a.pop", crash.RECIPE, "small")
-    assert fake.files(path) == fake.files(tmp_path / "a.pop")
+    for _ in range(20 if clusters.TORTURE else 1):
+        path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+        process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
+        crash.wait_for((path / "shards/00001.h5").exists, process)
+        time.sleep(moments.uniform(0, 0.5))
+        crash.kill_group(process)
+        Population(path, partial=True).verify()
+        crash.finish(path, crash.RECIPE, "small", environment=environment)
+        assert fake.files(path) == fake.files(tmp_path / "a.pop")
