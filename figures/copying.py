@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from weightscope import plots
 from weightscope.benchmarking import BenchResult
 from weightscope.benchmarking.design import point_text
+from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import summarise
 from weightscope.data.metrics import ACCURACY
 from weightscope.plots import theme
@@ -16,8 +17,8 @@ from weightscope.plots import theme
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses" / "copying"
 LAYERS = {
-    "['default', 'default']": "Two Mamba layers",
-    "['default', 'attention']": "A Mamba layer, then attention",
+    '["default", "default"]': "two Mamba layers",
+    '["default", "attention"]': "a Mamba layer, then attention",
 }
 SWITCHES = {"a": "A near 0", "delta": "Delta = 1", "cb": "W_C near W_B", "convolution": "convolution = identity"}
 
@@ -28,14 +29,19 @@ def lengths(study: Path, out: Path) -> None:
     cells = list({json.dumps(run["cell"]): run["cell"] for run in result.runs}.values())
     epochs = sorted({run["epochs"] for run in result.runs})
     steps = result.environment["recipe"]["data"]["train"] // result.environment["recipe"]["training"]["batch_size"]
-    figure, axes = plots.subplots(len(cells), len(epochs), width=7 * len(epochs), height=4.8 * len(cells))
+    size = {"width": 7 * len(epochs), "height": 4.8 * len(cells)}
+    found = finding(result.arms, result.metric) or ""
+    for layers, words in LAYERS.items():
+        found = found.replace(f"at layers={layers}", f"with {words}")
+    at = f" at {result.metric.length}x the training length".replace(" 1x", "")
+    figure, axes = plots.subplots(len(cells), len(epochs), title=found + at, **size)
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
-            chance = {"chance": result.arms[0]["chance"]}  # of a token, at every length
+            chance = {"chance": result.arms[0].get("chance")}  # of a token, at every length; none for sorting
             metrics = [metric for metric in result.metrics if metric.key.startswith(ACCURACY.key)]
             rows = {metric.length: [row | chance for row in summarise(runs, metric)] for metric in metrics}
-            place = LAYERS.get(str(cell.get("network.layers"))) or point_text(cell)
+            place = LAYERS.get(json.dumps(cell.get("network.layers"))) or point_text(cell)
             title = ", ".join(filter(None, [place, f"{schedule * steps} steps"]))
             plots.accuracy_by_length(rows, ax, title=title)
     plots.save(figure, out)
@@ -44,8 +50,9 @@ def lengths(study: Path, out: Path) -> None:
 def capacity(study: Path, out: Path) -> None:
     """The area under accuracy over length against the size of the state."""
     result = BenchResult.load(study / "results.json")
-    figure, ((ax,),) = plots.subplots(1, 1, width=7, height=4.8)
+    figure, ((ax,),) = plots.subplots(1, 1, width=7, height=4.8, title=finding(result.arms, result.metric))
     plots.metric_along(result.arms, "network.state", metric=result.metric, ax=ax)
+    ax.set_xlabel("size of the state N (log scale)")
     plots.save(figure, out)
 
 

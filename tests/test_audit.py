@@ -287,6 +287,12 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
     assert "teacher" in found.skipped["select_weights"]
 
 
+def test_what_was_found_instead_is_said_once():
+    text = str(audit(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))))
+    assert text.count("is this the right model?") == 1
+    assert "  mimetic_ssm: expected state-space layers\n" in text
+
+
 def test_sawtooth_schedule_and_layer_scale():
     model = ConvNeXt((24, 48), (3, 3), kernel_size=5, patch_size=2)
     wi.conv_covariance_(model, preset="imagenet-thawed", schedule="sawtooth", generator=seeded(0))

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import random
-import sys
-from collections.abc import Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from click.testing import CliRunner
 from fake_training import recipe, write_population
 from pictures import ON_CPU, PLAIN, Collector, runs_of
 from safetensors.torch import save_file
@@ -25,7 +22,6 @@ from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import above_chance, holm, mean_interval
-from weightscope.cli import cli
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -371,39 +367,6 @@ def test_the_result_is_for_further_work(tmp_path: Path) -> None:
     assert written["summary"] == result.arms
     assert written["runs"][3]["loss"] is None
     assert BenchResult(result.runs, result.arms).summary() == "4 arms, 16 networks"
-
-
-MINE = """
-import torch
-
-def my_init(module, *, generator):
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * 0.05)
-    return module
-"""
-
-
-@pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with an initialiser of eight lines and a tiny recipe, as the working directory."""
-    (tmp_path / "mine.py").write_text(MINE.strip() + "\n")
-    (tmp_path / "tiny.toml").write_text(tomli_w.dumps(PLAIN))
-    monkeypatch.chdir(tmp_path)
-    yield tmp_path
-    sys.modules.pop("mine", None)
-
-
-def test_an_own_initialiser_is_benchmarked_from_the_command_line_and_from_python(mine: Path) -> None:
-    command = ["bench", "tiny.toml", "--init", "default", "--init", "mine:my_init", "--workers", "1", "--device", "cpu"]
-    found = CliRunner().invoke(cli, [*command, "-o", "out", "--trust"], catch_exceptions=False)
-    assert found.stdout.splitlines()[3].startswith("my_init ")
-    written = json.loads((mine / "out" / "results.json").read_text())
-    assert [row["init"] for row in written["summary"]] == ["default", "my_init"]
-    assert written["summary"][1]["difference"] != 0, "the initialiser was applied"
-    assert (mine / "out" / "convergence.png").exists()
-    result = bench("tiny.toml", ["default", imported("mine:my_init")], "python", **ON_CPU)
-    assert [run["accuracy"] for run in result.runs] == [run["accuracy"] for run in written["runs"]]
 
 
 @pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])

@@ -12,7 +12,7 @@ from scipy import stats
 
 from weightscope.benchmarking import BenchResult, Contrast, bench, summarise
 from weightscope.benchmarking.contrasts import contrast_tests
-from weightscope.benchmarking.statistics import over_images, paired
+from weightscope.benchmarking.statistics import cell_key, over_images, paired
 from weightscope.errors import DataError
 from weightscope.population import Population
 from weightscope.population.shards import hash_file
@@ -111,6 +111,16 @@ def test_every_comparison_of_accuracies_has_both_intervals() -> None:
     assert contrast_tests([contrast], runs, hits=fewer)[0]["ci_images"] is None
 
 
+def test_arms_are_compared_between_cells_with_both_intervals() -> None:
+    both = drawn(np.random.default_rng(5), 8, 0.7)
+    hits = {(cell_key({"cell": {"x.y": y}}), 3, "a"): each for y, each in enumerate(both)}
+    runs = [run for y, each in enumerate(both) for run in runs_of("a", each.mean(axis=1), cell={"x.y": y})]
+    (row,) = BenchResult(runs, [], hits=hits).between("x.y")
+    d = both[1].astype(float) - both[0]
+    assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"])
+    assert BenchResult(runs, []).between("x.y") == [row | {"difference_ci_images": None}]
+
+
 def test_both_intervals_leave_out_a_network_without_a_finite_accuracy() -> None:
     hits = dict(zip([("{}", 3, init) for init in ARMS[:2]], drawn(np.random.default_rng(4), 9, 0.7), strict=True))
     accuracies = {init: each.mean(axis=1) for (_, _, init), each in hits.items()}
@@ -145,6 +155,10 @@ def test_shards_store_the_hits_of_the_last_evaluation(trained: Any) -> None:
     row, d = result.arms[1], hits["mimetic_mlp"].astype(float) - hits["default"]
     assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"], row["level"])
     assert "over networks and images" in result.text()
+    text = "mean(mimetic_mlp) - mean(default)"
+    found = result.contrast(text)
+    assert found["ci_images"] == pytest.approx(over_images(d, found["ci"], found["level"]))
+    assert BenchResult.load(folder).contrast(text) == found | {"ci_images": None}
     assert result.to_pandas()["difference_images_low"].iloc[1] == row["difference_ci_images"][0]
 
 
@@ -165,4 +179,4 @@ def test_older_shards_have_no_such_interval_and_wrong_hits_are_an_error(trained:
     assert Population(shard.parents[1]).hits is None
     result = run()
     assert "difference_ci_images" not in result.rows()[1]
-    assert "intervals are over networks, for the test examples that were used; other 40" in result.text()
+    assert "intervals are over networks, for the test examples that were used" in result.text()

@@ -1,6 +1,7 @@
 """Benchmarks of metrics other than image accuracy: directions, bounds and units, with planted effects of both signs."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -93,7 +94,7 @@ def test_impossible_values_are_refused(metric: Metric, values: list[float], foun
         metric.check(values, "here")
 
 
-@pytest.mark.parametrize("n", [3, 8, 30])
+@pytest.mark.parametrize("n", [3, 30])
 @pytest.mark.parametrize(
     ("metric", "mean", "draw", "least"),
     [
@@ -145,21 +146,11 @@ def test_two_seeds_are_too_few_for_an_interval() -> None:
     pair = rows_of("default", [0.9, 0.96]) + rows_of("x", [0.5, 0.99])
     result = BenchResult(pair, summarise(pair))
     assert [line.count("too few seeds") for line in result.text().splitlines()[2:4]] == [0, 2]
-    assert [result.table(form).count("74.5 (too few seeds)") for form in ("text", "markdown", "latex")] == [1, 1, 1]
-    assert not any(mark in result.table(form) for form, mark in (("markdown", "**"), ("latex", "textbf")))
+    assert result.table().count("74.5 (too few seeds)") == 1
+    assert "**" not in result.table()
     known = pair + rows_of("y", [0.95, 0.99])
     assert "-21.45 to +29.45" in BenchResult(known, summarise(known)).text()
     assert result.text().splitlines()[-1] == "intervals are over networks, for the test examples that were used"
-
-
-def test_the_error_of_a_finite_test_set_bounds_that_of_a_difference() -> None:
-    """Two classifiers with right and wrong answers of their own to 200 images, drawn 2,000 times."""
-    right = np.random.default_rng(0).random((2000, 200, 2)) < [0.9, 0.8]
-    accuracies = right.mean(axis=1)
-    runs = rows_of("default", [0.9, 0.9, 0.9]) + rows_of("x", [0.8, 0.81, 0.79])
-    found = BenchResult(runs, summarise(runs), {"recipe": {"data": {"name": "digits", "test": 200}}}).text()
-    assert "other 200 move a difference by a standard error of at most 3.54" in found
-    assert np.std(accuracies[:, 0] - accuracies[:, 1]) == pytest.approx(0.0354, rel=0.05)
 
 
 def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
@@ -179,8 +170,7 @@ def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
     kept = result_of(runs[:SEEDS], runs[SEEDS : 2 * SEEDS])
     legend = kept.figures()["curves"](None).axes[0].get_legend()
     assert "mean of 7 to 8 seeds, 1 diverged networks left out" in legend.get_title().get_text()
-    for form in ("text", "markdown", "latex"):
-        assert "never" in result.table(form)
+    assert "never" in result.table()
 
 
 def diverged(runs: list[dict[str, Any]], *seeds: int) -> list[dict[str, Any]]:
@@ -222,18 +212,15 @@ def test_an_arm_that_lost_networks_is_not_the_best_of_its_column(unstable: Bench
     default, lost, _ = unstable.arms
     assert lost["mean"] < default["mean"], "which would be bold"
     complete = result_of(*(runs_of(init, shift) for init, shift in (("default", BASE), ("unstable", BASE - 0.1))))
-    for form, mark in (("text", "*{}"), ("markdown", "**{}**"), ("latex", r"\textbf{{{}}}")):
-        table, kept = unstable.table(form), complete.table(form)
-        assert mark.format(f"{default['mean']:.3f}") in table
-        assert mark.format(f"{lost['mean']:.3f}") not in table
-        assert mark.format(f"{complete.arms[1]['mean']:.3f}") in kept, "the best, if it loses none"
-        assert "5 of 8 of unstable diverged" in table
-        assert "diverged" not in kept
-    line = next(line for line in unstable.table("latex").splitlines() if "diverged" in line)
-    assert line == r"\multicolumn{2}{l}{\footnotesize 5 of 8 of unstable diverged} \\", "printed, not a comment"
+    table, kept = unstable.table(), complete.table()
+    assert f"**{default['mean']:.3f}**" in table
+    assert f"**{lost['mean']:.3f}**" not in table
+    assert f"**{complete.arms[1]['mean']:.3f}**" in kept, "the best, if it loses none"
+    assert "5 of 8 of unstable diverged" in table
+    assert "diverged" not in kept
     assert "paired difference from the first row on 3 to 8 seeds" not in unstable.table(), "all that it has"
     never = result_of(diverged(runs_of("default", BASE), *range(SEEDS)))
-    assert "*" not in never.table().splitlines()[-2]
+    assert "*" not in never.table()
 
 
 @pytest.mark.slow
@@ -269,18 +256,6 @@ def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) ->
     assert "paired difference from the first row on 2 seeds of both;" in lost_reference.table()
     runs = lost_reference.runs[:SEEDS] + diverged(lost_reference.runs[SEEDS : 2 * SEEDS], 7) + lost_reference.runs[-8:]
     assert str(of_scale(summarise(runs, BITS))).endswith("(scale only); 1 of 8 of a diverged")
-
-
-def test_maps_say_the_pairs_and_what_diverged() -> None:
-    places = [(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)]
-    arms = [
-        runs_of(f"x (alpha={a:g}, beta={b:g})", BASE - 0.1 * a + NOISE[0], {"x.alpha": a, "x.beta": b})
-        for a, b in places
-    ]
-    result = result_of(runs_of("default", BASE), *arms[:3], diverged(arms[3], 0, 1))
-    text = words(next(draw for name, draw in result.figures().items() if name.startswith("map-"))(None))
-    assert "(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of x (alpha=1, beta=1) diverged" in text
-    assert "x (alpha=1, beta=0) is 0.101 bits per token better than default" in text, "of which none diverged"
 
 
 def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
@@ -325,13 +300,11 @@ def test_scale_and_structure_follow_the_direction() -> None:
 def test_tables_mark_the_lowest_and_name_the_unit(planted: BenchResult) -> None:
     lowest = f"{planted.arms[1]['mean']:.3f}"
     assert lowest == f"{min(row['mean'] for row in planted.arms):.3f}"
-    markdown, latex = planted.table("markdown"), planted.table("latex")
+    markdown = planted.table()
     assert markdown.count("**") == 2
     assert f"**{lowest}** ± " in markdown
-    assert rf"\textbf{{{lowest}}}" in latex
     assert "Test cross entropy (bits per token) of 8 seeds; ± half the 95 % interval (Holm)" in markdown
     assert markdown.strip().endswith("lower is better")
-    assert f"*{lowest}" in planted.table()
     lines = planted.text().splitlines()
     assert "  cross entropy  " in lines[0]
     assert lines[-1] == "test cross entropy (bits per token); lower is better"
@@ -381,10 +354,9 @@ def clear_bars(picture: str, result: BenchResult, ax: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 50), marks=pytest.mark.slow)])
-def test_titles_say_what_the_pictures_show(seeds: range) -> None:
+def test_titles_say_what_the_pictures_show() -> None:
     """Intervals and p-values agree, and no title calls a difference none that is drawn, or names one that is not."""
-    for seed in seeds:
+    for seed in range(int(os.environ.get("CASES", "20"))):
         result = random_result(seed)
         for row, key in product(result.arms, ("difference", "beyond_scale")):
             p, interval = row["p_holm" if key == "difference" else f"{key}_p_holm"], row[f"{key}_ci_holm"]
@@ -449,6 +421,9 @@ def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
     amount = f"{0.06 - NOISE[1].mean():.3f}"
     assert f"−{amount}" in texts_of(ax)
     assert f"{amount} bits per token better than default" in words(ax.figure)
+    text = words(result_of(*arms[:-1], diverged(arms[-1], 0, 1)).figures()[name](None))
+    lost = "mimetic_attention (alpha_qk=1, beta_qk=1)"
+    assert f"(bits per token), 6 to 8 seeds; lower is better; 2 of 8 of {lost} diverged" in text
 
 
 def test_how_far_networks_generalise_is_one_number() -> None:
@@ -586,6 +561,9 @@ def test_the_gain_of_the_fewest_bits_is_chosen() -> None:
     ax = plots.gain_curve(rows, metric=BITS)
     assert ax.get_ylabel() == "cross entropy minus that at gain 0\n(bits per token); lower is better"
     np.testing.assert_allclose(ax.containers[0].lines[0].get_ydata(), [row["difference"] for row in rows])
+    spans = [np.ptp(path.vertices[:, 1]) for path in ax.containers[0].lines[2][0].get_paths()]
+    np.testing.assert_allclose(spans, [2 * row["difference_se"] for row in rows], atol=1e-12)
+    assert [list(line.get_xdata()) for line in ax.lines if line.get_gid() == "chosen"] == [[2]]
 
 
 def test_a_gain_whose_networks_diverge_is_not_chosen() -> None:

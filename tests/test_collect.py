@@ -7,11 +7,9 @@ import logging
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import fake_training as fake
@@ -19,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from programs import FORKSERVER
 from safetensors.torch import save_file
 
 from weightscope import training
@@ -406,23 +405,19 @@ def test_a_worker_that_dies_is_an_error_and_not_a_hang(tmp_path, monkeypatch, re
     assert shard_files(path) == reference
 
 
-FULL_DISK = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import fake_training as fake
-resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-fake.collect_in_process(Path(sys.argv[2]), fake.recipe(), workers=2)
-"""
+def on_a_full_disk(path):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+    fake.collect_in_process(path, fake.recipe(), workers=2)
 
 
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
     """Interpreter and workers end in order, and of a population without a network nothing is left."""
-    command = [sys.executable, "-c", FULL_DISK, str(Path(__file__).parent), str(tmp_path / "a.pop")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    process = FORKSERVER.Process(target=on_a_full_disk, args=(tmp_path / "a.pop",))
+    process.start()
+    process.join(120)
     printed = (tmp_path / "a.log").read_text()
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+    assert process.exitcode == 1
     assert printed.count("\n") == 1
     assert "cannot write" in printed
     assert "File too large" in printed
@@ -602,6 +597,7 @@ def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch, workers):
         for name, values in result.metrics.items():
             np.testing.assert_array_equal(values, population.metrics[name][result.networks])
         assert 0 < result.seconds < 60
+        assert result.name == "a"
     (tmp_path / "a.pop" / "shards" / "00000.h5").unlink()
     with pytest.raises(ZeroDivisionError):
         collect(fake.recipe(), tmp_path / "a.pop", workers=workers, on_tile=lambda result: 1 / 0)
@@ -628,7 +624,7 @@ def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
     """The perplexity of a loss above 88 is infinite in float32; it does not stop the run."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     metrics = {"diverged": np.zeros(2, bool), "test_perplexity": np.full(2, value)}
-    tensorboard(tmp_path)(SimpleNamespace(path="a.pop", metrics=metrics, seconds=1.0, tile=0))
+    tensorboard(tmp_path)(SimpleNamespace(name="a", metrics=metrics, seconds=1.0, tile=0))
     events = accumulator.EventAccumulator(str(tmp_path / "a")).Reload()
     np.testing.assert_equal([each.value for each in events.Scalars("test_perplexity")], [np.float32(value)])
     found = [events.Histograms(name)[0].histogram_value.num for name in events.Tags()["histograms"]]

@@ -1,33 +1,29 @@
 """`collect` is killed at random moments; running it again gives the very bytes of an uninterrupted run.
 
-Processes start from a fork server that has imported everything, so that a run lasts as long as its work and the
-moments fall inside it. The fakes of `fake_training` leave almost nothing to do but writing.
+Processes start with everything imported, so that a run lasts as long as its work and the moments fall inside it. The
+fakes of `fake_training` leave almost nothing to do but writing.
 """
 
 import contextlib
-import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import clusters
 import fake_training as fake
 import pytest
+from programs import FORKSERVER
 
-from weightscope.population import Population
+from weightscope.population import Population, shards
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["fake_training", "weightscope.training.collection", "sklearn.datasets"])
 _LONGEST = 120.0
 
 
 def start(path, recipe, trainer, workers=1, environment=()):
-    process = _CONTEXT.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers, environment))
+    process = FORKSERVER.Process(target=fake.collect_in_process, args=(path, recipe, trainer, workers, environment))
     process.start()
     return process
 
@@ -77,10 +73,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(whole, tmp_path):
-    """A new population and, every other time, one that grows; tests/torture/kill_collect.py has 200 moments."""
+    """A new population and, every other time, one that grows."""
     (wanted, seconds), moments = whole, random.Random(1)
     finish(tmp_path / "smaller.pop", fake.recipe(networks=20), "large")
-    for i in range(6):
+    for i in range(200 if clusters.TORTURE else 6):
         path = tmp_path / f"{i}.pop"
         if i % 2:
             shutil.copytree(tmp_path / "smaller.pop", path)
@@ -138,45 +134,34 @@ def test_control_c_in_a_terminal_ends_workers_and_parent_in_order(tmp_path):
     assert len(Population(path)) == 60
 
 
-# A process of its own for each size: the kernel kills it with SIGXFSZ once a file of that many bytes is written.
-EVERY_PREFIX = """
-import os, resource, signal, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-import fake_training as fake
-from weightscope.population import Population, shards
-from weightscope.population import manifest as manifests
-path, recipe = Path(sys.argv[2]), fake.recipe(networks=8)
-whole = fake.write_population(path.with_name("whole.pop"), recipe)
-wanted = shards.shard_file(path.with_name("whole.pop"), 0).read_bytes()
-manifest = fake.write_population(path, recipe, [])
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-killed = 0
-sizes = [*range(0, 100, 9), *range(100, len(wanted) - 1, max(1, len(wanted) // int(sys.argv[3]))), len(wanted) - 1]
-for size in sizes:
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-        shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
-        os._exit(0)
-    killed += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
-    assert shards.state(path, manifest, 0).kind == "missing", size
-    assert Population(path, partial=True).missing == (0,), size
-shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
-assert shards.shard_file(path, 0).read_bytes() == wanted
-assert len(list(path.rglob("*"))) == len(list(path.with_name("whole.pop").rglob("*"))), "a temporary file was left"
-print(killed, "of", len(sizes))
-"""
+def at_every_prefix(path, parts):
+    """Save a tile in a process for each size, which the kernel kills with SIGXFSZ once a file has that many bytes."""
+    recipe = fake.recipe(networks=8)
+    whole = path.with_name("whole.pop")
+    fake.write_population(whole, recipe)
+    wanted = shards.shard_file(whole, 0).read_bytes()
+    manifest = fake.write_population(path, recipe, [])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for size in [*range(0, 100, 9), *range(100, len(wanted) - 1, max(1, len(wanted) // parts)), len(wanted) - 1]:
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+            shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGXFSZ
+        assert shards.state(path, manifest, 0).kind == "missing", size
+        assert Population(path, partial=True).missing == (0,), size
+    shards.save(path, manifest, fake.train_tile(recipe, 0), "cpu")
+    assert shards.shard_file(path, 0).read_bytes() == wanted
+    assert len(list(path.rglob("*"))) == len(list(whole.rglob("*"))), "a temporary file was left"
+    path.with_name("finished").touch()
 
 
 @pytest.mark.slow
 def test_killed_at_every_prefix_of_a_write_no_shard_is_bad(tmp_path):
-    parts = 40 if clusters.TORTURE else 10
-    arguments = [str(Path(__file__).parent), str(tmp_path / "a.pop"), str(parts)]
-    command = [sys.executable, "-W", "ignore", "-c", EVERY_PREFIX, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    killed, _, sizes = done.stdout.split()
-    assert killed == sizes
-    assert int(sizes) > parts
+    process = FORKSERVER.Process(target=at_every_prefix, args=(tmp_path / "a.pop", 40 if clusters.TORTURE else 10))
+    process.start()
+    process.join(_LONGEST)
+    assert process.exitcode == 0
+    assert (tmp_path / "finished").exists()

@@ -12,6 +12,7 @@ The code of a page is run as one script, block after block, in a folder of its o
 import ast
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import pytest
 import shims
 import tomli_w
 import yaml
+from programs import FORKSERVER
 
 import weightscope
 from weightscope.cli import cli
@@ -135,13 +137,23 @@ def test_the_pages_that_must_have_code_have_some():
 def test_the_code_of_a_page_runs(page, tmp_path):
     recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(SMALL_RECIPE)
     (tmp_path / "small.toml").write_text(tomli_w.dumps(recipe.to_dict()))
-    file = tmp_path / "page.py"
-    file.write_text(_ONE_CORE + script(page))
-    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
-    done = subprocess.run(
-        [sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    (tmp_path / "page.py").write_text(_ONE_CORE + script(page))
+    process = FORKSERVER.Process(target=_run, args=(tmp_path,))
+    process.start()
+    process.join(300)
+    process.kill()
+    assert process.exitcode == 0, (tmp_path / "printed").read_text()[-6000:]
+
+
+def _run(folder: Path) -> None:
+    """Run page.py as a script, in a process of its own that has imported everything."""
+    os.environ |= {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
+    os.chdir(folder)
+    with open("printed", "w") as printed:
+        os.dup2(printed.fileno(), 1)
+        os.dup2(printed.fileno(), 2)
+    sys.path[0] = str(folder)
+    runpy.run_path("page.py", run_name="__main__")
 
 
 OTHERS = [(page, block) for page in PAGES for block in blocks(page) if block.package is not None]

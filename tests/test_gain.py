@@ -11,7 +11,6 @@ import torch
 from pictures import PLAIN
 from programs import run
 
-from weightscope import plots
 from weightscope.benchmarking.gain import GainChoice, choose_gain, curve_of
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
@@ -157,20 +156,6 @@ def test_the_command_takes_a_number_or_chooses_one(
         code, text = fit_init(*arguments)
         assert code != 0
         assert message in text
-
-
-def test_the_curve_is_drawn_with_error_bars_and_one_mark() -> None:
-    rows, chosen = curve_of([0, 1, 30], np.array([[0.5, 0.6], [0.7, 0.75], [0.6, 0.8]]))
-    ax = plots.gain_curve(rows)
-    (bar,) = ax.containers
-    np.testing.assert_allclose(bar.lines[0].get_ydata(), [100 * row["difference"] for row in rows])
-    spans = [np.ptp(path.vertices[:, 1]) for path in bar.lines[2][0].get_paths()]
-    np.testing.assert_allclose(spans, [200 * row["difference_se"] for row in rows], atol=1e-12)
-    (mark,) = [line for line in ax.lines if line.get_gid() == "chosen"]
-    assert list(mark.get_xdata()) == [chosen]
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0", "1", "30"]
-    assert ax.get_xlabel() == "gain of the correlations"
-    assert "percentage points" in ax.get_ylabel()
 
 
 SPEC = WeightSpec([TensorSpec("a", (12,)), TensorSpec("b", (12,)), TensorSpec("c", (20,)), TensorSpec("d", (20,))])

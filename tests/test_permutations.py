@@ -209,13 +209,6 @@ def test_units_of_other_heads_are_not_mixed() -> None:
     assert check_permutations(network, images(), replace(permutations, heads={})) > 1e-3
 
 
-def test_weights_move_and_the_function_stays() -> None:
-    network = shaken(NETWORKS["convnext"]())
-    moved = apply_permutation(copy.deepcopy(network), rng=np.random.default_rng(0))
-    assert not torch.equal(moved.stages[0].blocks[0].mlp.fc1.weight, network.stages[0].blocks[0].mlp.fc1.weight)
-    torch.testing.assert_close(moved(images()), network(images()), rtol=1e-12, atol=1e-12)
-
-
 def test_unknown_architectures_are_refused_by_name() -> None:
     with pytest.raises(AnatomyError, match=r"this network: `0.weight`.*PermutationSpec.from_axes"):
         permutation_spec(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Linear(4, 2)))
@@ -268,18 +261,6 @@ class Sums(nn.Module):
         return self.backbone.load_state_dict(state)
 
 
-@pytest.mark.parametrize(("name", "more"), [("Dinov2", {"mlp_ratio": 2}), ("ViT", {"intermediate_size": 48})])
-def test_transformers_names_of_vits(name: str, more: dict[str, int]) -> None:
-    transformers = shims.transformers()
-    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "image_size": 8, "patch_size": 2}
-    config = getattr(transformers, f"{name}Config")(**sizes, **more, num_channels=1)
-    network = shaken(getattr(transformers, f"{name}Model")(config))
-    permutations = permutation_spec(network)
-    assert permutations.heads["vo.1"] == ("heads.1", 3)
-    assert check_permutations(Sums(network), images(), permutations) < 1e-12
-    assert check_permutations(Sums(network), images(), replace(permutations, heads={})) > 1e-3
-
-
 ENCODER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20}
 IMAGE = ENCODER | {"image_size": 16, "patch_size": 8, "num_labels": 5}
 TEXT = ENCODER | {"vocab_size": 30, "max_position_embeddings": 12, "pad_token_id": 0}
@@ -295,6 +276,7 @@ FOREIGN: dict[
     "GPT2LMHeadModel": (GPT, 7),
     "GPTNeoXForCausalLM": (TEXT, 3),
     "ViTForImageClassification": (IMAGE, 7),
+    "Dinov2Model": (IMAGE, 7),
     "resnet18": ({}, 12),
     "resnet50": ({}, 37),
     "timm resnet26d": ({}, 0),
@@ -325,7 +307,7 @@ def test_foreign_networks_are_known_by_name(name: str) -> None:
         return
     by_name = permutation_spec(WeightSpec.of(network))
     assert len(by_name.sizes) == groups
-    outputs = Sums(network) if name == "BertModel" else network  # whose outputs are the channels, which change places
+    outputs = Sums(network) if name.endswith("Model") else network  # whose outputs are channels, which change places
     with_heads = permutation_spec(network)
     assert with_heads.views == by_name.views
     for found in (by_name, with_heads):
@@ -333,7 +315,9 @@ def test_foreign_networks_are_known_by_name(name: str) -> None:
         assert change < tolerance
     if "GPT" not in name and "res" not in name:
         assert with_heads.heads["vo.1"] == ("heads.1", 3)
-    if name == "BertModel":
+    if (
+        name.endswith("Model") or name == "resnet50"
+    ):  # whose graph takes seconds; test_permutation_graph has larger ones
         return
     derived = {view.tensor: view for view in permutation_spec(network, inputs).views if not any(view.offset)}
     partners: dict[str, set] = {}

@@ -379,18 +379,6 @@ def test_export_onto_a_full_disk_leaves_the_old_file_and_the_interpreter(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.pop", "one.h5"]
 
 
-def test_what_a_manifest_says_is_on_one_line_of_an_error(tmp_path: Path) -> None:
-    fake.write_population(tmp_path / "a.pop", fake.recipe())
-    file = tmp_path / "a.pop" / "population.json"
-    good = json.loads(file.read_text())
-    for wrong in ({"fingerprint": "\0\n" * 500}, {"schema": "\n" * 500}, {"sizes": ["\x1b[31m\n"]}):
-        file.write_text(json.dumps(good | wrong))
-        with pytest.raises(DataError) as error:
-            Population(tmp_path / "a.pop")
-        assert str(error.value).isprintable()
-        assert len(str(error.value)) < 600
-
-
 @pytest.mark.parametrize(("name", "fingerprint"), [
     ("digits-convnext", "ca1f16a916d25b04"),
     ("digits-vit", "5d24bc59ee1e3d4e"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.anatomy.places import _UNIT_OFFSET, Source, unit_offset
+from weightscope.anatomy.places import _BY_WEIGHT, _UNIT_OFFSET, Source, unit_offset
 from weightscope.auditing import audit
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.fitting import fit_init
@@ -278,6 +278,25 @@ def test_the_types_whose_norms_add_one_are_those_of_transformers() -> None:
     adds = re.compile(r"1(\.0)? \+ self\.weight\b|self\.weight(\.float\(\))? \+ 1(\.0)?\b")
     assert {"gemma", "nemotron"} <= (found := {kind for kind, text in files.items() if adds.search(text)})
     assert found <= _UNIT_OFFSET
+    decoders = re.compile(r"self\.(input_layernorm|post_attention_layernorm|pre_feedforward_layernorm|[qk]_norm)\b")
+    assert {kind for kind, text in files.items() if decoders.search(text)} <= _BY_WEIGHT | _UNIT_OFFSET
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.input_layernorm.weight", "blocks.0.norm1.weight"])
+def test_norms_of_code_that_is_not_known_are_refused(name: str) -> None:
+    state, remote = {name: torch.zeros(8)}, {"auto_map": {"AutoModel": "code.Own"}, "model_type": "own"}
+    for config in (remote, {"model_type": "own"}, {}):
+        if config == remote or "layers" in name:
+            found = "the unknown model type 'own'" if config else "none"
+            with pytest.raises(DataError, match=f"by 1 \\+ weight, found {found}; give the module, or 'norm"):
+                unit_offset(named_tensors(state, config), name)
+        else:
+            assert unit_offset(named_tensors(state, config), name) == 0
+        assert [unit_offset(named_tensors(state, config | {"norm_offset": c}), name) for c in (0, 1)] == [0, 1]
+    assert unit_offset(named_tensors(state, remote | {"model_type": "gemma3_text"}), name) == 1
+    assert unit_offset(named_tensors(state, remote | {"model_type": "llama"}), name) == 0
+    with pytest.raises(DataError, match="found norm_offset 2"):
+        unit_offset(named_tensors(state, {"norm_offset": 2}), name)
 
 
 def test_a_norm_of_ones_own_is_measured() -> None:

@@ -11,7 +11,7 @@ from families import seeded
 
 from weightscope.data.sequence_config import TaskConfig
 from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, accuracy, bits, cross_entropy
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 
 LENGTH, VOCABULARY, BATCH = 10, 26, 64
 
@@ -210,17 +210,3 @@ def test_windows_of_text(tmp_path):
     assert [part.targets[0].tolist() for part in held] == [[1, 2, 3, 4], [5, 6]]
     with pytest.raises(UsageError, match="expected less than the 30 tokens of the text, found 30"):
         text.batch(seeded(), 1, 30)
-
-
-def test_damaged_text_is_a_one_line_error(tmp_path):
-    with pytest.raises(DataError, match=r"expected the files of a text corpus, one of ptb\.train\.txt"):
-        Text.read(tmp_path, "word")
-    _corpus(tmp_path, "abc", "abx", "abc")
-    with pytest.raises(DataError, match=r"valid\.txt: the character 'x' is not in the training text"):
-        Text.read(tmp_path, "character")
-    (tmp_path / "valid.txt").write_text(" \n")
-    with pytest.raises(DataError, match=r"valid\.txt: expected text, found none"):
-        Text.read(tmp_path, "character")
-    (tmp_path / "train.txt").write_bytes(b"ab\xff")
-    with pytest.raises(DataError, match=r"train\.txt: expected UTF-8, found the byte 0xff at 2"):
-        Text.read(tmp_path, "character")

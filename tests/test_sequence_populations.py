@@ -258,6 +258,7 @@ def test_text_of_ones_own(text):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
+        ("train", None, "expected the files of a text corpus, one of ptb.train.txt"),
         ("train", b"", "train.txt: expected text, found none"),
         ("test", b" \n ", "test.txt: expected text, found none"),
         ("valid", b"caf\xe9", "valid.txt: expected UTF-8, found the byte 0xe9 at 3"),
@@ -266,7 +267,9 @@ def test_text_of_ones_own(text):
     ],
 )
 def test_damaged_text_is_an_error_of_one_line(file, content, message, text, capsys):
-    (text / f"corpus/{file}.txt").write_bytes(content)
+    (text / f"corpus/{file}.txt").unlink()
+    if content is not None:
+        (text / f"corpus/{file}.txt").write_bytes(content)
     if content == b"abc":
         (text / "corpus/valid.txt").write_bytes(b"ab")
         (text / "corpus/test.txt").write_bytes(b"ab")

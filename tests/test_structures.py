@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import references_statistics as naive
 from scipy.stats import multivariate_normal
-from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
 from weightscope.fits import (
@@ -226,18 +225,6 @@ def test_dense_scales_each_tensor(n):
     expected = (1 - shrunk.intensity) * rows.T @ rows / n + np.diag(shrunk.intensity * shrunk.target * scale**2)
     scales = np.outer(scale, scale)
     np.testing.assert_allclose(fitted.covariance() / scales, expected / scales, atol=1e-11)
-
-
-@pytest.mark.parametrize("n", [25, 200])
-def test_dense_is_ledoit_wolf(n):
-    # Means that differ by far more than their errors are fitted entry by entry, as scikit-learn always does.
-    spec = WeightSpec([TensorSpec("w", (6, 10))])
-    data = data_of(spec, n) + 10 * np.arange(60)
-    expected = LedoitWolf().fit(data)
-    fitted = Dense.fit(data, spec)
-    assert fitted.diagnostics["shrinkage"] == pytest.approx(expected.shrinkage_, abs=1e-10)
-    np.testing.assert_allclose(fitted.covariance(), expected.covariance_, atol=1e-10)
-    np.testing.assert_allclose(fitted.mean, expected.location_, atol=1e-12)
 
 
 def test_group_means_finds_the_variance_components():

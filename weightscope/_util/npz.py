@@ -10,6 +10,7 @@ import numpy as np
 from weightscope.errors import DataError
 
 _HEADER = 2**16  # bytes that hold the header of an array
+_PIECE = 2**22  # bytes expanded at once
 
 
 class Stored(NamedTuple):
@@ -43,6 +44,10 @@ def stored(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, where: str) -> Stor
 
 
 def values(archive: zipfile.ZipFile, array: Stored) -> np.ndarray:
-    """The array, read-only; as much memory again is needed while it is read."""
-    flat = np.frombuffer(archive.read(array.entry), array.dtype, offset=array.start)
+    """The array, in memory of its own size."""
+    flat = np.empty(prod(array.shape), array.dtype)
+    with archive.open(array.entry) as stream:
+        stream.read(array.start)
+        for piece in np.array_split(flat.view(np.uint8), flat.nbytes // _PIECE + 1):
+            piece[:] = np.frombuffer(stream.read(len(piece)), np.uint8)
     return flat.reshape(array.shape, order=array.order)

@@ -28,8 +28,6 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import cloudpickle
-from joblib.externals.loky.backend import resource_tracker
-from joblib.externals.loky.backend.process import LokyProcess
 
 from weightscope._util.checks import choice, count
 from weightscope._util.environment import usable_cores, visible_gpus
@@ -333,6 +331,9 @@ class _Process:
     """One process, and its last message."""
 
     def __init__(self, device: str) -> None:
+        from joblib.externals.loky.backend import resource_tracker  # a quarter of a second
+        from joblib.externals.loky.backend.process import LokyProcess
+
         self.device = device
         self.connection, theirs = Pipe()
         environment = _ONE_THREAD | ({"CUDA_VISIBLE_DEVICES": device} if device else {})  # before torch is imported

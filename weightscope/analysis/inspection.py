@@ -15,11 +15,9 @@ import tomli_w
 
 from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
-from weightscope._util.sources import is_population, location, population_member
+from weightscope._util.sources import ARTIFACT_KEY, is_population, location, population_member
 from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
-from weightscope.fits import NetworkFit, PopulationFit, load_artifact
-from weightscope.fits.artifact import KEY, read_contents
 from weightscope.population import Population, shards
 from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
 from weightscope.population.exporting import Exported, read_export
@@ -30,6 +28,7 @@ from weightscope.statistics.permutations import is_signed
 if TYPE_CHECKING:
     from weightscope._util.workers import Workers
     from weightscope.checkpoint import Checkpoint
+    from weightscope.fits import NetworkFit, PopulationFit
 
 _MOST_METRICS = 14  # of a summary
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
@@ -62,7 +61,9 @@ def inspect(
     member = population_member(source)
     opened = source if member is None else Population(member[0], partial=True).opened(member[1])
     checkpoint = opened if isinstance(opened, Checkpoint) else Checkpoint(opened)
-    if KEY in checkpoint.metadata:
+    if ARTIFACT_KEY in checkpoint.metadata:
+        from weightscope.fits import load_artifact
+
         return load_artifact(checkpoint.source)
     names = numbered(checkpoint.names)
     rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
@@ -375,7 +376,9 @@ def verify(
 
     checkpoint = source if isinstance(source, Checkpoint) else Checkpoint(source)
     label = str(checkpoint.source)
-    if KEY in checkpoint.metadata and checkpoint.commit is None:
+    if ARTIFACT_KEY in checkpoint.metadata and checkpoint.commit is None:
+        from weightscope.fits.artifact import read_contents
+
         name = Path(label).name
         try:
             read_contents(label)

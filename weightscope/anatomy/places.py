@@ -88,24 +88,49 @@ _UNIT_OFFSET = {
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7", "videoprism"),
     *("muse_glimmer", "muse_spark"),
 }
+# Those whose norms have the names of decoders' and multiply by the weight.
+_DECODERS = """
+afmoe apertus arcee aria axk1 axk2 bailing_hybrid bamba beam bitnet bloom blt canary chameleon clvp cohere cohere2
+cohere2_moe cohere_asr cohere_compass cosmos3_edge csm cwm deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32
+deepseek_v4 diffllama diffusion_gemma doge dots1 dots3_note embedding_gemma2 emu3 ernie4_5 ernie4_5_moe
+ernie4_5_vl_moe esmc esmfold2 eurobert evolla exaone4 exaone4_5 exaone_moe falcon falcon_h1 flex_olmo flint
+fun_asr_nano gemma3n gemma4 gemma4_unified glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_image
+glm_moe_dsa glm_ocr glmasr gpt_neox gpt_neox_japanese gpt_oss gradium_phonon_tts granite granite4_vision
+granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium higgs_audio_v2
+hrm_text hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hyperclovax idefics idefics2 inkling inkling2
+internvl jais2 jamba janus jetmoe jina_embeddings_v3 kimi_linear kolibri1 kyutai_speech_to_text laguna lfm3 lfm3_vl
+llama llama4 longcat_flash mellum mimi mimo_v2_flash minicpm3 minimax minimax_m2 ministral ministral3 mistral
+mistral4 mistral_large4 mixtral mllama molmo2 moonshine moonshine_streaming moshi muse_glimmer_assistant nanochat
+nemotron3_5_transcribe neomme neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe openai_privacy_filter
+paddleocr_vl pe_audio pe_audio_video pe_video persimmon phi phi3 phi4_multimodal phimoe pocket_tts
+pocket_tts_audio_tokenizer qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe
+qwen3_omni_moe qwen3_vl qwen3_vl_moe sapiens2 seed_oss smollm3 solar_open stablelm starcoder2 timesfm timesfm2_5
+ultrabert unlimited_ocr voxtral_realtime xcodec2 youtu zamba zamba2 zaya
+"""
+_BY_WEIGHT = frozenset(_DECODERS.split())
 
 
 def unit_offset(tensors: NamedTensors, name: str) -> int:
     """1 if the norm of this weight multiplies by 1 + weight, as Gemma's do, and 0 if by the weight.
 
-    A module is run, a config has the model's type; a DataError if the norm of a decoder, whose names both kinds share,
-    has neither.
+    A module is run, a config has `norm_offset` or the model's type. A DataError if a type that runs code of its own is
+    unknown, or that of a decoder, whose names both kinds of norms share.
     """
     norm, _, key = name.rpartition(".")
     if isinstance(tensors, ModuleTensors):
         return _measured_offset(tensors.module.get_submodule(norm), key, norm)
-    kind = tensors.hint(norm, ("model_type",), str)
-    if kind is None and re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm):
+    if (given := tensors.hint(norm, ("norm_offset",), (int, float, str))) in (0, 1):
+        return int(given)
+    kind = (tensors.hint(norm, ("model_type",), str) or "").removesuffix("_text")
+    unknown = "auto_map" in tensors.config or re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm)
+    if given is not None or (unknown and kind not in _BY_WEIGHT | _UNIT_OFFSET):
+        found = f"the unknown model type {kind!r}" if kind else "none"
+        found = found if given is None else f"norm_offset {given!r}"
         raise DataError(
             f"`{name}`: expected a config that tells whether this norm multiplies by its weight or by 1 + weight, "
-            "found none; give the module, a folder with config.json, or config={'model_type': ...}"
+            f"found {found}; give the module, or 'norm_offset': 0 or 1 in config.json or config="
         )
-    return int(kind is not None and kind.removesuffix("_text") in _UNIT_OFFSET)
+    return int(kind in _UNIT_OFFSET)
 
 
 def _measured_offset(norm: nn.Module, key: str, path: str) -> int:

@@ -212,10 +212,16 @@ class AuditReport(Result):
         if self.unconfirmed:
             names = listing(self.unconfirmed, 3)
             lines.append(f"read by name, without the code of a module to confirm the order of rows: {names}")
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, dict[str, list[str]]] = {}  # what was found -> what was expected -> initialisers
         for name, why in self.skipped.items():
-            reasons.setdefault(why.removeprefix(f"{name}: "), []).append(name)
-        lines += [f"{', '.join(names)}: does not apply, {why}" for why, names in reasons.items()]
+            expected, _, found = why.removeprefix(f"{name}: ").partition(", found ")
+            reasons.setdefault(found, {}).setdefault(expected, []).append(name)
+        for found, wanted in reasons.items():
+            once = bool(found) and len(wanted) > 1
+            lines += [f"these do not apply, found {found}:"] * once
+            for expected, who in wanted.items():
+                why = f"{expected}, found {found}" if found else expected
+                lines.append(f"  {', '.join(who)}: {expected}" if once else f"{', '.join(who)}: does not apply, {why}")
         return "\n".join(lines)
 
     def _power_lines(self, name: str) -> list[str]:

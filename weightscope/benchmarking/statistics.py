@@ -138,7 +138,7 @@ def _adjust(tests: Sequence[_Test], metric: Metric, hits: Hits) -> None:
         row[f"{key}_ci_images"] = crossed(weights, hits, np.array(seeds)[finite], interval, level)
 
 
-def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
+def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY, hits: Hits | None = None) -> list[dict[str, Any]]:
     """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
 
     Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
@@ -154,7 +154,7 @@ def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY) -> list[dic
         row = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
         if place[field] != first and _compare(row, "difference", groups, arms, metric, tests):
             rows.append(row)
-    _adjust(tests, metric, {})
+    _adjust(tests, metric, hits or {})
     return rows
 
 

@@ -11,13 +11,10 @@ import math
 import os
 import re
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-
-import torch
 
 from weightscope._util import npz
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
@@ -28,11 +25,12 @@ from weightscope.checkpoint.tensors import (
     FileCheck,
     FileTensor,
     LocalFile,
+    NpzTensor,
     Store,
     StoredTensor,
     checked_shape,
     natural,
-    open_mapping,
+    npz_errors,
     printable,
     read_bytes,
 )
@@ -48,7 +46,6 @@ _ONNX_SUFFIX, _NPZ_SUFFIX = ".onnx", ".npz"
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX, _ONNX_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
-_EXPANDS = 100  # times that weights are smaller when they are compressed, at most
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
 _MOST_KEPT = 1 << 16
 # Header and size of the last file -> its tensors and metadata: networks that differ in their numbers have the same.
@@ -231,30 +228,15 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
 
 def _open_npz(file: LocalFile) -> Store:
     """The arrays of a file of `numpy.savez`."""
-    found = {}
-    try:
-        with zipfile.ZipFile(file.stream) as archive:
-            size = sum(entry.file_size for entry in archive.infolist())
-            if size > max(_EXPANDS * file.size, 2**26):
-                raise DataError(f"{file.where}: {file.size:,} bytes that expand to {size:,} are no weights")
-            for entry in archive.infolist():
-                array = npz.stored(archive, entry, f"{file.where}: {entry.filename}")
-                native = npz.values(archive, array).astype(array.dtype.newbyteorder("="), order="C")
-                found[printable(entry.filename.removesuffix(".npy"), file.where)] = torch.from_numpy(native)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        EOFError,
-        zlib.error,
-        zipfile.BadZipFile,
-        NotImplementedError,
-        MemoryError,
-    ) as error:
-        raise DataError(
-            f"{file.where}: expected a file of numpy.savez, found a damaged or another one ({error})"
-        ) from error
-    return open_mapping(found, file.where)
+    store = Store(file.where, {})
+    with npz_errors(file.where):
+        archive = zipfile.ZipFile(file.stream)
+        for entry in archive.infolist():
+            name = printable(entry.filename.removesuffix(".npy"), file.where)
+            store.tensors[name] = NpzTensor(
+                name, archive, npz.stored(archive, entry, f"{file.where}: {entry.filename}")
+            )
+    return store
 
 
 def _open_safetensors(file: ByteReader) -> Store:

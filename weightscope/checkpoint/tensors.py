@@ -3,14 +3,20 @@
 import math
 import os
 import weakref
+import zipfile
+import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weightscope._util import npz
+from weightscope._util.environment import available_memory
 from weightscope._util.sources import open_regular, reason
 from weightscope.errors import DataError, UsageError
 
@@ -180,7 +186,36 @@ class MemoryTensor:
         return out, _nonfinite(out)
 
 
-StoredTensor = FileTensor | MemoryTensor
+class NpzTensor:
+    """An array of a file of `numpy.savez`, expanded when it is read; attributes and methods as `FileTensor`."""
+
+    def __init__(self, name: str, archive: zipfile.ZipFile, array: npz.Stored) -> None:
+        self.name, self._archive, self._array = name, archive, array
+        self._native = array.dtype.newbyteorder("=")
+        self.dtype = torch.from_numpy(np.empty(0, self._native)).dtype
+        self.kind, self.shape = str(self.dtype).removeprefix("torch."), array.shape
+        self.nbytes, self.identity = math.prod(array.shape) * array.dtype.itemsize, array.entry.header_offset
+
+    def read(self, wide: bool) -> tuple[Tensor, int]:
+        """See `FileTensor.read`; DataError if the memory left cannot hold it and what is computed from it."""
+        if 2 * self.nbytes > (free := available_memory()):
+            raise DataError(f"{self._array.where}: expands to {self.nbytes:,} bytes; only {free:,} are free")
+        with npz_errors(self._array.where):
+            found = npz.values(self._archive, self._array).astype(self._native, order="C", copy=False)
+        out = torch.from_numpy(found).to(_width(self.dtype, wide))
+        return out, _nonfinite(out)
+
+
+@contextmanager
+def npz_errors(where: str) -> Iterator[None]:
+    """DataError for what zipfile and NumPy raise when a file is not one of `numpy.savez`."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
+
+
+StoredTensor = FileTensor | MemoryTensor | NpzTensor
 
 
 @dataclass

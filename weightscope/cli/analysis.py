@@ -101,8 +101,9 @@ def export(source: str, out: Path, select: str, partial: bool, workers: Any) -> 
 @click.argument("source", type=Named())
 @out_option("The page.", "page.html", OutputFile(".html"))
 @click.option("--select", default="*", help="Patterns of tensor names, separated by commas, whose structure is shown.")
+@click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @partial_option
-def report(source: str, out: Path, select: str, partial: bool) -> None:
+def report(source: str, out: Path, select: str, at: int | None, partial: bool) -> None:
     """Write a population as a page to look into: metrics, a map of correlations, pairs to sort and filter.
 
     One HTML file, for which a browser needs no server and no network.
@@ -114,7 +115,8 @@ def report(source: str, out: Path, select: str, partial: bool) -> None:
     from weightscope.cli.page import write_page
     from weightscope.population import population_in
 
-    click.echo(f"wrote {write_page(population_in(source, partial=partial), out, select)}")
+    population = population_in(source, partial=partial)
+    click.echo(f"wrote {write_page(population if at is None else population.at(at), out, select)}")
 
 
 _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")

@@ -13,11 +13,9 @@ from weightscope.anatomy import ssms
 from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import matrices
 from weightscope.errors import UsageError
-from weightscope.fits.exchangeable import mean_vector
 from weightscope.init._trained import found_parts
 from weightscope.init.base import Generator, Initialiser, M, normal, put, running
 from weightscope.spec import WeightSpec
-from weightscope.statistics.exchangeable import ExchangeableMoments, assembled, centred
 from weightscope.statistics.permutations import PermutationSpec, is_signed
 
 DRAWS = 32
@@ -105,6 +103,8 @@ class UncorrelatedControl:
         cls, init: Initialiser, draw: Draw, permutations: PermutationSpec, draws: int = 4 * DRAWS
     ) -> "UncorrelatedControl":
         """The moments of all parts in draws 0, 1, ..., with the permutation specification of the network."""
+        from weightscope.fits.exchangeable import mean_vector  # SciPy: a second to import
+        from weightscope.statistics.exchangeable import ExchangeableMoments
 
         def views(module: nn.Module) -> dict[str, Tensor]:
             tensors = _tensors(module)
@@ -136,6 +136,8 @@ class UncorrelatedControl:
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
+        from weightscope.statistics.exchangeable import assembled, centred
+
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
             for kind, deviation in zip(self.permutations.types, self.deviations, strict=True):

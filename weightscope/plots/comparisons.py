@@ -355,7 +355,8 @@ def metric_along(
     lengths = {row["epochs"] for row in summary}
     text = {at[repr(value)]: value_text(value, axis) for value in values}
     after = f" after {epochs_text(min(lengths))}" if len(lengths) == 1 else ""
-    return _means(ax, lines, metric, axis, title, text=text, after=after, log_from=16 if numeric else np.inf)
+    words = axis.rpartition(".")[2].replace("_", " ")
+    return _means(ax, lines, metric, words, title, text=text, after=after, log_from=16 if numeric else np.inf)
 
 
 def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]]:

@@ -25,7 +25,6 @@ from weightscope.errors import DataError, UsageError
 from weightscope.population.reading import Population
 from weightscope.population.shards import new_file
 from weightscope.spec import WeightSpec
-from weightscope.statistics.samples import over_parts
 
 _HEADERS = 2**16  # bytes, more than HDF5's own structures take
 _USER_BLOCK = 512
@@ -98,6 +97,8 @@ def export(
             file.flush()  # what HDF5 wrote, before others write beside it
             starts = np.cumsum([0, *(len(part) for part in population.parts(_PART))])
             copy = partial(_copy, os.path.abspath(file.name), place, starts, select)
+            from weightscope.statistics.samples import over_parts  # SciPy
+
             over_parts(population, copy, workers, networks=_PART)
         text = f"weightscope-export 1, sha256 of what follows byte {_USER_BLOCK}: {_content(file)}\n"
         file.seek(0)
