@@ -53,7 +53,7 @@ def test_few_results_wait_for_an_earlier_one(monkeypatch):
 
 def test_a_worker_that_dies_is_named(monkeypatch):
     monkeypatch.setattr(workers, "_pool", lambda task, *_: workers.Pool(dies, print))
-    with pytest.raises(WeightscopeError, match="^second: .*with fewer workers"):
+    with pytest.raises(WeightscopeError, match=r"^second: .*with fewer workers"):
         list(in_order(abs, [1, 2], ["first", "second"], 2))
 
 
