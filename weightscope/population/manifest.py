@@ -135,7 +135,7 @@ class Manifest:
 
     def shorter_rows(self, tile: int) -> set[int]:
         """The numbers of networks in tile `tile` at earlier sizes of the population."""
-        ends = {size - tile * self.tile for size in self.sizes}
+        ends = {size - tile * self.tile for size in self.sizes[:-1]}
         return {rows for rows in ends if 0 < rows < self.rows(tile)}
 
     def resized(self, networks: int) -> "Manifest":
