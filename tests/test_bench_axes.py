@@ -343,7 +343,7 @@ def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swep
 
 def test_ticks_are_where_their_labels_say() -> None:
     """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
-    for low, high in np.random.default_rng(0).uniform(0, 1, (20, 2)):
+    for low, high in np.random.default_rng(0).uniform(0, 1, (60, 2)):
         runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
         ax = plots.convergence(summarise(runs))
         ax.figure.draw_without_rendering()
