@@ -28,6 +28,7 @@ from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import kernel_choice
+from weightscope.training.collection import TileResult
 from weightscope.training.planning import TileCost, tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
@@ -215,7 +216,10 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
     assert [makespan(tasks, [0.0, 0.0]) for tasks in ([3.0, 1.0, 1.0, 1.0], [1.0] * 5, [])] == [3, 3, 0]
-    bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
+    told: list[TileResult] = []
+    own: dict[str, Any] = {"vary": {"network.kernel_size": [3]}, "seeds": 2, "on_tile": told.append}
+    bench(RECIPE, inits, tmp_path, progress=False, **own, **options)
+    assert {each.name for each in told} == {f"kernel_size=3/{init}, 2 epochs" for init in inits}
     plan = plan_bench(RECIPE, inits, tmp_path, **given, **options, measure=False)
     assert [row["done"] for row in plan.cells] == [2, 0]
     assert plan.seconds is None

@@ -20,6 +20,7 @@ from weightscope._util.workers import ATTEMPTS, ClusterLost, TilesFailed, Worker
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
 from weightscope.training.collection import collect
+from weightscope.training.tensorboard import tensorboard
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
@@ -50,6 +51,28 @@ def test_all_tiles_with_their_results_and_progress(backend, tmp_path):
     assert found == {0: 0, 2: 20, 3: 30, 4: 40}
     assert {tile for tile, _ in seen} <= {0, 2, 3, 4}
     assert {done for _, done in seen} <= {0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dask", "ray"], indirect=True)
+def test_tiles_of_a_cluster_are_told_and_logged_here(backend, tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    fake.use(monkeypatch)
+    told, log = [], tensorboard(tmp_path / "logs")
+
+    def on_tile(result):
+        told.append((result.tile, os.getpid(), [*result.networks]))
+        log(result)
+
+    where = {"backend": backend.backend, "scheduler": backend.scheduler}
+    population = collect(fake.recipe(), tmp_path / "a.pop", on_tile=on_tile, **where)
+    parts = [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    assert sorted(told) == [(tile, os.getpid(), networks) for tile, networks in enumerate(parts)]
+    found = accumulator.EventAccumulator(str(tmp_path / "logs/a")).Reload().Scalars("test_accuracy")
+    kept = ~population.diverged[:8]
+    assert len(found) == 3
+    means = {each.step: each.value for each in found}
+    assert means[0] == pytest.approx(population.metrics["test_accuracy"][:8, -1][kept].mean())
 
 
 @on_this_machine_and_in_torture_on_clusters

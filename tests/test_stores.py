@@ -4,6 +4,7 @@ import random
 import threading
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +22,13 @@ from click.testing import CliRunner
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
+from weightscope.analysis.across_networks import joint_covariance
 from weightscope.cli import cli, main
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, export, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import DataConfig
+from weightscope.statistics import samples
 from weightscope.training.collection import collect
 from weightscope.training.status import status
 
@@ -292,6 +295,21 @@ def test_a_listing_is_not_a_request_for_each_shard(s3):
     assert sum(file.stat().st_size for file in path.glob("shards")[0].iterdir()) == 11_000
     assert len(Population(path)) == 8_800
     assert len(s3.requests) < 12
+
+
+@pytest.mark.slow
+def test_workers_read_each_shard_of_a_store_once(s3, tmp_path, monkeypatch):
+    """They give the bits of one process that reads a folder."""
+    monkeypatch.setattr(samples, "LEAF", 16)
+    url = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+    for path in (url, tmp_path / "a.pop"):
+        fake.write_population(path, fake.recipe(networks=64))
+    expected = joint_covariance(Population(tmp_path / "a.pop"), "*fc1.weight", workers=1)
+    s3.requests.clear()
+    found = joint_covariance(Population(url), "*fc1.weight", workers=2)
+    np.testing.assert_array_equal(found.matrix, expected.matrix)
+    asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
+    assert asked == {f"{tile:05d}.h5": 1 for tile in range(8)}
 
 
 @pytest.mark.slow
