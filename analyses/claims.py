@@ -157,6 +157,10 @@ def claims() -> list[Claim]:
         Claim("and at twice the length", "thesis Fig. 3.25", "copying/hybrid", "accuracy at 2x, against 95 %", accuracy("copying/hybrid", "default", "accuracy_2x", layers=["default", "attention"]), null=95),
         Claim("Mimetic Mambas learn associative recall sooner", "thesis Fig. 3.27", "copying/recall", "600 steps", less("copying/recall", SSM, "default")),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/recall", "mimetic - scale, 600 steps", less("copying/recall", SSM, f"{SSM} (scale only)"), decide="32 seeds"),
+        Claim("and learn to sort better", "thesis Fig. 3.27", "copying/sorting", "800 steps", less("copying/sorting", SSM, "default")),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/sorting", "mimetic - scale, 800 steps", less("copying/sorting", SSM, f"{SSM} (scale only)")),
+        Claim("and to copy in stack order", "thesis Fig. 3.27", "copying/stack_order", "800 steps", less("copying/stack_order", SSM, "default"), decide="fewer steps"),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/stack_order", "mimetic - scale, 800 steps", less("copying/stack_order", SSM, f"{SSM} (scale only)"), decide="fewer steps"),
     ]  # fmt: skip
 
 

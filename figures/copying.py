@@ -38,7 +38,7 @@ def lengths(study: Path, out: Path) -> None:
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
-            chance = {"chance": result.arms[0]["chance"]}  # of a token, at every length
+            chance = {"chance": result.arms[0].get("chance")}  # of a token, at every length; none for sorting
             metrics = [metric for metric in result.metrics if metric.key.startswith(ACCURACY.key)]
             rows = {metric.length: [row | chance for row in summarise(runs, metric)] for metric in metrics}
             place = LAYERS.get(json.dumps(cell.get("network.layers"))) or point_text(cell)

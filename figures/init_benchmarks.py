@@ -1,4 +1,4 @@
-"""The studies that compare initialisers on paired seeds: analyses/*_inits and mimetic_beyond_scale."""
+"""The studies that compare initialisers or networks on paired seeds: analyses/*_inits and those of `OTHERS`."""
 
 import re
 from pathlib import Path
@@ -8,19 +8,25 @@ from weightscope import plots
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.pictures import finding
+from weightscope.benchmarking.statistics import summarise
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
+OTHERS = ("mimetic_beyond_scale",)
 NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 
 def main(results: Path, out: Path) -> None:
     """Along what was varied, a panel for each length; of one cell, accuracies and paired differences."""
     result = BenchResult.load(results)
-    runs, rows = ([_in_words(row) for row in found] for found in (result.runs, result.arms))
+    arms = result.arms
+    if {row["init"] for row in arms} == {"default"}:  # networks are compared
+        runs = [{**run, "init": value, "cell": {}} for run in result.runs for value in run["cell"].values()]
+        result = BenchResult(runs, arms := summarise(runs))
+    runs, rows = ([_in_words(row) for row in found] for found in (result.runs, arms))
     numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
-    title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, result.arms, strict=True)], result.metric)
+    title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, arms, strict=True)], result.metric)
     figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6, title=title)
     if axis is None:
         plots.convergence(rows, left)
@@ -39,5 +45,5 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for study in [*sorted(ANALYSES.glob("*_inits")), ANALYSES / "mimetic_beyond_scale"]:
+    for study in [*sorted(ANALYSES.glob("*_inits")), *(ANALYSES / name for name in OTHERS)]:
         main(study / "results.json", HERE / f"{study.name}.png")

@@ -2,6 +2,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import fake_training as fake
@@ -26,6 +27,7 @@ def test_the_demo_writes_a_report_and_resumes(tmp_path):
     assert not re.search(r'(src|href)="https?:', text)
     for link in re.findall(r'href="([^"#]+)', text):
         assert (tmp_path / link).exists(), link
+    assert ('href="page.html"' in text) is (find_spec("plotly") is not None)
     difference = json.loads((tmp_path / "benchmark" / "results.json").read_text())["summary"][1]["difference"]
     assert f"{abs(100 * difference):.1f}"[:3] in text
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.h5")}

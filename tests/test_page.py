@@ -60,12 +60,27 @@ def test_its_numbers_are_those_of_the_results(population, tmp_path):
         for block, r in zip(line["x"], line["r"], strict=True):
             assert r == pytest.approx(pairs[f"{block}: {line['name']}"], rel=1e-3)
     assert depth["lines"]
-    assert [(one["name"], np.shape(one["grid"])) for one in values["filters"][1:]] == [
+    assert [moment["title"] for moment in values["filters"]] == ["epoch 0", "epoch 2"]  # the last one is the end
+    assert [(one["name"], np.shape(one["grid"])) for one in values["filters"][0]["layers"][1:]] == [
         (f"stages.0.blocks.{i}.conv_dw.weight", (3, 3)) for i in range(2)
     ]
+    start, end = (moment["layers"] for moment in values["filters"])
+    assert start != end
     assert len(text) < 5e6
     assert not re.search(r'(src|href)="(?!data:)', text.partition('id="library"')[0])
     assert "<h1>a&lt;b&gt;.pop</h1>" in text
+
+
+def test_a_page_of_a_moment_of_training(population, tmp_path):
+    ends = {}
+    for at in (0, 2, None):
+        moment = population if at is None else population.at(at)
+        ends[at] = data_of(write_page(moment, tmp_path / "page.html").read_text())
+    expected = exchangeable_covariance(population.at(0)).pairs()[0]
+    assert ends[0]["pairs"][0]["r"] == pytest.approx(expected.correlation, rel=1e-3)
+    assert ends[0]["pairs"] != ends[None]["pairs"] == ends[2]["pairs"]
+    assert ends[0]["filters"] == ends[None]["filters"]
+    assert "The structure is that of epoch 0;" in ends[0]["notes"][0]
 
 
 def test_what_is_too_large_is_left_out_in_words(population, tmp_path, monkeypatch):
@@ -96,7 +111,9 @@ def test_networks_trained_elsewhere_and_hostile_names(tmp_path):
     assert "No structure: " in text
 
 
-@pytest.mark.parametrize("values", [[1e17] * 4, [1e17, 1e17 + 16] * 2, [0.98123, 0.98124, 0.98125, 0.98126]])
+@pytest.mark.parametrize(
+    "values", [[1e17] * 4, [1e17, 1e17 + 16] * 2, [0.98123, 0.98124, 0.98125, 0.98126], [-1.7e308, 0.0, 1.0, 1.7e308]]
+)
 def test_bins_of_metrics_that_are_near_each_other(tmp_path, values):
     pytest.importorskip("plotly", reason="plotly is not installed")
     networks = [{HOSTILE: torch.full((4, 3), float(k))} for k in range(4)]

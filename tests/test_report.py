@@ -74,6 +74,7 @@ def page(path: Path, pairs: int = 20) -> Parsed:
         fits={"networks": 204, "settings": {"held_out": 51}, "table": table},
         benchmarks={folder: [arm("default", None), arm(FITTED, d, 0.0025)] for folder, d in arms.items()},
         gain=3.0,
+        page="page.html",
         drawn=-1.8e8,
     )
     return Parsed(path.read_text())
@@ -109,7 +110,7 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1×10⁻⁹, 64 paired seeds)")
     assert "is not significantly different: +0.2 percentage points" in found.text("p")
     links = {a["href"] for a in found.all("a")}
-    assert {"benchmark/results.json", "benchmark-longer/results.json", "digits.pop", "fitted.safetensors"} <= links
+    assert {"benchmark/results.json", "benchmark-longer/results.json", "digits.pop", "page.html"} <= links
     assert found.text("figcaption").count("Source: ") == len(found.all("figure")) == 6 + 4
 
 

@@ -79,8 +79,9 @@ class Case:
 
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
 CONVNEXT = ("mimetic_mlp", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
+CONVNEXTS = Recipe.load(ROOT / "populations/digits-convnext.toml").replace({"training.epochs": 12})
 CASES = {
-    "convnext": Case(Recipe.load(ROOT / "weightscope/cli/demo.toml"), "stages.*", CONVNEXT, 3, 12, 4, 256),
+    "convnext": Case(CONVNEXTS, "stages.*", CONVNEXT, 3, 12, 4, 256),
     "vit": Case(
         Recipe.load(ROOT / "populations/digits-vit.toml"),
         "blocks.*",

@@ -47,6 +47,7 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
     assert arms[chosen]["beyond_scale"] is not None
     assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]
+    assert all(case.recipe.network.type == name for name, case in study.CASES.items())
     rows = study.table(population, "convnext")
     study.merge(tmp_path / "table.json", "convnext", {"networks": len(population), "rows": rows})
     study.merge(tmp_path / "results.json", "convnext", found)

@@ -9,6 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
-from weightscope.cli.page import template
+from weightscope.cli.page import template, write_page
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
@@ -73,6 +74,7 @@ def run_demo(
     if out.is_dir() and any(out.iterdir()) and not (out / "digits.pop").is_dir():
         raise UsageError(f"{out}: expected a new or empty folder, or that of an earlier demo, found other files in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
+    recipe.replace({"population.networks": seeds})  # refuses what the benchmark would, after minutes
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(
         f"Training {networks} small networks, fitting an initialiser to their weights and benchmarking it; the default "
@@ -110,8 +112,10 @@ def run_demo(
     }
     title = "Paired differences from the default"
     drawn |= {name: result.figures(title=title)["differences"](None) for name, result in benchmarks.items()}
+    page = write_page(population, out / "page.html", SELECT).name if find_spec("plotly") else None
     return write_report(
         out / "report.html",
+        page=page,
         pictures={name: plots.render(figure) for name, figure in drawn.items()},
         contents=contents,
         pairs=found.rows(),
@@ -162,7 +166,8 @@ def write_report(
     `pictures` are PNGs by name, those of the benchmarks by the names of their folders, and `benchmarks` rows of arms by
     folder; `fits` is in `structures.json`, and `pairs` are rows of the exchangeable covariance, strongest first.
     `values` are `contents`, as in `inspection.json`, `effects`, whether units are exchangeable by distribution, `gain`,
-    and `drawn`, the held-out log-likelihood of the amplified distribution.
+    `drawn`, the held-out log-likelihood of the amplified distribution, and `page`, the name of the population's page or
+    None (without plotly).
     """
     sections = []
     for folder, arms in benchmarks.items():

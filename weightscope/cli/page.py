@@ -24,6 +24,7 @@ from weightscope.statistics.exchangeable import Pair, TypeCovariance
 _ENTRIES = 250  # rows of a map
 _PAIRS = 1000  # rows of the table
 _CURVES = 8  # lines of a picture
+_MOMENTS = 7  # columns of filters, beside that of the end
 _BINS = 40
 _NOT_RESULTS = ("diverged", "duplicate", "init", "learning_rate", "weight_decay")
 
@@ -34,7 +35,8 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     It shows the metrics of the networks (their distribution, and median and central 90 % over training), the
     correlations of `exchangeable_covariance` of the selected tensors as maps and as a table of pairs, the strongest
     ones over depth and, if there are snapshots, over training (`emergence`), and the variance of each filter position
-    over depth. What is too large is left out, and the page says so; likewise if the networks' permutations are unknown.
+    over depth and training. Of `population.at(4)`, it shows the weights at that moment. What is too large is left out,
+    and the page says so; likewise if the networks' permutations are unknown.
 
     UsageError if plotly is not installed.
 
@@ -50,15 +52,24 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
     facts = {"networks": len(population), "weights in each": population.spec.size}
     facts |= {"left out: diverged or equal": int(population.diverged.sum())}
+    if population.moment is not None:
+        when = f"{population.unit} {population.moment}"
+        values["notes"].append(f"The structure is that of {when}; metrics are those at the end of training.")
     population.spec.select(select)  # an error of the patterns is one
     try:
         found = exchangeable_covariance(population, select)
     except (AnatomyError, UsageError) as error:  # no tensor whose permutations are known
         values["notes"].append(f"No structure: {error}")
     else:
-        values |= _structure(found)
+        structure = _structure(found)
+        values |= structure | {"notes": values["notes"] + structure["notes"]}
         if population.snapshots:
-            values["curves"].append(_over_training(emergence(population, select)))
+            training = emergence(population, select)
+            values["curves"].append(_over_training(training))
+            moments = list(training.found.items())[:: -(-len(training.found) // _MOMENTS)]
+            filters = [{"title": f"{training.unit} {at}", "layers": _filters(one)} for at, one in moments]
+            last = values["filters"][0]["layers"]
+            values["filters"] = filters + values["filters"] * all(one["layers"] != last for one in filters)
     text = template("page.html").render(
         title=population.path.name,
         summary=population.summary(),
@@ -94,17 +105,17 @@ def _metrics(population: Population) -> list[dict[str, Any]]:
     kept, out = ~population.diverged, []
     found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
     for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = found[name][np.isfinite(found[name])].astype(float)
+        last = found[name][np.isfinite(found[name])].astype(float) / 2  # twice the largest number is infinite
         if not last.size:
             continue
         low, width = last.min(), np.ptp(last) or max(abs(last[0]), 1)  # bins of large, near numbers need a scale
         counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
-        edges = edges * width + low
+        edges = 2 * (edges * width + low).clip(max=last.max())
         curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
         evaluated = np.isfinite(curves).any(axis=0).sum() > 1  # else there is nothing to draw
-        low, middle, high = np.quantile(curves, (0.05, 0.5, 0.95), axis=0) if evaluated else np.empty((3, 0))
+        low, middle, high = 2 * np.quantile(curves / 2, (0.05, 0.5, 0.95), axis=0) if evaluated else np.empty((3, 0))
         out.append(
-            {"name": name, "median": _rounded(np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
+            {"name": name, "median": _rounded(2 * np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
             | {"low": _rounded(low), "middle": _rounded(middle), "high": _rounded(high)}
         )
     return out
@@ -129,7 +140,7 @@ def _structure(found: ExchangeableCovariance) -> dict[str, Any]:
         "pairs": rows,
         "notes": notes,
         "curves": _over_depth(found, pairs),
-        "filters": _filters(found),
+        "filters": [{"title": "end", "layers": _filters(found)}],
     }
 
 

@@ -266,6 +266,19 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     return resized, False
 
 
+def kept(path: Path, wanted: Manifest) -> Manifest:
+    """The manifest there, which must be of the same population; the wanted one, if another run took the file away.
+
+    A new population that fails is removed by the run that created it, while another run may have begun to train it.
+    """
+    if not (path / NAME).exists():
+        atomic.make_folder(path / SHARDS)
+        atomic.create(path / NAME, wanted.to_bytes())
+    there = read(path)
+    match(path, there, wanted)
+    return there
+
+
 def record_size(path: Path, reached: Manifest) -> None:
     """Record that the population has grown, when all its tiles are on disk."""
     with atomic.locked(path):  # another run may record a larger one

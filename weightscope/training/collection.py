@@ -107,6 +107,7 @@ class TileResult:
     path: Path  # the population's folder
     tile: int
     seconds: float  # that its worker took
+    name: str  # of the population: that of its folder, or the arm of a benchmark, `default, 3 epochs`
 
     @property
     def networks(self) -> range:
@@ -162,7 +163,8 @@ def train(
                 with bar, contextlib.closing(_trained(begun, todo, chosen, bar)) as results:
                     for (at, tile), seconds in results:
                         if on_tile is not None:
-                            on_tile(TileResult(begun[at].manifest, begun[at].path, tile, seconds))
+                            path = begun[at].path
+                            on_tile(TileResult(begun[at].manifest, path, tile, seconds, path.stem))
         for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
             found = manifests.read(path).networks
@@ -224,7 +226,7 @@ def train_shard(
     request = requests[at]
     path, manifest = request.path, request.manifest
     # Another process may have changed the population's size in the meantime; the shard then holds more networks.
-    manifests.match(path, manifests.read(path), manifest)
+    manifests.kept(path, manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
         shards.tidy_hash(shards.shard_file(path, tile))
         return time.perf_counter() - begun
@@ -240,8 +242,7 @@ def train_shard(
             kernels=kernels.kernels,
             data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
         )
-        there = manifests.read(path)
-        manifests.match(path, there, manifest)
+        there = manifests.kept(path, manifest)
         larger = there if there.networks > manifest.networks else manifest
         shards.save(path, larger, trained, device, kernels.checked)
     return time.perf_counter() - begun
