@@ -303,6 +303,10 @@ def test_a_damaged_shard_is_an_error_although_its_sums_are_kept(grown):
         file.write(b"damage")
     with pytest.raises(DataError, match=r"00001.h5: checksum mismatch"):
         kept(grown)
+    there = Population(grown)
+    (grown / "shards/00001.h5").unlink()
+    with pytest.raises(DataError, match=r"00001.h5: .* has disappeared"):
+        joint_covariance(there, "mlp.fc?.weight")
 
 
 def test_sums_used_least_recently_go(grown, monkeypatch):
