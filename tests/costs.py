@@ -105,6 +105,7 @@ def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
     return plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
 
 
+@cache
 def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
     """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...] [--probe]`."""
     _, name, *options = shlex.split(command)

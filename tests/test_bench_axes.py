@@ -28,6 +28,7 @@ from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import kernel_choice
+from weightscope.training.collection import TileResult
 from weightscope.training.planning import TileCost, tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
@@ -215,7 +216,10 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
     assert [makespan(tasks, [0.0, 0.0]) for tasks in ([3.0, 1.0, 1.0, 1.0], [1.0] * 5, [])] == [3, 3, 0]
-    bench(RECIPE, inits, tmp_path, vary={"network.kernel_size": [3]}, seeds=2, progress=False, **options)
+    told: list[TileResult] = []
+    own: dict[str, Any] = {"vary": {"network.kernel_size": [3]}, "seeds": 2, "on_tile": told.append}
+    bench(RECIPE, inits, tmp_path, progress=False, **own, **options)
+    assert {each.name for each in told} == {f"kernel_size=3/{init}, 2 epochs" for init in inits}
     plan = plan_bench(RECIPE, inits, tmp_path, **given, **options, measure=False)
     assert [row["done"] for row in plan.cells] == [2, 0]
     assert plan.seconds is None
@@ -421,21 +425,15 @@ def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:
-    text, markdown, latex = (swept.table(form) for form in ("text", "markdown", "latex"))
-    assert text.splitlines()[0].split("  ")[0] == "initialiser"
+    markdown = swept.table()
     rows = [line.split("|")[1:-1] for line in markdown.splitlines() if line.startswith("|")]
     assert {len(row) for row in rows} == {3}
     assert [cell.strip() for cell in rows[0]] == ["initialiser", "kernel_size=3", "kernel_size=7"]
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
     half = 50 * np.ptp(best["difference_ci_holm"])
     assert f"**{100 * best['mean']:.1f}** ± {half:.1f}†" in markdown
-    assert f"\\textbf{{{100 * best['mean']:.1f}}} $\\pm$ {half:.1f}$^\\dagger$" in latex
-    assert "mimetic\\_attention (alpha\\_qk=0.5, beta\\_qk=1) & " in latex
-    assert latex.count(r"\\") == 8
     axes = ["network.kernel_size", "mimetic_attention.alpha_qk", "mimetic_attention.beta_qk"]
     assert list(swept.rows()[1])[:4] == ["init", *axes]
-    with pytest.raises(UsageError, match="form: expected one of 'text', 'markdown', 'latex'"):
-        swept.table("html")
 
 
 def test_arms_that_differ_in_punctuation_have_folders_of_their_own() -> None:

@@ -597,6 +597,7 @@ def test_each_tile_is_told_as_it_ends(tmp_path, monkeypatch, workers):
         for name, values in result.metrics.items():
             np.testing.assert_array_equal(values, population.metrics[name][result.networks])
         assert 0 < result.seconds < 60
+        assert result.name == "a"
     (tmp_path / "a.pop" / "shards" / "00000.h5").unlink()
     with pytest.raises(ZeroDivisionError):
         collect(fake.recipe(), tmp_path / "a.pop", workers=workers, on_tile=lambda result: 1 / 0)
@@ -623,7 +624,7 @@ def test_tensorboard_of_metrics_beyond_its_bins(tmp_path, value, shown):
     """The perplexity of a loss above 88 is infinite in float32; it does not stop the run."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     metrics = {"diverged": np.zeros(2, bool), "test_perplexity": np.full(2, value)}
-    tensorboard(tmp_path)(SimpleNamespace(path="a.pop", metrics=metrics, seconds=1.0, tile=0))
+    tensorboard(tmp_path)(SimpleNamespace(name="a", metrics=metrics, seconds=1.0, tile=0))
     events = accumulator.EventAccumulator(str(tmp_path / "a")).Reload()
     np.testing.assert_equal([each.value for each in events.Scalars("test_perplexity")], [np.float32(value)])
     found = [events.Histograms(name)[0].histogram_value.num for name in events.Tags()["histograms"]]

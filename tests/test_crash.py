@@ -73,10 +73,10 @@ def whole(tmp_path_factory):
 
 @pytest.mark.slow
 def test_killed_at_random_moments_the_shards_are_those_of_an_uninterrupted_run(whole, tmp_path):
-    """A new population and, every other time, one that grows; tests/torture/kill_collect.py has 200 moments."""
+    """A new population and, every other time, one that grows."""
     (wanted, seconds), moments = whole, random.Random(1)
     finish(tmp_path / "smaller.pop", fake.recipe(networks=20), "large")
-    for i in range(6):
+    for i in range(200 if clusters.TORTURE else 6):
         path = tmp_path / f"{i}.pop"
         if i % 2:
             shutil.copytree(tmp_path / "smaller.pop", path)

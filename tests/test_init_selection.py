@@ -1,5 +1,4 @@
 import copy
-from functools import partial
 
 import pytest
 import shims
@@ -9,7 +8,7 @@ from families import scramble, seeded
 from references_init import select_uniform
 
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.init import net2net_, permute_, select_weights_, transfer_, transfer_singular_
+from weightscope.init import permute_, select_weights_, transfer_
 from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
@@ -87,18 +86,6 @@ def test_batch_norm_statistics_come_along():
     teacher.stem[2].running_var.copy_(torch.arange(8.0))
     select_weights_(small, teacher)
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
-
-
-def test_the_remainder_is_kept_outside_the_directions():
-    source, model = vit(), vit(seed=1)
-    old = model.blocks[1].mlp.fc1.weight.detach().clone()
-    transfer_singular_(model, source, fraction=0.25, remainder="keep", select="blocks.1.mlp.fc1.*")
-    u, s, vh = torch.linalg.svd(source.blocks[1].mlp.fc1.weight.detach(), full_matrices=False)
-    u, s, vh = u[:, :16], s[:16], vh[:16]
-    new = model.blocks[1].mlp.fc1.weight.detach()
-    torch.testing.assert_close(u.T @ new @ vh.T, torch.diag(s), atol=1e-4, rtol=1e-4)
-    outside = torch.eye(256) - u @ u.T, torch.eye(64) - vh.T @ vh
-    torch.testing.assert_close(outside[0] @ new @ outside[1], outside[0] @ old @ outside[1], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
@@ -247,70 +234,7 @@ def test_filters_are_padded_or_resampled(k, size):
             transfer_(module, source)
 
 
-def convnexts(width, depth, learned_sum=None):
-    torch.manual_seed(0)
-    return scramble(ConvNeXt(width, depth, 3, 4, layer_scale=0.5, learned_sum=learned_sum))
-
-
-def mixers(width, depth):
-    torch.manual_seed(0)
-    return scramble(ConvMixer(width, depth, 3, 4, 10))
-
-
-GROWN = {
-    "vit": (lambda: vit(32, 2, 2), lambda: vit(96, 4, 6, seed=1)),
-    "vit-token": (
-        lambda: vit(32, 2, 2, pool="token", positions="learned", layer_scale=0.3),
-        lambda: vit(64, 3, 4, seed=1, pool="token", positions="learned", layer_scale=0.3),
-    ),
-    "hugging-face": (lambda: hugging_face_vit(32, 2, 2, 0), lambda: vit(64, 3, 4, pool="token", positions="learned")),
-    "convnext": (lambda: convnexts(8, 2), lambda: convnexts(16, 3)),
-    "convnext, learned sum": (lambda: convnexts(8, 2, 0.1), lambda: convnexts(16, 3, 0.1)),
-    "vit, scaled skip": (
-        lambda: vit(32, 2, 2, layer_scale=0.3, layer_scale_on="skip"),
-        lambda: vit(64, 3, 4, seed=1, layer_scale=0.3, layer_scale_on="skip"),
-    ),
-    "stages": (lambda: convnexts((8, 12), (1, 2)), lambda: convnexts((16, 24), (3, 2))),
-    "convmixer": (lambda: mixers(8, 2), lambda: mixers(13, 2)),  # BatchNorm: any width
-}
-
-
-@pytest.mark.parametrize("name", GROWN)
-def test_a_grown_network_computes_the_same_function(name):
-    small, large = (make().eval() for make in GROWN[name])
-    images = torch.randn(3, 3, 16, 16)
-    with torch.no_grad():
-        expected = small(images)
-        expected = getattr(expected, "logits", expected)
-        before = large(images)
-        net2net_(large, small, noise=0.0)
-        torch.testing.assert_close(large(images), expected, rtol=1e-3, atol=1e-4)
-        assert not torch.allclose(before, expected, atol=0.1)
-        net2net_(large, small, noise=0.01, generator=seeded())
-        near = large(images)
-    assert 0 < (near - expected).norm() / expected.norm() < 0.3
-
-
-def test_noise_breaks_the_symmetry_of_copies():
-    """Without it, copies of a hidden unit get equal gradients."""
-    small = vit(32, 1, 2)
-    for noise, equal in ((0.0, True), (0.01, False)):
-        large = net2net_(vit(64, 1, 4), small, noise=noise, generator=seeded())
-        large(torch.randn(2, 3, 16, 16)).square().sum().backward()
-        gradient = large.blocks[0].mlp.fc1.weight.grad
-        same = torch.allclose(gradient[:128], gradient[128:], rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
-        assert same == equal
-
-
-def test_stacked_blocks_are_whole_copies():
-    small, large = mixers(8, 2), mixers(8, 5)
-    with pytest.raises(SpecError, match=r"found none in `blocks.2`, `blocks.3`, `blocks.4`; use depth='stack'"):
-        net2net_(large, small)
-    net2net_(large, small, depth="stack", noise=0.0)
-    for mine, theirs in ((2, 0), (3, 1), (4, 0)):
-        pairs = zip(large.blocks[mine].parameters(), small.blocks[theirs].parameters(), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-
+# --- refusals ---------------------------------------------------------------------------------------------------------
 
 SELECTED = [
     ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
@@ -325,14 +249,6 @@ SELECTED = [
     ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
     ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
 ]
-SINGULAR = [
-    ({}, "one of rank and fraction"),
-    ({"rank": 1, "fraction": 0.1}, "one of rank"),
-    ({"rank": 0}, "rank"),
-    ({"fraction": 1.5}, "fraction"),
-    ({"rank": 1, "remainder": "noise"}, "remainder"),
-    ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear"),
-]
 REFUSED = [
     *((select_weights_, student, {"teacher": vit()} | given, error, message) for given, error, message in SELECTED),
     (
@@ -342,23 +258,11 @@ REFUSED = [
         SpecError,
         r"filters of \(5, 5\) cannot be selected from \(7, 7\)",
     ),
-    *((transfer_singular_, vit, {"source": vit()} | given, UsageError, message) for given, message in SINGULAR),
     (transfer_, student, {"source": vit()}, SpecError, r"expected \(1, 16, 32\), found \(1, 16, 64\)"),
     (transfer_, student, {"source": {"pos_embed": torch.zeros(1, 16, 32)}}, SpecError, "the source has no"),
     (transfer_, vit, {"source": vit(), "select": "head*", "components": "mlp"}, UsageError, "that matches select="),
+    (permute_, vit, {"select": "*norm*"}, UsageError, "matches no weight of a linear"),
     (permute_, vit, {"mode": "heads"}, UsageError, "'entries', 'rows', 'columns'"),
-    (net2net_, lambda: vit(16, 2, 1), {}, SpecError, "expected at least the smaller network's shape"),
-    (net2net_, lambda: vit(64, 2, 2), {}, SpecError, "expected heads of width 16, .* found 32"),
-    (net2net_, lambda: vit(64, 2, 4), {"depth": "zero"}, UsageError, "'identity', 'stack'"),
-    (net2net_, lambda: vit(64, 2, 4), {"noise": -1.0}, UsageError, "noise: expected a number >= 0"),
-    (net2net_, lambda: convnexts((8, 12), (1, 1)), {}, SpecError, "has 2 layers in `stem`, the teacher 0"),
-    (
-        net2net_,
-        lambda: convnexts((8, 12, 16), (1, 1, 1)),
-        {"source": convnexts((8, 12), (1, 1))},
-        SpecError,
-        "student has 3 layers in `stages`, the teacher 2; only blocks can be added",
-    ),
 ]
 
 
@@ -366,13 +270,12 @@ REFUSED = [
 def test_refusals_change_nothing(init, make, arguments, error, message):
     module = make()
     before = copy.deepcopy(module)
-    given = {"source": vit(32, 2, 2)} | arguments if init is net2net_ else arguments
     with pytest.raises(error, match=message):
-        init(module, **given)
+        init(module, **arguments)
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("init", [select_weights_, transfer_, partial(transfer_singular_, rank=3)])
+@pytest.mark.parametrize("init", [select_weights_, transfer_])
 @pytest.mark.parametrize(
     ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
 )

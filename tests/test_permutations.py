@@ -214,20 +214,16 @@ def test_unknown_architectures_are_refused_by_name() -> None:
         permutation_spec(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Linear(4, 2)))
 
 
-def test_one_group_on_two_axes_is_refused() -> None:
-    spec = WeightSpec([TensorSpec("recurrent", (4, 4))])
-    with pytest.raises(SpecError, match="one group on two axes"):
-        PermutationSpec.from_axes(spec, {"recurrent": ("hidden", "hidden")})
-
-
-def test_groups_have_one_length_and_every_axis_a_label() -> None:
-    spec = WeightSpec([TensorSpec("a", (4, 3)), TensorSpec("b", (5,))])
-    with pytest.raises(SpecError, match=r"`b`: group h has 4 members elsewhere, found 5"):
-        PermutationSpec.from_axes(spec, {"a": ("h", None), "b": ("h",)})
-    with pytest.raises(SpecError, match=r"`a`: expected 2 axes"):
-        PermutationSpec.from_axes(spec, {"a": ("h",), "b": (None,)})
-    with pytest.raises(SpecError, match=r"no axes for `b`"):
-        PermutationSpec.from_axes(spec, {"a": ("h", None)})
+def test_groups_have_one_length_on_one_axis_and_every_axis_a_label() -> None:
+    spec = WeightSpec([TensorSpec("a", (4, 4)), TensorSpec("b", (5,))])
+    for axes, message in (
+        ({"a": ("h", "h"), "b": (None,)}, "one group on two axes"),
+        ({"a": ("h", None), "b": ("h",)}, "`b`: group h has 4 members elsewhere, found 5"),
+        ({"a": ("h",), "b": (None,)}, "`a`: expected 2 axes"),
+        ({"a": ("h", None)}, "no axes for `b`"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            PermutationSpec.from_axes(spec, axes)
 
 
 def test_types_are_the_subsets_of_the_groups() -> None:
@@ -315,7 +311,9 @@ def test_foreign_networks_are_known_by_name(name: str) -> None:
         assert change < tolerance
     if "GPT" not in name and "res" not in name:
         assert with_heads.heads["vo.1"] == ("heads.1", 3)
-    if name.endswith("Model"):
+    if (
+        name.endswith("Model") or name == "resnet50"
+    ):  # whose graph takes seconds; test_permutation_graph has larger ones
         return
     derived = {view.tensor: view for view in permutation_spec(network, inputs).views if not any(view.offset)}
     partners: dict[str, set] = {}

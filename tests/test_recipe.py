@@ -150,25 +150,19 @@ def test_a_pipe_or_a_device_is_no_recipe(device: bool, tmp_path: Path) -> None:
     signal.alarm(0)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="cannot read the recipe"):
-        Recipe.load(tmp_path / "none.toml")
-    (tmp_path / "latin.toml").write_bytes(b"# \xff\n")
-    with pytest.raises(RecipeError, match=r"cannot read the recipe .*: expected a TOML file in UTF-8"):
-        Recipe.load(tmp_path / "latin.toml")
-
-
-def test_a_folder_that_is_no_population_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "bench").mkdir()
+def test_what_is_no_file_of_this_kind_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RecipeError, match=r"bench: expected a \.toml file, .* found another folder"):
-        Recipe.load("bench")
-
-
-def test_a_recipe_is_not_taken_for_an_initialiser(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text('[network]\ntype = "vit"\n[data]\nname = "digits"\n')
-    with pytest.raises(RecipeError, match=r"the keys of an \[init\] table, with `name` .*, found network, data"):
-        InitConfig.load(tmp_path / "a.toml")
+    Path("bench").mkdir()
+    Path("latin.toml").write_bytes(b"# \xff\n")
+    Path("a.toml").write_text('[network]\ntype = "vit"\n[data]\nname = "digits"\n')
+    for load, name, message in (
+        (Recipe.load, "none.toml", "cannot read the recipe"),
+        (Recipe.load, "latin.toml", r"cannot read the recipe .*: expected a TOML file in UTF-8"),
+        (Recipe.load, "bench", r"bench: expected a \.toml file, .* found another folder"),
+        (InitConfig.load, "a.toml", r"the keys of an \[init\] table, with `name` .*, found network, data"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(name)
 
 
 def test_differences_show_both_values() -> None:

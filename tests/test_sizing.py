@@ -92,7 +92,7 @@ def test_a_recipe_that_cannot_fit_into_the_memory_is_refused_before_anything_is_
 def test_a_population_keeps_the_tile_that_it_was_begun_with(tmp_path, monkeypatch):
     for chosen, networks in ((2, 3), (16, 5)):
         monkeypatch.setattr(request, "choose_tile", lambda *_, chosen=chosen: chosen)
-        population = collect(RECIPE, tmp_path / "p.pop", device="cpu", networks=networks)
+        population = collect(RECIPE, tmp_path / "p.pop", workers=1, device="cpu", networks=networks)
         assert (len(population), population.recipe.population.tile) == (networks, 2)
     with pytest.raises(RecipeError, match=r"population\.tile: 2 -> 4"):
         collect(RECIPE.replace({"population.tile": 4}), tmp_path / "p.pop", device="cpu")

@@ -1,5 +1,6 @@
 """Every backend gives all tiles, and outlives workers that die, stop, hang or are lost altogether."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,14 +13,14 @@ from unittest.mock import MagicMock
 
 import clusters
 import fake_training as fake
-import kill_workers
 import pytest
 
 from weightscope._util import workers
 from weightscope._util.workers import ATTEMPTS, ClusterLost, TilesFailed, WorkerDied, Workers, on_each, spread
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population
 from weightscope.training.collection import collect
+from weightscope.training.tensorboard import tensorboard
 
 pytestmark = pytest.mark.filterwarnings("default")  # what clusters warn of is their own affair
 
@@ -50,6 +51,28 @@ def test_all_tiles_with_their_results_and_progress(backend, tmp_path):
     assert found == {0: 0, 2: 20, 3: 30, 4: 40}
     assert {tile for tile, _ in seen} <= {0, 2, 3, 4}
     assert {done for _, done in seen} <= {0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["dask", "ray"], indirect=True)
+def test_tiles_of_a_cluster_are_told_and_logged_here(backend, tmp_path, monkeypatch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    fake.use(monkeypatch)
+    told, log = [], tensorboard(tmp_path / "logs")
+
+    def on_tile(result):
+        told.append((result.tile, os.getpid(), [*result.networks]))
+        log(result)
+
+    where = {"backend": backend.backend, "scheduler": backend.scheduler}
+    population = collect(fake.recipe(), tmp_path / "a.pop", on_tile=on_tile, **where)
+    parts = [[*range(8)], [*range(8, 16)], [*range(16, 20)]]
+    assert sorted(told) == [(tile, os.getpid(), networks) for tile, networks in enumerate(parts)]
+    found = accumulator.EventAccumulator(str(tmp_path / "logs/a")).Reload().Scalars("test_accuracy")
+    kept = ~population.diverged[:8]
+    assert len(found) == 3
+    means = {each.step: each.value for each in found}
+    assert means[0] == pytest.approx(population.metrics["test_accuracy"][:8, -1][kept].mean())
 
 
 @on_this_machine_and_in_torture_on_clusters
@@ -100,12 +123,17 @@ def test_all_workers_can_be_asked_at_once(backend, tmp_path):
 @pytest.mark.slow
 @on_this_machine_and_in_torture_on_clusters
 def test_workers_that_are_killed_at_random_change_no_byte(backend, tmp_path):
-    """A short version of tests/torture/kill_workers.py: real networks in tiles of four, some workers killed."""
-    networks, kills = (64, 4) if clusters.TORTURE else (24, 2)
-    wanted = kill_workers.recipe(networks=networks, epochs=4)
+    """Real networks in tiles of four; resumed where a tile lost too many workers."""
+    networks, epochs, kills = (64, 60, 12) if clusters.TORTURE else (24, 4, 2)
+    wanted = fake.recipe(networks=networks, tile=4, training__epochs=epochs)
     collect(wanted, tmp_path / "whole.pop", workers=1, progress=False)
-    found = kill_workers.under_fire(backend.backend, backend, tmp_path / "a.pop", wanted, kills=kills, seed=1)
-    assert found["kills"] >= 1
+    options = {"workers": backend.count, "backend": backend.backend, "scheduler": backend.scheduler}
+    with clusters.killing(backend.backend, kills, pause=(0.2, 3.0), seed=1) as killed:
+        while True:
+            with contextlib.suppress(Resumable):
+                collect(wanted, tmp_path / "a.pop", progress=False, **options)
+                break
+    assert killed
     assert fake.files(tmp_path / "a.pop/shards") == fake.files(tmp_path / "whole.pop/shards")
     assert len(Population(tmp_path / "a.pop")) == networks
 

@@ -1,11 +1,15 @@
 """Populations in object stores: the same bytes as on disk, whatever the store does."""
 
+import random
 import threading
+import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
+import clusters
 import fake_training as fake
 import fsspec
 import numpy as np
@@ -18,11 +22,13 @@ from click.testing import CliRunner
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
+from weightscope.analysis.across_networks import joint_covariance
 from weightscope.cli import cli, main
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, export, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import DataConfig
+from weightscope.statistics import samples
 from weightscope.training.collection import collect
 from weightscope.training.status import status
 
@@ -292,6 +298,21 @@ def test_a_listing_is_not_a_request_for_each_shard(s3):
 
 
 @pytest.mark.slow
+def test_workers_read_each_shard_of_a_store_once(s3, tmp_path, monkeypatch):
+    """They give the bits of one process that reads a folder."""
+    monkeypatch.setattr(samples, "LEAF", 16)
+    url = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+    for path in (url, tmp_path / "a.pop"):
+        fake.write_population(path, fake.recipe(networks=64))
+    expected = joint_covariance(Population(tmp_path / "a.pop"), "*fc1.weight", workers=1)
+    s3.requests.clear()
+    found = joint_covariance(Population(url), "*fc1.weight", workers=2)
+    np.testing.assert_array_equal(found.matrix, expected.matrix)
+    asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
+    assert asked == {f"{tile:05d}.h5": 1 for tile in range(8)}
+
+
+@pytest.mark.slow
 def test_failures_that_pass_change_nothing(s3, tmp_path):
     """500 and 503 at every kind of request: s3fs tries again; the delay is that of a distant store."""
     path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
@@ -353,12 +374,14 @@ def test_credentials_that_are_missing_or_wrong_are_one_line(s3, monkeypatch, cap
 
 @pytest.mark.slow
 def test_killed_and_resumed(s3, tmp_path):
-    """tests/torture/kill_collect.py --url s3://bucket has 50 kills."""
-    path, environment = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop"), stores.environment(s3.url)
-    process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
-    crash.wait_for((path / "shards/00001.h5").exists, process)
-    crash.kill_group(process)
-    Population(path, partial=True).verify()
-    crash.finish(path, crash.RECIPE, "small", environment=environment)
+    environment, moments = stores.environment(s3.url), random.Random(0)
     crash.finish(tmp_path / "a.pop", crash.RECIPE, "small")
-    assert fake.files(path) == fake.files(tmp_path / "a.pop")
+    for _ in range(20 if clusters.TORTURE else 1):
+        path = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
+        process = crash.start(path, crash.RECIPE, "slow", workers=2, environment=environment)
+        crash.wait_for((path / "shards/00001.h5").exists, process)
+        time.sleep(moments.uniform(0, 0.5))
+        crash.kill_group(process)
+        Population(path, partial=True).verify()
+        crash.finish(path, crash.RECIPE, "small", environment=environment)
+        assert fake.files(path) == fake.files(tmp_path / "a.pop")

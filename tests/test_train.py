@@ -89,13 +89,15 @@ def test_an_average_begins_with_the_weights_after_the_first_step():
     assert (run.average - run.nets.weights).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("engine", ["batched", "loop"])
+@pytest.mark.parametrize(
+    ("engine", "kernels"), [("batched", "torch"), ("batched", "compiled"), ("loop", "torch")], indirect=["kernels"]
+)
 @pytest.mark.parametrize("ema", [0.0, 0.5])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_snapshots_are_the_weights_of_shorter_trainings_and_change_no_bit(name, ema, engine, kernels):
     """With a constant rate, an epoch of a longer training is a training of one epoch; statistics included."""
     changes = {"schedule": "constant", "warmup": 0.0, "ema": ema, "engine": engine, "evaluate": "end"}
-    changes["kernels"] = "torch" if engine == "loop" else kernels
+    changes["kernels"] = kernels
     plan = recipe(network=NETWORKS[name], **{f"training__{key}": value for key, value in changes.items()})
     found = train_tile(plan.replace({"population.snapshots": [0, 1, 2]}), 1, device="cpu")
     start, first, last = found.snapshots.swapaxes(0, 1)

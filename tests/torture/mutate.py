@@ -9,6 +9,7 @@ a hub. No crash, no hang, no code run, bounded memory, and no change of a hashed
 import argparse
 import codecs
 import contextlib
+import datetime
 import hashlib
 import io
 import json
@@ -38,10 +39,10 @@ import pytest
 import tomli_w
 import torch
 from hub_server import REPOSITORY, Hub, connect, isolate, serving
-from plain_torture import report
 from safetensors.torch import save
 from torch import nn
 
+from weightscope._util.environment import environment
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.fitting import fit
@@ -382,8 +383,10 @@ def main() -> None:
             read[name] += accepted
     for name, count in tried.items():
         print(f"{name}: {count} mutants, {read[name]} read, {count - read[name]} refused with one line")
-    counts = {"mutants": tried.total(), "read": read.total(), "failures": 0}
-    report(options.json, "mutate", counts, time.monotonic() - began)
+    if options.json is not None:
+        counts = {"mutants": tried.total(), "read": read.total(), "failures": 0, "date": f"{datetime.date.today()}"}
+        counts |= {"seconds": round(time.monotonic() - began), "environment": environment("cpu")}
+        options.json.write_text(json.dumps({"mutate": counts}, indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from enum import IntEnum
 
 import numpy as np
 
+from weightscope._util.checks import count
+
 
 class Purpose(IntEnum):
     """Purpose of a stream. Values are stored in populations: append, never renumber."""
@@ -27,7 +29,8 @@ class Purpose(IntEnum):
 
 
 def sequence(root: int, network: int, purpose: Purpose) -> np.random.SeedSequence:
-    """The seed sequence of one network's stream; ValueError for numbers below 0."""
+    """The seed sequence of one network's stream; UsageError for a root below 0."""
+    count("seed", root, least=0)
     return np.random.SeedSequence(root, spawn_key=(network, int(purpose)))
 
 

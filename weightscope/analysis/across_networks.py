@@ -19,10 +19,27 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.coordinates import Coordinates
 from weightscope.statistics.gram import Precision
-from weightscope.statistics.mlps import StripeResult, TransposedCorrelation, stripes, transposed_correlation
+from weightscope.statistics.kept import Keep
+from weightscope.statistics.mlps import (
+    StripeResult,
+    TransposedCorrelation,
+    mean_correlation,
+    stripe_ratios,
+    stripe_terms,
+    transposed_terms,
+)
 from weightscope.statistics.moments import BLOCK, EntryMoments, Moments
-from weightscope.statistics.out_of_core import Eigenpairs, Total, top_eigenpairs, write_covariance
-from weightscope.statistics.samples import WeightArray, WeightSamples, ahead, over_parts, usable_chunks
+from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
+from weightscope.statistics.samples import (
+    WeightArray,
+    WeightSamples,
+    ahead,
+    finite_chunks,
+    first_chunks,
+    literal,
+    over_parts,
+    usable_chunks,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -177,31 +194,91 @@ def covariance_across(
     if select == "auto":
         select = _MLP if any(fnmatchcase(name, _MLP) for name in source.spec.names) else "*"
     found = joint_covariance(source, select, **options)
-    ratios: dict[str, StripeResult] = {}
-    pairs: dict[str, TransposedCorrelation] = {}
-    problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
-    for name, shape in ((t.name, t.shape) for t in found.spec.tensors if t.name in source.spec.slices):
-        if len(shape) != 2:
-            continue
-        try:
-            ratios[name] = stripes(_tensor(source, name))
-        except DataError as error:  # too few networks, or a tensor that does not vary
-            problems["without_stripes"][name] = str(error)
-        mlp, other = name.removesuffix(".fc1.weight"), name.replace(".fc1.weight", ".fc2.weight")
-        if mlp == name or other not in found.spec.names or found.spec[other].shape != shape[::-1]:
-            continue
-        try:
-            pairs[mlp] = transposed_correlation(_tensor(source, name), _tensor(source, other))
-        except DataError as error:
-            problems["without_transposed"][mlp] = str(error)
+    matrices = [t.name for t in found.spec.tensors if t.name in source.spec.slices and len(t.shape) == 2]
+    if not matrices:
+        return found
+    over = {key: options[key] for key in ("workers", "keep_sums") if key in options}
+    ratios, pairs, problems = _matrix_statistics(source, source.spec.select(literal(matrices)), **over)
     diagnostics = found.diagnostics | {key: reasons for key, reasons in problems.items() if reasons}
     return replace(found, stripes=ratios, transposed=pairs, diagnostics=diagnostics)
 
 
-def _tensor(source: WeightSamples, name: str) -> np.ndarray:
-    """One tensor of all networks that did not diverge, (N, *shape)."""
-    rows = np.concatenate([rows for rows, _ in usable_chunks(source, [name])])
-    return rows.reshape(-1, *source.spec[name].shape)
+def _matrix_statistics(
+    source: WeightSamples, spec: WeightSpec, workers: Workers | int | None = None, keep_sums: bool = True
+) -> tuple[dict[str, StripeResult], dict[str, TransposedCorrelation], dict[str, dict[str, str]]]:
+    """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
+
+    Terms of each network are about the means of all networks; of a population of several parts about those of its first
+    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows.
+    """
+    known = EntryMoments(spec.size, first_chunks(source, spec.names))
+    names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
+    second = {mlp: name.replace(".fc1.weight", ".fc2.weight") for mlp, name in names.items()}
+    mlps = [m for m in names if second[m] in spec.slices and spec[second[m]].shape == spec[names[m]].shape[::-1]]
+    terms = _Terms(spec, [(names[mlp], second[mlp]) for mlp in mlps], known)
+    keep = Keep(terms.none, ("matrices", spec.to_json(), known.mean, known.squares)) if keep_sums else None
+    found = over_parts(source, terms, workers, keep=keep)
+    found.flush()
+    ratios: dict[str, StripeResult] = {}
+    pairs: dict[str, TransposedCorrelation] = {}
+    problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
+    for i, (name, shape) in enumerate((t.name, t.shape) for t in spec.tensors):
+        try:
+            ratios[name] = stripe_ratios(found.rows[:, 4 * i : 4 * i + 4], shape, found.excluded)
+        except DataError as error:  # too few networks, or a tensor that does not vary
+            problems["without_stripes"][name] = str(error)
+    for mlp, shares, entries in zip(mlps, found.rows[:, 4 * len(spec) :].T, terms.entries, strict=True):
+        try:
+            pairs[mlp] = mean_correlation(shares, entries)
+        except DataError as error:
+            problems["without_transposed"][mlp] = str(error)
+    return ratios, pairs, problems
+
+
+class _Terms:
+    """Terms of the statistics of matrices, of each network of a part: four of each matrix, one of each pair of them."""
+
+    def __init__(self, spec: WeightSpec, pairs: Sequence[tuple[str, str]], known: EntryMoments) -> None:
+        self.spec, self.pairs, self.mean = spec, pairs, known.mean
+        self.scales = spec.unpack(known.deviation())
+        nothing = spec.unpack(np.zeros((0, spec.size)))
+        self.entries = [transposed_terms(*self._of(pair, nothing), *self._of(pair, self.scales))[1] for pair in pairs]
+
+    def none(self) -> "_Rows":
+        """Those of no network."""
+        return _Rows(4 * len(self.spec) + len(self.pairs))
+
+    def __call__(self, part: WeightSamples, _: int) -> "_Rows":
+        out = self.none()
+        for rows, excluded in finite_chunks(part, self.spec.names, BLOCK):
+            out.excluded += excluded
+            tensors = self.spec.unpack(rows - self.mean)
+            columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
+            pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
+            out.more.append(np.column_stack([*columns, *pairs]))
+        return out
+
+    @staticmethod
+    def _of(pair: tuple[str, str], tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return tensors[pair[0]], tensors[pair[1]]
+
+
+class _Rows:
+    """Rows of numbers of consecutive networks, (N, K)."""
+
+    summed = ("excluded", "rows")
+
+    def __init__(self, width: int) -> None:
+        self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
+
+    def flush(self) -> None:
+        """Put what was added into `rows`."""
+        self.rows, self.more = np.concatenate([self.rows, *self.more]), []
+
+    def __iadd__(self, other: "_Rows") -> "_Rows":
+        self.excluded += other.excluded
+        self.more += [other.rows, *other.more]
+        return self
 
 
 def joint_covariance(
@@ -217,6 +294,7 @@ def joint_covariance(
     file: str | Path | None = None,
     memory: int = 2 << 30,
     workers: Workers | int | None = None,
+    keep_sums: bool = True,
 ) -> PopulationCovariance:
     """The joint covariance of any selection of tensors over the networks of a population (MLP paper, Fig. 1).
 
@@ -239,6 +317,8 @@ def joint_covariance(
         memory: bytes to use with `file`, in each process.
         workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
             population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
+        keep_sums: whether sums over a population's first parts are kept in its folder, at most 1 GiB, and used when it
+            has grown (`weightscope.statistics.kept`); not those of `file` or a device.
 
     UsageError for invalid or contradictory options; DataError if fewer than 2 networks are usable.
 
@@ -254,9 +334,13 @@ def joint_covariance(
     choice("precision", precision, get_args(Precision))
     size, correlation = coordinates.spec.size, kind == "correlation"
     total = _total(source, coordinates, workers if device is None else 1, chunk if file is None else BLOCK)
-    found: Moments | EntryMoments
+    found: Any
     if file is None:
-        found = total(partial(_moments, size, device, precision), np.dtype(precision).itemsize * size**2)
+        function, keep = partial(_moments, size, device, precision), None
+        if keep_sums and device is None:
+            about = coordinates.spec.to_json(), coordinates.reads.names, fold_norms, precision
+            keep = Keep(partial(function, ()), ("moments", *about))
+        found = total(function, np.dtype(precision).itemsize * size**2, keep)
         mean, n, variance = found.mean, found.n, found.variance()
         matrix = (found.correlation if correlation else found.covariance)(destroy=True)
     elif device is not None:
@@ -309,9 +393,13 @@ def eigenpairs(
     return top_eigenpairs(total, coordinates.spec.size, rank, memory=memory)
 
 
-def _total(source: WeightSamples, coordinates: Coordinates, workers: Workers | int | None, chunk: int = BLOCK) -> Total:
-    """Adds up a function of blocks of coordinates over the parts of a source; one pass over the data."""
-    return lambda function, size=0: over_parts(source, partial(_pass, coordinates, chunk, function), workers, size=size)
+def _total(source: WeightSamples, coordinates: Coordinates, workers: Workers | int | None, chunk: int = BLOCK) -> Any:
+    """Adds up a function of blocks of coordinates over the parts of a source; one pass over the data, see `Total`."""
+
+    def total(function: Callable[[Iterable[np.ndarray]], T], size: int = 0, keep: Keep | None = None) -> T:
+        return over_parts(source, partial(_pass, coordinates, chunk, function), workers, size=size, keep=keep)
+
+    return total
 
 
 def _pass(coordinates: Coordinates, chunk: int, function: Callable[..., T], part: WeightSamples, _: int) -> T:
@@ -342,6 +430,7 @@ def covariance(
     exchangeable: bool = False,
     permutations: Any = None,
     workers: Workers | int | None = None,
+    keep_sums: bool = True,
     **options: Any,
 ) -> "PopulationCovariance | NetworkCovariances | ExchangeableCovariance":
     """Covariances over the networks of a population, or within one or several trained networks.
@@ -361,6 +450,7 @@ def covariance(
         exchangeable: average over permutations of hidden units; `select` is then "*" by default.
         permutations: with `exchangeable`: those of one's own, see `exchangeable_covariance`.
         workers: of a population of more than 4,096 networks, see `joint_covariance`.
+        keep_sums: see `joint_covariance`.
         options: of a population: `kind`, `computed`, `fold_norms`, `precision`, `device`, `chunk`, `file`, `memory`,
             see `joint_covariance`; within networks: `part`, `labels`, `config`,
             `keep`, `seed`, see `weightscope.analysis.within_network.covariance_within`.
@@ -385,11 +475,12 @@ def covariance(
             raise UsageError(f"exchangeable: takes `select` only, found {given}")
         samples = _one_network(source) if population is None else population
         select = "*" if select in ("auto", None) else select
-        return exchangeable_covariance(samples, select, permutations=permutations, workers=workers)
+        over: dict[str, Any] = {"workers": workers, "keep_sums": keep_sums}
+        return exchangeable_covariance(samples, select, permutations=permutations, **over)
     if permutations is not None:
         raise UsageError("permutations: requires exchangeable")
     if population is not None and not within:
-        return covariance_across(population, select, workers=workers, **options)
+        return covariance_across(population, select, workers=workers, keep_sums=keep_sums, **options)
     if across := [name for name in ACROSS if name in options] + ["select"] * (select != "auto"):
         reason = f"together with {', '.join(within)}" if population is not None else "for a trained network"
         raise UsageError(f"{', '.join(across)}: applies to a population, found {reason}")

@@ -5,7 +5,7 @@ And when in training its correlations appear.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,18 +19,17 @@ from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.workers import Workers
 from weightscope.errors import UsageError
-from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import (
-    CENTRE,
     ExchangeableMoments,
     Pair,
     TypeCovariance,
-    centre_of,
+    beginning,
     correlated_pairs,
 )
 from weightscope.statistics.index_effects import IndexEffect, described
+from weightscope.statistics.kept import Keep
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.statistics.samples import WeightSamples, finite_chunks, first_rows, over_parts
+from weightscope.statistics.samples import WeightSamples, finite_chunks, over_parts
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -160,6 +159,7 @@ def exchangeable_covariance(
     *,
     permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
     workers: Workers | int | None = None,
+    keep_sums: bool = True,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
@@ -176,8 +176,8 @@ def exchangeable_covariance(
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
-        workers: see `joint_covariance`. Index effects are those of the first part, of at most 1,024 networks; of
-            fewer, with less power, where most of the first 4,096 are missing or diverged.
+        workers: see `joint_covariance`. Index effects are those of the first 1,024 networks.
+        keep_sums: see `joint_covariance`.
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.
@@ -190,18 +190,20 @@ def exchangeable_covariance(
 
     spec = source.spec.select(select)
     own = permutations_of(source, permutations).restrict(spec.names)
-    first = first_rows(source, spec.names, CENTRE)
-    moments = over_parts(source, partial(_moments, spec, own, centre_of(first) if len(first) else None), workers)
+    centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names)), spec, own)
+    empty = partial(ExchangeableMoments, spec, own, centre=centre, index=False)
+    keep = Keep(empty, ("exchangeable", spec.to_json(), own.views, centre)) if keep_sums else None
+    moments = over_parts(source, partial(_moments, spec.names, empty), workers, keep=keep)
     found = moments.covariances("networks" if moments.n > 1 else "zero")
-    return ExchangeableCovariance(found, own, moments.n, moments.excluded, moments.index.effects())
+    return ExchangeableCovariance(found, own, moments.n, moments.excluded, effects)
 
 
 def _moments(
-    spec: WeightSpec, permutations: PermutationSpec, centre: np.ndarray | None, part: WeightSamples, i: int
+    names: Sequence[str], empty: Callable[[], ExchangeableMoments], part: WeightSamples, _: int
 ) -> ExchangeableMoments:
-    moments = ExchangeableMoments(spec, permutations, centre=centre, index=not i)
+    moments = empty()
     with single_threaded():  # another thread reads; on two cores more of them wait for each other
-        for rows, out in finite_chunks(part, spec.names):
+        for rows, out in finite_chunks(part, names):
             moments.excluded += out
             moments.update(rows)
     return moments
@@ -283,7 +285,10 @@ class Emergence(Result):
 
 
 def emergence(
-    population: "Population", select: str | Sequence[str] = "*", workers: Workers | int | None = None
+    population: "Population",
+    select: str | Sequence[str] = "*",
+    workers: Workers | int | None = None,
+    keep_sums: bool = True,
 ) -> Emergence:
     """The invariant covariance (`exchangeable_covariance`) at every snapshot of a population.
 
@@ -296,7 +301,7 @@ def emergence(
     if not population.snapshots:
         raise UsageError(f"{population.path}: no snapshots; collect it with [population] snapshots = [0, 1, 2, 4]")
     found = {
-        moment: exchangeable_covariance(population.at(moment), select, workers=workers)
+        moment: exchangeable_covariance(population.at(moment), select, workers=workers, keep_sums=keep_sums)
         for moment in population.snapshots
     }
     return Emergence(found, population.unit)

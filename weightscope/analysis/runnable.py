@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
 from weightscope._util.sources import is_population, population_member
 from weightscope._util.torch_random import seeded
@@ -144,6 +145,8 @@ def images_for(
     if not isinstance(side, int):
         raise UsageError(f"size: {source}/config.json has no image_size; give the pixels per side (--size)")
     if images is None:
+        if 4 * count * channels * side**2 > available_memory() // 2:
+            raise UsageError(f"{count} images of {side} x {side} pixels: more than fit the free memory; ask for fewer")
         return torch.randn(count, channels, side, side, generator=torch.Generator().manual_seed(0))
     found = sorted(Path(images).rglob("*")) if Path(images).is_dir() else [Path(images)]
     pictures = [file for file in found if file.suffix.lower() in SUFFIXES and file.is_file()][:count]

@@ -19,7 +19,7 @@ from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
-from weightscope.statistics.kronecker import explained_variance, kronecker_sum
+from weightscope.statistics.kronecker import nearest_kronecker
 from weightscope.statistics.slices import KEPT, Focus, SliceMoments, centre_focus, slice_moments
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Layer:
     moments: SliceMoments | None = None  # None if fewer than 2 samples are finite
     focus: Focus | None = None  # None for rows and columns
     # of images of one channel whose covariance is kept: the share of |S|^2 that one Kronecker product A (x) B explains,
-    # see `kronecker_sum`, and the same over the entries off the diagonal, NaN where all of them are zero
+    # see `nearest_kronecker`, and the same over the entries off the diagonal, NaN where all of them are zero
     kronecker: tuple[float, float] | None = None
     examples: np.ndarray | None = None  # (m, channels, kh, kw), some of the samples, as they are stored
     problem: str | None = None  # why there are no moments
@@ -556,14 +556,15 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
     if len(samples) > most:
         shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
     focus = centre_focus(samples, (shape[1], shape[2]), moments)
-    kronecker = _kronecker(moments.covariance, *shape[1:]) if square else None
+    kronecker = _kronecker(moments.covariance, shape[1]) if square else None
     return replace(layer, moments=moments, focus=focus, kronecker=kronecker, examples=shown.reshape(-1, *shape))
 
 
-def _kronecker(covariance: np.ndarray | None, p: int, n: int) -> tuple[float, float] | None:
+def _kronecker(covariance: np.ndarray | None, p: int) -> tuple[float, float] | None:
     if covariance is None or not covariance.any():
         return None
-    fit = kronecker_sum(covariance, p, n)
-    off = np.count_nonzero(covariance - np.diag(np.diagonal(covariance)))
-    dependence = explained_variance(covariance, fit.matrix(), diagonal=False) if off else math.nan
-    return fit.explained, dependence
+    fit = nearest_kronecker(covariance, p)
+    off = ~np.eye(len(covariance), dtype=bool)
+    total = float(np.square(covariance[off]).sum())
+    left = float(np.square((covariance - np.kron(fit.rows, fit.columns))[off]).sum())
+    return fit.explained, 1.0 - left / total if total else math.nan

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from weightscope._util.arms import CONTROLS, FROZEN, point_text, value_text
+from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
 from weightscope._util.checks import choice, count
 from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
@@ -253,6 +253,12 @@ class Arm:
     def place(self) -> str:
         """The cell as text, equal for equal cells."""
         return json.dumps(dict(self.cell), sort_keys=True)
+
+    @property
+    def title(self) -> str:
+        """As tables call it, without slashes within a name: `kernel_size=3/mlp (scale only), 1 epoch`."""
+        names = (point_text(self.cell), f"{self.init}, {epochs_text(self.epochs)}")
+        return "/".join(name.replace("/", "-") for name in names if name)
 
     @property
     def kind(self) -> str:

@@ -129,7 +129,7 @@ def choose_gain(
     if len(candidates) < 2:
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
-    recipe, settings = _short(population.recipe, epochs, validation, training.get("data"))
+    recipe, settings = _short(population.recipe, seeds, epochs, validation, training.get("data"))
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})
     given = [{"structure": "exchangeable", "options": options | {"gain": gain}, **fitting} for gain in candidates]
@@ -182,7 +182,7 @@ def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURA
 
 
 def _short(
-    recipe: Recipe, epochs: int | None, validation: int | None, data: str | Path | None
+    recipe: Recipe, seeds: int, epochs: int | None, validation: int | None, data: str | Path | None
 ) -> tuple[Recipe, dict[str, Any]]:
     """The recipe of the candidates' trainings, and its numbers."""
     length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)
@@ -191,4 +191,5 @@ def _short(
         changes["training.evaluate"] = "end"
     held_back, numbers = recipe.data.validating(validation, data)
     seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)
-    return recipe.replace(changes | held_back), {"epochs": length, "seed": seed, **numbers, "data": recipe.data.what}
+    changes |= held_back | {"population.networks": seeds}  # checked before candidates are fitted
+    return recipe.replace(changes), {"epochs": length, "seed": seed, **numbers, "data": recipe.data.what}

@@ -1,7 +1,6 @@
 """`BenchResult`: the runs of a benchmark and their summary, as tables, text and JSON."""
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weightscope._util.arms import CONTROLS, count_range, divergence, epochs_text, place_of, point_text
-from weightscope._util.checks import choice
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
@@ -22,7 +20,6 @@ from weightscope.errors import DataError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = ("text", "markdown", "latex")
 _LARGEST = 2**31  # bytes of a results.json
 TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
@@ -106,7 +103,7 @@ class BenchResult(Result):
         images = self._over_images(cells)
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
-            table += f"\n{self._conditional(arms)}"
+            table += "\nintervals are over networks, for the test examples that were used"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
@@ -141,33 +138,26 @@ class BenchResult(Result):
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
 
-    def _conditional(self, arms: Mapping[Any, dict[str, Any]]) -> str:
-        """What intervals leave out: accuracies p and q on m examples have the variances p (1-p) / m and q (1-q) / m.
+    def table(self) -> str:
+        """A table like those of the papers, in Markdown: a column per cell and length.
 
-        Their sum bounds that of the difference, if what one arm gets right is not harder for the other.
-        """
-        data = self.environment.get("recipe", {}).get("data", {})
-        examples = data.get("validation") or data.get("test")
-        line = "intervals are over networks, for the test examples that were used"
-        if not examples:
-            return line
-        rows = [row for row in self.arms if row["difference"] is not None]
-        pairs = [(row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"]) for row in rows]
-        error = max((p * (1 - p) + q * (1 - q)) / examples for p, q in pairs) ** 0.5
-        return (
-            f"{line}; other {examples:,} move a difference by a standard error of at most {_number(error, self.metric)}"
-        )
-
-    def table(self, form: str = "text") -> str:
-        """A table like those of the papers, in "text", "markdown" or "latex" (booktabs): a column per cell and length.
-
-        An entry is the mean of the metric, accuracies in per cent. Behind +- is the half width of the adjusted interval
+        An entry is the mean of the metric, accuracies in per cent. Behind ± is the half width of the adjusted interval
         of its difference from the reference on the same seeds; the reference, in the first row, has none. The best mean
-        of a column is bold (`*` in text), of the arms with the most seeds: a mean over the networks that did not
-        diverge is not comparable with one over all. A dagger marks a difference from the reference at an adjusted level
-        of 0.05.
+        of a column is bold, of the arms with the most seeds: a mean over the networks that did not diverge is not
+        comparable with one over all. A dagger marks a difference from the reference at an adjusted level of 0.05.
         """
-        return _table(self.arms, form, self.metric)
+        columns: dict[Any, dict[str, Mapping[str, Any]]] = {}
+        for row in self.arms:
+            columns.setdefault((cell_key(row), row["epochs"]), {})[row["init"]] = row
+        lengths = len({epochs for _, epochs in columns}) > 1
+        heads = [_head(next(iter(column.values())), lengths) for column in columns.values()]
+        best = [_best_of(list(column.values()), self.metric) for column in columns.values()]
+        lines = [["initialiser", *heads], ["---"] + ["---:"] * len(heads)]
+        for init in dict.fromkeys(row["init"] for row in self.arms):
+            pairs = zip(columns.values(), best, strict=True)
+            lines.append([init, *(_entry(rows.get(init), top, self.metric) for rows, top in pairs)])
+        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+        return "\n".join([*rows, "", _note(self.arms, self.metric)]) + "\n"
 
     def contrast(self, text: str) -> dict[str, Any]:
         """The test of one contrast of these arms, such as `"mean(a) - mean(b)"`, see `Contrast`.
@@ -290,30 +280,6 @@ def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") 
 # --- tables like those of the papers ----------------------------------------------------------------------------------
 
 
-def _table(arms: Sequence[Mapping[str, Any]], form: str, metric: Metric) -> str:
-    choice("form", form, FORMATS)
-    columns: dict[Any, dict[str, Mapping[str, Any]]] = {}
-    for row in arms:
-        columns.setdefault((cell_key(dict(row)), row["epochs"]), {})[row["init"]] = row
-    lengths = len({epochs for _, epochs in columns}) > 1
-    heads = [_head(next(iter(column.values())), lengths) for column in columns.values()]
-    best = [_best_of(list(column.values()), metric) for column in columns.values()]
-    body = [
-        [init, *(_entry(rows.get(init), top, form, metric) for rows, top in zip(columns.values(), best, strict=True))]
-        for init in dict.fromkeys(row["init"] for row in arms)
-    ]
-    note, lost = _note(arms, metric), divergence(arms)
-    if form == "latex":
-        return _latex(["initialiser", *heads], body, note, lost)
-    note += f"; {lost}" if lost else ""
-    if form == "markdown":
-        head = ["initialiser", *heads]
-        lines = [head, ["---"] + ["---:"] * len(heads), *body]
-        rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        return "\n".join([*rows, "", _plain(note)]) + "\n"
-    return text_table(["initialiser", *heads], body) + f"\n{_plain(note, star=True)}"
-
-
 def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, float] | None:
     """The largest number of seeds and the best mean of the arms with so many.
 
@@ -329,10 +295,11 @@ def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, 
 
 def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
     note = f"{metric.title[0].upper()}{metric.title[1:]} of {count_range([row['n'] for row in arms])} seeds"
-    note += "; +- half the 95 % interval (Holm) of the paired difference from the first row"
+    note += "; ± half the 95 % interval (Holm) of the paired difference from the first row"
     if any(row["n"] != row["pairs"] for row in arms if row["pairs"] is not None):
         note += f" on {count_range([row['pairs'] for row in arms if row['pairs'] is not None])} seeds of both"
-    return f"{note}; dagger: p < 0.05, adjusted (Holm){metric.direction}"
+    note += f"; †: p < 0.05, adjusted (Holm){metric.direction}"
+    return f"{note}; {lost}" if (lost := divergence(arms)) else note
 
 
 def _head(row: Mapping[str, Any], lengths: bool) -> str:
@@ -340,38 +307,17 @@ def _head(row: Mapping[str, Any], lengths: bool) -> str:
     return ", ".join(filter(None, [text, epochs_text(row["epochs"]) if lengths or not text else ""]))
 
 
-def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, form: str, metric: Metric) -> str:
+def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric: Metric) -> str:
     if row is None or row["mean"] is None:
         return ""
     decimals = metric.decimals - 1
     mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if best is not None and (row["n"], row["mean"]) == best:
-        mean = {"latex": rf"\textbf{{{mean}}}", "markdown": f"**{mean}**", "text": f"*{mean}"}[form]
+        mean = f"**{mean}**"
     if row["difference"] is None:
         return mean
     if not metric.tells(row["difference_ci_holm"]):
         return f"{mean} ({TOO_FEW})"
     low, high = row["difference_ci_holm"]
-    half = f"{metric.factor / 2 * (high - low):.{decimals}f}"
     sure = row["p_holm"] is not None and row["p_holm"] < LEVEL
-    if form == "latex":
-        return rf"{mean} $\pm$ {half}" + (r"$^\dagger$" if sure else "")
-    return f"{mean} ± {half}" + ("†" if sure else "")
-
-
-def _plain(note: str, *, star: bool = False) -> str:
-    return note.replace("+-", "±").replace("dagger", "†") + ("; *: best of its column" if star else "")
-
-
-def _latex(header: Sequence[str], body: Sequence[Sequence[str]], note: str, lost: str) -> str:
-    """`lost` is a line of the table itself: the note is a comment, which is not printed."""
-    lines = [r"\begin{tabular}{l" + "r" * (len(header) - 1) + "}", r"\toprule"]
-    lines += [" & ".join(map(_escaped, header)) + r" \\", r"\midrule"]
-    lines += [" & ".join([_escaped(row[0]), *row[1:]]) + r" \\" for row in body]
-    foot = [rf"\multicolumn{{{len(header)}}}{{l}}{{\footnotesize {_escaped(lost)}}} \\"] if lost else []
-    lines += [r"\bottomrule", *foot, r"\end{tabular}"]
-    return "% " + _plain(note) + "\n" + "\n".join(lines) + "\n"
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([&%$#_{}])", r"\\\1", text)
+    return f"{mean} ± {metric.factor / 2 * (high - low):.{decimals}f}" + "†" * sure

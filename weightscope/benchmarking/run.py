@@ -7,7 +7,7 @@ sees the same batches in the same order with the same augmentation, and differs 
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -139,6 +139,7 @@ class BenchPlan(Result):
     def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
         folder = self.design.folder
+        names = {request.path: arm.title for arm, request in zip(self.design.arms, self.requests, strict=True)}
 
         def ended(result: TileResult) -> None:
             file = _time_file(folder, result.path, result.tile)
@@ -146,7 +147,7 @@ class BenchPlan(Result):
             values = {"seconds": result.seconds, "networks": len(result.networks)}
             atomic.write(file, json.dumps(values).encode())
             if on_tile is not None:
-                on_tile(result)
+                on_tile(replace(result, name=names[result.path]))
 
         train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
         check_sources(self.requests)

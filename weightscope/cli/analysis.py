@@ -180,6 +180,14 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @permutations_option
 @spread_options
+@click.option(
+    "--no-keep-sums",
+    "keep_sums",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Do not keep sums over networks in NAME.pop/sums for when the population has grown.",
+)
 @partial_option
 @json_option
 def covariance(
@@ -215,7 +223,8 @@ def covariance(
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
-    own, workers = options.pop("permutations"), options.pop("workers")
+    own = options.pop("permutations")
+    over = {"workers": options.pop("workers"), "keep_sums": options.pop("keep_sums")}
     if own is not None and (throughout or not options["exchangeable"]):
         raise UsageError("--permutations requires --exchangeable, without --at all")
     if options.pop("exchangeable"):
@@ -234,10 +243,10 @@ def covariance(
 
             if len(sources) > 1:
                 raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
-            found = emergence(population_in(sources[0]), select or "*", workers)
+            found = emergence(population_in(sources[0]), select or "*", **over)
         else:
             given = sources[0] if len(sources) == 1 else sources
-            found = compute(given, select or "auto", exchangeable=True, permutations=own, workers=workers)
+            found = compute(given, select or "auto", exchangeable=True, permutations=own, **over)
         _show(found, out, json_file)
         return
     across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
@@ -252,7 +261,7 @@ def covariance(
     networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
     if labels:
         within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, workers=workers, **across, **within)
+    found = compute(networks[0] if len(networks) == 1 else networks, **over, **across, **within)
     _show(found, out, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)

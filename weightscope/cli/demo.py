@@ -74,6 +74,7 @@ def run_demo(
     if out.is_dir() and any(out.iterdir()) and not (out / "digits.pop").is_dir():
         raise UsageError(f"{out}: expected a new or empty folder, or that of an earlier demo, found other files in it")
     recipe = Recipe.load(Path(__file__).with_name("demo.toml"))
+    recipe.replace({"population.networks": seeds})  # refuses what the benchmark would, after minutes
     recipe = recipe.replace({"training.epochs": epochs, "population.networks": networks})
     say(
         f"Training {networks} small networks, fitting an initialiser to their weights and benchmarking it; the default "

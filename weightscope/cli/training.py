@@ -128,7 +128,7 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 
     SOURCE is a file (.pt, .pth, .safetensors, .npz, .onnx), a pattern of files, a folder of files or of models, a
     folder of Ray Tune's trials as Model Zoos are published (result.json, checkpoint_000050/checkpoints: the results are
-    metrics, checkpoints before the last are snapshots), a .csv or .parquet table with a column `path` and columns of
+    metrics, checkpoints before the last are snapshots), a .csv table with a column `path` and columns of
     metrics, or models at the hub, in which {1..9} and {a,b} expand. Several revisions of one model at the hub are its
     snapshots.
 
@@ -351,7 +351,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     if gain in (None, "auto"):
         return None
     try:
-        number = int(gain) if gain.isdigit() else float(gain)
+        number = int(gain) if gain.isdigit() and len(gain) < 16 else float(gain)
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
@@ -457,10 +457,8 @@ def _write(result: Any, folder: Path) -> list[Path]:
     """Write the tables and pictures of a benchmark; returns all of its files."""
     from weightscope._util import atomic
 
-    written = [folder / "results.json"]
-    for form, name in (("markdown", "table.md"), ("latex", "table.tex")):
-        written.append(folder / name)
-        atomic.write(written[-1], result.table(form).encode())
+    written = [folder / "results.json", folder / "table.md"]
+    atomic.write(written[-1], result.table().encode())
     for name, draw in result.figures().items():
         written.append(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-')}.png")
         draw(written[-1])

@@ -358,7 +358,7 @@ class _Candidate:
 
 def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray]:
     """Booleans (N,) for each split, which networks are held out."""
-    folds = int(holdout) if holdout >= 2 and holdout == int(holdout) else None
+    folds = int(holdout) if holdout >= 2 and float(holdout).is_integer() else None
     if folds is not None and folds > n:
         raise UsageError(f"holdout: expected at most {n:,} folds, one for each network, found {folds:,}")
     if folds is None and not 0 < holdout < 1:

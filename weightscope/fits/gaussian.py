@@ -176,7 +176,7 @@ class LowRank(AffineGaussian):
     def fit(cls, data: np.ndarray, spec: WeightSpec, *, rank: int = 8) -> Self:
         """Fit to (N, D), with `rank` r at least 1, smaller than N and D."""
         rows = checked_data(data, spec)
-        if not isinstance(rank, int) or not 0 < rank < min(rows.shape):
+        if type(rank) is not int or not 0 < rank < min(rows.shape):
             raise UsageError(f"rank: expected 1 to {min(rows.shape) - 1} for {rows.shape} data, found {rank!r}")
         mean, parameters, kinds = fit_mean(rows, spec)
         rows = rows - mean

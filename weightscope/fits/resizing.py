@@ -244,8 +244,8 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     columns = []
     for view in new.views:
         origin = plan.origins[view.name]
-        away, before = (prod(v.shape) / v.copies for v in (view, origin))
-        columns.append(part[slices[origin.name]] * plan.ratios[view.name] * sqrt(away / before))
+        growth = sqrt(prod(view.shape) / prod(origin.shape))  # of the entries that are averaged, as copies are equal
+        columns.append(part[slices[origin.name]] * plan.ratios[view.name] * growth)
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 

@@ -40,7 +40,6 @@ from weightscope.init.convolution import conv_covariance_ as conv_covariance_
 from weightscope.init.convolution import covariance_transfer_ as covariance_transfer_
 from weightscope.init.convolution import impulse_filters_ as impulse_filters_
 from weightscope.init.convolution import random_filters_ as random_filters_
-from weightscope.init.growth import net2net_ as net2net_
 from weightscope.init.impulse_attention import impulse_attention_ as impulse_attention_
 from weightscope.init.mlp import constant_mlp_bias_ as constant_mlp_bias_
 
@@ -54,7 +53,6 @@ from weightscope.init.ssm import repeat_layer_ as repeat_layer_
 from weightscope.init.ssm import ssm_from_attention_ as ssm_from_attention_
 from weightscope.init.transfer import permute_ as permute_
 from weightscope.init.transfer import transfer_ as transfer_
-from weightscope.init.transfer import transfer_singular_ as transfer_singular_
 
 if TYPE_CHECKING:
     from weightscope.init.from_artifact import InitReport as InitReport

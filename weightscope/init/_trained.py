@@ -128,9 +128,6 @@ def chosen(
     return out
 
 
-_REPEATED = ("blocks", "layers", "layer", "h")
-
-
 def spaced(large: int, small: int) -> Tensor:
     """`floor(i * large / small)` for i = 0 .. small - 1."""
     return torch.arange(small) * large // small
@@ -144,7 +141,7 @@ def end_to_end(large: int, small: int) -> Tensor:
 def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, rule: str) -> dict[str, Place]:
     """Student tensor -> place in the teacher: the same name, with layer numbers mapped where their numbers differ.
 
-    The rule is "first", "spaced" or "linspace", of a larger teacher, or "cycle": layer i is layer i mod T of T.
+    The rule is "first", "spaced" or "linspace".
     """
     mine = places(student)
     small, large = numbered(place.name for place in mine.values()), numbered(source.names)
@@ -182,16 +179,13 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
         if word.isdigit():
             small, big = mine[".".join(here)], large.get(".".join(there), [])
             i = small.index(int(word))
-            if rule == "cycle" and big and (len(small) <= len(big) or here[-1] in _REPEATED):
-                mapped = str(big[i % len(big)])
-            elif len(small) > len(big):
+            if len(small) > len(big):
                 raise SpecError(
                     f"`{name}`: the student has {len(small)} layers in `{'.'.join(here)}`, the teacher {len(big)}; "
-                    + ("only blocks can be added" if rule == "cycle" else "the teacher must be the larger network")
+                    "the teacher must be the larger network"
                 )
-            else:
-                pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
-                mapped = str(big[int(pick.get(rule, end_to_end(len(big), len(small)))[i])])
+            pick = {"first": torch.arange(len(small)), "spaced": spaced(len(big), len(small))}
+            mapped = str(big[int(pick.get(rule, end_to_end(len(big), len(small)))[i])])
         here.append(word)
         there.append(mapped)
     return ".".join(there)

@@ -285,14 +285,14 @@ def _by_stage(
 
 def _factored(name: str, covariance: np.ndarray) -> np.ndarray:
     """The nearest `A (x) A` to a covariance."""
-    from weightscope.statistics.kronecker import kronecker_sum
+    from weightscope.statistics.kronecker import nearest_kronecker
 
     if not covariance.any():
         return covariance
-    fit = kronecker_sum(covariance, same=True)
-    if not fit.terms:
+    fit = nearest_kronecker(covariance, same=True)
+    if not fit.explained:
         raise DataError(f"`{name}`: its covariance has no component A (x) A; leave out kronecker")
-    return fit.matrix()
+    return np.kron(fit.rows, fit.columns)
 
 
 @INITIALISERS.register("covariance_transfer", source="thesis 3.1.1", needs="depthwise convolutions")

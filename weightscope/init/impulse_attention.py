@@ -156,12 +156,11 @@ def with_norms(weights: Tensor, first: Tensor, axes: tuple[int, ...] = (-2,)) ->
 
 
 def _balanced(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors (r, k) with the product a b^T and the smallest norms: U S^(1/2) and V S^(1/2)."""
+    """Factors (r, k), k <= r, with the product a b^T and the smallest norms: U S^(1/2) and V S^(1/2)."""
     u, s, vh = torch.linalg.svd(a @ b.T)
-    k = min(a.shape)
-    roots, missing = s[:k].sqrt(), a.shape[1] - k
-    left, right = (torch.nn.functional.pad(f[:, :k] * roots, (0, missing)) for f in (u, vh.T))
-    return left, right
+    k = a.shape[1]
+    roots = s[:k].sqrt()
+    return u[:, :k] * roots, vh.T[:, :k] * roots
 
 
 class _Problem:

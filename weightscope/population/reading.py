@@ -1,6 +1,7 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -11,6 +12,7 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
+from weightscope._util.remote import RemotePath
 from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, trusting
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     from weightscope.checkpoint import Checkpoint
 
+SUMS = "sums"
 _BLOCK_BYTES = 32 * 2**20
 _CACHED = ("missing", "indices", "_table")  # what follows from the tiles on disk
 
@@ -141,6 +144,20 @@ class Population(Result):
             rows.setdefault(tile // step, {})[tile] = count
         kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
         return [self._view(kept | {"_rows": own}) for own in rows.values()]
+
+    def kept(self, parts: "Sequence[Population]") -> tuple[Path, list[str]]:
+        """The folder of sums over its first parts, and for k = 1, 2, ... a hash of the shards in the first k of them.
+
+        Only of complete parts, which do not change when it grows; and not in an object store, nor of weights that are
+        read by reference. Hashes are those of SHA-256, inode, size and modification time.
+        """
+        imported, out, found = self.manifest.imported, list[str](), f"{self.moment}"
+        if not isinstance(self.path, RemotePath) and not (imported and imported.by_reference):
+            whole = len(parts[0]._rows) * self.manifest.tile
+            for part in itertools.takewhile(lambda part: len(part) == whole, parts):
+                found = shards.fingerprint(self.path, part._rows, found)
+                out.append(found)
+        return self.path / SUMS, out
 
     def _view(self, state: dict[str, Any]) -> "Population":
         view = object.__new__(type(self))

@@ -220,6 +220,15 @@ def contents(
     return {tile: found[tile] for tile in least if tile in found}
 
 
+def fingerprint(path: Path, tiles: Iterable[int], before: str) -> str:
+    """A hash of the listed SHA-256 of some shards, of inode, size and modification time, and of what comes before."""
+    found = hashlib.sha256(before.encode())
+    for file in (shard_file(path, tile) for tile in tiles):
+        about = file.stat()
+        found.update(f"{file.name} {_listed(file)} {about.st_ino} {about.st_size} {about.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
 def _signatures(path: Path) -> dict[int, bytes]:
     """Inode (in a store, tag), size and modification time of the shards that have a hash, and of this."""
     folder, found = path / SHARDS, dict[str, str]()

@@ -9,7 +9,7 @@ of any width is described by a few small matrices, each estimated from N d_S sam
 Tests of the pairs of such a covariance say which tensors of a network are correlated.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
@@ -24,7 +24,7 @@ from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.index_effects import IndexEffects, holm
+from weightscope.statistics.index_effects import NETWORKS, IndexEffect, IndexEffects, holm
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
 
@@ -153,7 +153,7 @@ class ExchangeableMoments:
         permutations: of the same tensors.
         centre: what is subtracted instead, (D,), of moments that are added to others (`+=`) with the same centre;
             index effects are those of the moments that others are added to.
-        index: whether index effects are counted (`IndexEffects`).
+        index: whether index effects are counted (`IndexEffects`), see also `beginning`.
 
     Raises:
         DataError: if the two are of different tensors.
@@ -164,6 +164,8 @@ class ExchangeableMoments:
         ...     moments.update(block)
         >>> moments.covariances()[0].covariance
     """
+
+    summed = ("n", "excluded", "_products", "_own", "_traces", "_sums", "_units")
 
     def __init__(
         self, spec: WeightSpec, permutations: PermutationSpec, *, centre: np.ndarray | None = None, index: bool = True
@@ -190,11 +192,13 @@ class ExchangeableMoments:
         # of the correlations of single copies in single networks, their sums and those of their squares; sums of
         # 1 / (length of a, length of b)
         self._own = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
-        self._units: dict[tuple[str, ...], np.ndarray] = {}  # as `_sums`, single copies over their squared lengths
         # sums of T_a T_b (V, V), and of T_a in the last row, over networks and over their units; see `inflation`
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
-        self._sums: dict[tuple[str, ...], np.ndarray] = {}  # for each type (*sizes of S, C), over networks
+        # for each type over networks (*sizes of S, C), and single copies over their squared lengths (*sizes of S, C1)
+        places = {key: [permutations.sizes[label.removeprefix("~")] for label in key] for key in self._types}
+        self._sums = {key: np.zeros((*places[key], kind.copies)) for key, kind in self._types.items()}
+        self._units = {key: np.zeros((*places[key], int(one.sum()))) for key, one in self._single.items()}
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
         self._centre = np.empty(0) if centre is None else centre  # (D,), which is subtracted
 
@@ -211,21 +215,21 @@ class ExchangeableMoments:
         self.n += len(block)
         self._waiting.append(block)
         if self.n >= CENTRE:
-            self._add()
+            self.flush()
         return self
 
     def __iadd__(self, other: "ExchangeableMoments") -> Self:
         """Take the networks of moments about the same centre."""
-        self._add()
-        other._add()
+        self.flush()
+        other.flush()
         self.n += other.n
         self.excluded += other.excluded
-        for name in ("_products", "_own", "_traces", "_sums", "_units"):
-            mine = getattr(self, name)
-            mine |= {key: mine[key] + value if key in mine else value for key, value in getattr(other, name).items()}
+        for name in self.summed[2:]:
+            for key, value in getattr(other, name).items():
+                getattr(self, name)[key] += value
         return self
 
-    def _add(self) -> None:
+    def flush(self) -> None:
         """Add the waiting networks to the sums."""
         if not self._waiting:
             return
@@ -261,11 +265,11 @@ class ExchangeableMoments:
                     traces = each.sum(axis=1)
                     self._traces[key][1] += _moments_of(each.reshape(-1, len(starts)))
             self._products[key] += products
-            self._sums[key] = self._sums.get(key, 0.0) + sums
+            self._sums[key] += sums
             if key:
                 own = grams * inverse[:, :, None] * inverse[:, None, :]
                 self._own[key] += own.sum(axis=0), np.square(own).sum(axis=0), inverse.T @ inverse
-                self._units[key] = self._units.get(key, 0.0) + units
+                self._units[key] += units
                 self._traces[key][0] += _moments_of(traces)
 
     def covariances(self, about: Literal["networks", "zero"] = "networks") -> tuple[TypeCovariance, ...]:
@@ -279,7 +283,7 @@ class ExchangeableMoments:
         least = 2 if about == "networks" else 1
         if self.n < least:
             raise DataError(f"expected at least {least} networks for covariances about {about}, found {self.n}")
-        self._add()
+        self.flush()
         out = []
         centres = invariant_parts(self._centre[None], self.spec, self.permutations)
         for (key, kind), centre in zip(self._types.items(), centres, strict=True):
@@ -322,6 +326,21 @@ class ExchangeableMoments:
             values = np.stack([mean - means, spread]) / np.sqrt(np.outer(left, left))
             out[:, np.outer(single, single)] = values.reshape(2, -1)
         return out
+
+
+def beginning(
+    blocks: Iterable[np.ndarray], spec: WeightSpec, permutations: PermutationSpec
+) -> tuple[np.ndarray | None, tuple[IndexEffect, ...]]:
+    """The centre (D,) of the first 64 networks, None without any, and the index effects of the first 1,024."""
+    head, index = np.empty((0, spec.size)), IndexEffects(permutations)
+    for block in blocks:
+        rows = block.astype(np.float64)
+        head = np.concatenate([head, rows[: CENTRE - len(head)]])
+        tensors = spec.unpack(rows)
+        index.update({view.name: view.of(tensors[view.tensor]) for view in permutations.views})
+        if index.n >= NETWORKS:
+            break
+    return (centre_of(head) if len(head) else None), index.effects()
 
 
 def centre_of(rows: np.ndarray) -> np.ndarray:

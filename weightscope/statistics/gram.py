@@ -27,6 +27,8 @@ def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
 class _BlasGram:
     """One triangle of G, updated by `?syrk`: half the arithmetic of a general product, and no second matrix."""
 
+    summed = ("_matrix",)
+
     def __init__(self, size: int, dtype: Precision) -> None:
         self._matrix = _zeros(size, np.dtype(dtype))  # of which the upper triangle is used
 

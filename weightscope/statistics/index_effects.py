@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weightscope._util.names import joined
 from weightscope.statistics.permutations import PermutationSpec, bare, is_signed
 
 NETWORKS = 1024  # of a population that are tested at most
@@ -45,8 +46,7 @@ def described(effects: Sequence[IndexEffect], level: float = 0.05) -> str:
         f"{len(e.beyond)} means and variances beyond chance)"
         for e in failing
     ]
-    more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
-    return f"not exchangeable by distribution, {len(failing)} of {number}: {', '.join(shown[:4])}{more}"
+    return f"not exchangeable by distribution, {len(failing)} of {number}: {joined(shown, 4)}"
 
 
 class IndexEffects:

@@ -1,200 +1,105 @@
-"""Kronecker factorisations of covariances: sums of products exactly, matrix normals by maximum likelihood.
+"""Kronecker factorisations of covariances: the nearest product, and matrix normals by maximum likelihood.
 
 Order throughout: the covariance is of vec(W), row-major, for matrices W (p, n), and A (x) B means `np.kron(A, B)` with
 A (p, p) between rows and B (n, n) between columns: `Cov(W_ij, W_kl) = A_ik B_jl`. For filters this is Sigma' of thesis
 Eq. 3.1, whose row `k*i + j` belongs to pixel (i, j), not the block form of its figures.
-
-The rearrangement of Van Loan and Pitsianis (1993), `R[(i, k), (j, l)] = Sigma[(i, j), (k, l)]` (p^2, n^2), turns
-A (x) B into vec(A) vec(B)^T, and preserves the Frobenius norm. For a symmetric Sigma, R maps symmetric matrices to
-symmetric and antisymmetric to antisymmetric ones, so it is the sum of two parts, which are decomposed separately.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
-from weightscope._util.checks import count
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 
 _EQUAL = 1e-10  # relative distance of singular values that are treated as equal
-_ZERO = 1e-13  # singular values below this share of |Sigma|_F are rounding errors
+_ZERO = 1e-13  # a singular value below this share of |Sigma|_F is a rounding error
 _POWERS, _CONVERGED = 40, 3e-15
 _STEPS = 500  # of the flip-flop algorithm, at most
 _SYMMETRY = 1e-6  # largest difference across the diagonal, as a share of the largest entry
 
 
-@dataclass(frozen=True, eq=False)
-class KroneckerSum:
-    """A covariance as a sum of r Kronecker products, `sum over i of A_i (x) B_i`."""
+class KroneckerProduct(NamedTuple):
+    """A Kronecker product near a covariance."""
 
-    rows: np.ndarray  # A_i, (r, p, p), each symmetric or antisymmetric
-    columns: np.ndarray  # B_i, (r, n, n), each of Frobenius norm sqrt(n); equal to `rows` if `same`
-    # (r,), the norms of the terms, `|A_i|_F |B_i|_F`, descending. Terms are orthogonal to each other
-    values: np.ndarray
-    norm: float  # |Sigma|_F
-    same: bool  # whether each term is A_i (x) A_i
-
-    @property
-    def terms(self) -> int:
-        """r; smaller than requested if fewer terms are exact (or, for A (x) A, no further term reduces the error)."""
-        return len(self.values)
-
-    @property
-    def shares(self) -> np.ndarray:
-        """Explained variance of each term (r,): `values^2 / |Sigma|_F^2`."""
-        return (self.values / self.norm) ** 2
-
-    @property
-    def explained(self) -> float:
-        """Explained variance, `1 - |Sigma - sum|_F^2 / |Sigma|_F^2 = sum of values^2 / |Sigma|_F^2`."""
-        return min(1.0, float(self.shares.sum()))
-
-    def matrix(self) -> np.ndarray:
-        """The sum, (p n, p n). Only the first term is guaranteed to be positive semi-definite."""
-        p, n = self.rows.shape[1], self.columns.shape[1]
-        return np.einsum("rik,rjl->ijkl", self.rows, self.columns).reshape(p * n, p * n)
+    rows: np.ndarray  # A (p, p)
+    columns: np.ndarray  # B (n, n), of Frobenius norm sqrt(n); A for A (x) A
+    explained: float  # 1 - |Sigma - A (x) B|_F^2 / |Sigma|_F^2
 
 
-def kronecker_sum(
-    covariance: np.ndarray, p: int | None = None, n: int | None = None, *, terms: int = 1, same: bool = False
-) -> KroneckerSum:
-    """The sum of r Kronecker products nearest to a covariance in the Frobenius norm, without iteration.
+def nearest_kronecker(covariance: np.ndarray, p: int | None = None, *, same: bool = False) -> KroneckerProduct:
+    """The Kronecker product nearest to a covariance in the Frobenius norm.
 
-    `same=False`: `min |Sigma - sum_i A_i (x) B_i|_F` over all A_i (p, p) and B_i (n, n). The optimum is the truncated
-    singular value decomposition of the rearrangement R (Eckart and Young 1936; Van Loan and Pitsianis 1993); no choice
-    of r terms leaves a smaller residual, and min(p^2, n^2) terms leave none.
+        R[(i, k), (j, l)] = Sigma[(i, j), (k, l)],   |Sigma - A (x) B|_F = |R - vec(A) vec(B)^T|_F
 
-    `same=True`: `min |Sigma - sum_i A_i (x) A_i|_F` over all A_i (p, p). With a_i = vec(A_i) this is
-    `min |R - sum_i a_i a_i^T|_F`, of which only the symmetric part of R takes part, and the optimum is its positive
-    semi-definite truncation: a_i = sqrt(lambda_i) v_i with the r largest positive eigenvalues. It is the global
-    optimum, over factors that need not be symmetric; the part of Sigma that is odd under transposition of W remains.
-
-    For a positive semi-definite Sigma the A and B of the first term are positive semi-definite (Krein and Rutman 1948);
-    if it is not unique, the projection of the identity is taken. Signs are chosen so that traces are not negative.
+    A (x) B is the leading singular triple of R (p^2, n^2), A (x) A the leading eigenpair of its symmetric part if the
+    eigenvalue is positive, else zero: the optimum over all A and B. For a positive semi-definite Sigma these are
+    positive semi-definite (Krein and Rutman 1948); if they are not unique, the projection of the identity is taken.
 
     Args:
         covariance: (p n, p n), symmetric; it need not be positive semi-definite.
         p: rows of the matrices W whose row-major vec has this covariance; None for square W, the filters' case.
-        n: columns; None for (size of the covariance) / p.
-        terms: r, at most min(p^2, n^2).
-        same: one factor for rows and columns, for square W (thesis 3.1.1).
+        same: A (x) A, for square W (thesis 3.1.1).
 
-    Raises:
-        DataError: if the covariance is not square, finite and symmetric, has no such factors, or is zero.
-        UsageError: if `terms` is out of range, or `same` is given for W that are not square.
+    DataError if the covariance is not finite, symmetric and other than zero, or p does not divide its size.
+
+    Source: Van Loan and Pitsianis 1993.
 
     Example:
-        >>> fit = kronecker_sum(np.kron(A, A), same=True)
-        >>> np.allclose(fit.rows[0], A), fit.explained
+        >>> fit = nearest_kronecker(np.kron(A, A), same=True)
+        >>> np.allclose(fit.rows, A), fit.explained
         (True, 1.0)
     """
-    sigma = _checked(covariance)
-    p, n = _sizes(len(sigma), p, n)
-    if same and p != n:
-        raise UsageError(f"same: A (x) A needs square matrices, found {p} x {n}; use same=False for A (x) B")
-    if isinstance(terms, bool) or not isinstance(terms, int | np.integer) or not 1 <= terms <= min(p, n) ** 2:
-        raise UsageError(f"terms: expected an integer from 1 to {min(p, n) ** 2} for {p} x {n} matrices, found {terms}")
-    norm = float(np.linalg.norm(sigma))
-    if norm == 0:
-        raise DataError("expected a covariance other than zero for its Kronecker factors")
-    r = (sigma / norm).reshape(p, n, p, n).transpose(0, 2, 1, 3).reshape(p * p, n * n)
-    found = _dominant(r, n, same) if terms == 1 else None
-    values, left, right = _decomposed(r, p, n, terms, same) if found is None else found
-    values, left, right = values * norm, left.reshape(-1, p, p), right.reshape(-1, n, n)
-    if same:
-        rows = columns = left * np.sqrt(values)[:, None, None]
-    else:
-        rows, columns = left * (values / math.sqrt(n))[:, None, None], right * math.sqrt(n)
-    return KroneckerSum(rows, columns, values, norm, same)
-
-
-def explained_variance(covariance: np.ndarray, approximation: np.ndarray, *, diagonal: bool = True) -> float:
-    """`1 - |Sigma - S|_F^2 / |Sigma|_F^2`: 1 where S is exact, 0 for S = 0, negative where S is worse than that.
-
-    Args:
-        covariance: Sigma (D, D); DataError if all its entries in question are zero.
-        approximation: S (D, D).
-        diagonal: include the variances. Without them the number describes the dependence alone: a large part of any
-            diagonal Sigma is a Kronecker product.
-    """
-    sigma, other = np.asarray(covariance, dtype=np.float64), np.asarray(approximation, dtype=np.float64)
-    if sigma.ndim != 2 or sigma.shape != other.shape or sigma.shape[0] != sigma.shape[1]:
-        raise DataError(f"expected two covariances of one size, found {sigma.shape} and {other.shape}")
-    counted = np.ones(sigma.shape, dtype=bool) if diagonal else ~np.eye(len(sigma), dtype=bool)
-    total = float(np.sum(sigma[counted] ** 2))
-    if not total > 0:
-        raise DataError(
-            "expected a covariance with entries other than zero, found none" + " off the diagonal" * (not diagonal)
-        )
-    return 1.0 - float(np.sum((sigma - other)[counted] ** 2)) / total
-
-
-_Triples = tuple[np.ndarray, np.ndarray, np.ndarray]  # values (r,), left (r, ...), right (r, ...)
-
-
-def _checked(covariance: np.ndarray) -> np.ndarray:
     sigma = np.asarray(covariance, dtype=np.float64)
-    if sigma.ndim != 2 or sigma.shape[0] != sigma.shape[1] or sigma.size == 0:
-        raise DataError(f"expected a covariance (D, D), found {sigma.shape}")
-    largest = float(np.abs(sigma).max())
-    if not math.isfinite(largest):
-        raise DataError(f"the covariance has {int((~np.isfinite(sigma)).sum())} non-finite entries")
-    asymmetry = float(np.abs(sigma - sigma.T).max())
-    if asymmetry > _SYMMETRY * largest:
-        raise DataError(f"expected a symmetric covariance, found an asymmetry of {asymmetry:.3g}")
-    return sigma if asymmetry == 0 else 0.5 * (sigma + sigma.T)
-
-
-def _sizes(size: int, p: int | None, n: int | None) -> tuple[int, int]:
-    for name, value in (("p", p), ("n", n)):
-        if value is not None:
-            count(name, value)
-    if p is None and n is None and math.isqrt(size) ** 2 != size:
-        raise DataError(f"expected a covariance of square matrices, found {size} coordinates; give p and n")
-    p = p or (math.isqrt(size) if n is None else size // n)
-    n = n or size // p
-    if p * n != size:
-        raise DataError(f"expected a covariance {(p * n, p * n)} of {p} x {n} matrices, found {(size, size)}")
-    return p, n
-
-
-def _decomposed(r: np.ndarray, p: int, n: int, terms: int, same: bool) -> _Triples:
-    """The leading singular triples of R (eigenpairs with positive values if `same`), vectors in rows."""
-    mirrored = r[:, np.arange(n * n).reshape(n, n).T.ravel()]
-    parts: list[_Triples] = []
-    for part in (0.5 * (r + mirrored), 0.5 * (r - mirrored)):  # between symmetric matrices, and antisymmetric ones
-        if same:
-            values, vectors = np.linalg.eigh(0.5 * (part + part.T))
-            left = right = vectors.T
-        else:
-            vectors, values, right = np.linalg.svd(part, full_matrices=False)
-            left = vectors.T
-        order = np.argsort(-values, kind="stable")
-        order = order[values[order] > _ZERO]
-        values, left, right = values[order], left[order], right[order]
-        if not parts:
-            left, right = _aligned(values, left, right, np.eye(p).ravel())
-        parts.append((values, left, right))
-    values, left, right = (np.concatenate(pair) for pair in zip(*parts, strict=True))
-    order = np.argsort(-values, kind="stable")[:terms]  # symmetric ones first among equals
-    values, left, right = values[order], left[order], right[order]
-    deciding = np.take_along_axis(right, np.abs(right).argmax(axis=1)[:, None], axis=1)[:, 0]
-    traces = right @ np.eye(n).ravel()
-    signs = np.where(np.where(np.abs(traces) > 1e-12, traces, deciding) < 0, -1.0, 1.0)[:, None]  # vectors have norm 1
-    return values, left * signs, right * signs
-
-
-def _dominant(r: np.ndarray, n: int, same: bool) -> _Triples | None:
-    """The leading triple (the symmetric part's eigenpair if `same`) by power iteration from the identity, or None.
-
-    None is returned where it is uncertain, or slow to converge. It is certain if it has more than half of the squared
-    norm, as of most covariances of filters.
-    """
+    p = p or math.isqrt(len(sigma))
+    n = len(sigma) // p
+    if sigma.shape != (p * n, p * n) or (same and p != n):
+        raise DataError(f"expected the covariance of {p} x {p if same else n} matrices, found {sigma.shape}")
+    norm, largest = float(np.linalg.norm(sigma)), float(np.abs(sigma).max())
+    if not (math.isfinite(norm) and norm > 0 and np.abs(sigma - sigma.T).max() <= _SYMMETRY * largest):
+        raise DataError("expected a covariance that is finite, symmetric and other than zero, found another matrix")
+    r = (sigma / norm).reshape(p, n, p, n).transpose(0, 2, 1, 3).reshape(p * p, n * n)
     r = 0.5 * (r + r.T) if same else r
+    value, left, right = _by_powers(r, n, same) or _decomposed(r, p, same)
+    left, right = (part * (-1.0 if right @ np.eye(n).ravel() < 0 else 1.0) for part in (left, right))
+    left, right = left.reshape(p, p), right.reshape(n, n)
+    if same:
+        columns = rows = left * math.sqrt(value * norm)
+    else:
+        rows, columns = left * (value * norm / math.sqrt(n)), right * math.sqrt(n)
+    return KroneckerProduct(rows, columns, min(1.0, value**2))
+
+
+_Triple = tuple[float, np.ndarray, np.ndarray]  # the leading value, the left and the right vector
+
+
+def _decomposed(r: np.ndarray, p: int, same: bool) -> _Triple:
+    """The leading singular triple of R; if `same` the leading eigenpair, with the value zero unless it is positive."""
+    if same:
+        values, vectors = np.linalg.eigh(r)
+        values, left = values[::-1], vectors.T[::-1]
+        right = left
+    else:
+        vectors, values, right = np.linalg.svd(r, full_matrices=False)
+        left = vectors.T
+    equal = values >= values[0] - _EQUAL * abs(values[0])
+    weights, identity = left[: equal.sum()] @ np.eye(p).ravel(), math.sqrt(p)
+    if np.linalg.norm(weights) < 1e-8 * identity:
+        weights = np.eye(equal.sum())[0]
+    weights /= np.linalg.norm(weights)
+    value = float(values[0]) if values[0] > _ZERO else 0.0
+    return value, weights @ left[: equal.sum()], weights @ right[: equal.sum()]
+
+
+def _by_powers(r: np.ndarray, n: int, same: bool) -> _Triple | None:
+    """The same by power iteration from the identity, several times as fast; None where that is uncertain or slow.
+
+    It is certain if the value has more than half of the squared norm, as of most covariances of filters.
+    """
     right = np.eye(n).ravel() / math.sqrt(n)
     for _ in range(_POWERS):
         left = r @ right
@@ -210,23 +115,10 @@ def _dominant(r: np.ndarray, n: int, same: bool) -> _Triples | None:
             left = r @ right
             value = math.sqrt(left @ left)
             left /= value
-            left = right if same and left @ right > 0 else left
+            positive = not same or left @ right > 0
             certain = 2.0 * value**2 > float(np.vdot(r, r)) * (1 + 1e-12)
-            return (np.array([value]), left[None], right[None]) if certain and (left is right or not same) else None
+            return (value, right if same else left, right) if certain and positive else None
     return None
-
-
-def _aligned(
-    values: np.ndarray, left: np.ndarray, right: np.ndarray, identity: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """If the leading value is not simple, rotate its vectors so that the first is the identity's projection."""
-    equal = int((values >= values[:1].max(initial=0.0) * (1 - _EQUAL)).sum())
-    weights = left[:equal] @ identity
-    if equal < 2 or np.linalg.norm(weights) < 1e-8 * np.linalg.norm(identity):
-        return left, right
-    turn = np.linalg.qr(np.column_stack([weights, np.eye(equal)]))[0].T  # (equal, equal), first row ~ the weights
-    left, right = (np.concatenate([turn @ v[:equal], v[equal:]]) for v in (left, right))
-    return left, right
 
 
 @dataclass(frozen=True)

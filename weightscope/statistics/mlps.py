@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.moments import EntryMoments, finite_rows
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,30 @@ def stripes(matrices: Any) -> StripeResult:
     if array.ndim < 3 or array.size == 0:
         raise DataError(f"stripes: expected matrices (N, p, n), found {array.shape}")
     array = array.reshape(len(array), array.shape[1], -1)
-    usable = finite_rows(array.reshape(len(array), -1))
-    centred = array[usable].astype(np.float64)
-    networks, p, n = centred.shape
-    if networks < 3:
-        raise DataError(f"stripes: expected at least 3 finite networks, found {networks}")
-    centred -= centred.mean(axis=0)
-    total = np.einsum("kij,kij->k", centred, centred) / (p * n)  # (N,)
+    rows = array.reshape(len(array), -1)
+    centred = array[finite_rows(rows)].astype(np.float64)
+    centred -= EntryMoments(rows.shape[1], [rows]).mean.reshape(array.shape[1:])
+    return stripe_ratios(stripe_terms(centred), centred.shape[1:], len(array) - len(centred))
+
+
+def stripe_terms(centred: np.ndarray) -> np.ndarray:
+    """The terms of the sums in `stripes`, (N, 4): of entries, column, row and grand means, from E (N, p, n)."""
+    p, n = centred.shape[1:]
+    columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
+    total = np.einsum("kij,kij->k", centred, centred) / (p * n)
+    means = np.einsum("kj,kj->k", columns, columns) / n * p, np.einsum("ki,ki->k", rows, rows) / p * n
+    return np.stack([total, *means, columns.mean(axis=1) ** 2 * (p * n)], axis=1)
+
+
+def stripe_ratios(terms: np.ndarray, shape: Any, excluded: int) -> StripeResult:
+    """The ratios of all networks' `stripe_terms`."""
+    if len(terms) < 3:
+        raise DataError(f"stripes: expected at least 3 finite networks, found {len(terms)}")
+    total, *means = terms.T
     if not total.sum() > 0:
         raise DataError("stripes: expected matrices that vary over networks, found constant ones")
-    columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
-    return StripeResult(
-        column=_ratio(np.einsum("kj,kj->k", columns, columns) / n * p, total),
-        row=_ratio(np.einsum("ki,ki->k", rows, rows) / p * n, total),
-        grand=_ratio(columns.mean(axis=1) ** 2 * (p * n), total),
-        networks=networks,
-        excluded=int(len(array) - networks),
-        shape=(p, n),
-    )
+    column, row, grand = (_ratio(each, total) for each in means)
+    return StripeResult(column, row, grand, len(terms), excluded, shape)
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
@@ -123,26 +129,37 @@ def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedC
     """
     if first.ndim != 3 or second.shape != (len(first), first.shape[2], first.shape[1]):
         raise UsageError(f"expected W1 (N, p, d) and W2 (N, d, p), found {first.shape} and {second.shape}")
-    n = len(first)
+    centred, scales = [], []
+    for x in (first, second):
+        known = EntryMoments(math.prod(x.shape[1:]), [x.reshape(len(x), math.prod(x.shape[1:]))])
+        centred.append(x - known.mean.reshape(x.shape[1:]))
+        scales.append(known.deviation().reshape(x.shape[1:]))
+    return mean_correlation(*transposed_terms(*centred, *scales))
+
+
+def transposed_terms(
+    first: np.ndarray, second: np.ndarray, scale: np.ndarray, other: np.ndarray
+) -> tuple[np.ndarray, int]:
+    """s(n) of `transposed_correlation` (N,), and its number of entries, from deviations (N, p, d) and (N, d, p).
+
+    `scale` (p, d) and `other` (d, p) are standard deviations, zero for entries that do not vary.
+    """
+    product = scale * other.T
+    varies = product > 0
+    entries = int(varies.sum())
+    standard = first[:, varies] / product[varies]
+    return np.einsum("ne,ne->n", standard, second.transpose(0, 2, 1)[:, varies]) / max(entries, 1), entries
+
+
+def mean_correlation(shares: np.ndarray, entries: int) -> TransposedCorrelation:
+    """The correlation from `transposed_terms` of all networks."""
+    n = len(shares)
     if n < 3:
         raise DataError(f"expected at least 3 networks, found {n}")
-    z1 = _standardised(first.reshape(n, -1))
-    z2 = _standardised(second.transpose(0, 2, 1).reshape(n, -1))
-    varies = (z1 != 0).any(0) & (z2 != 0).any(0)
-    if not varies.any():
+    if not entries:
         raise DataError("expected weights that vary over the networks, found none")
-    shares = np.einsum("ne,ne->n", z1[:, varies], z2[:, varies]) / varies.sum()
     value = float(shares.sum() / (n - 1))
     error = float(shares.std(ddof=1)) / math.sqrt(n)
     half = float(stats.t.isf(0.025, n - 1)) * error
     p = float(2 * stats.t.sf(abs(value) / error, n - 1)) if error > 0 else 0.0
-    return TransposedCorrelation(value, (max(-1.0, value - half), min(1.0, value + half)), p, int(varies.sum()), n)
-
-
-def _standardised(rows: np.ndarray) -> np.ndarray:
-    """Columns of mean 0 and variance 1 (divisor N - 1), float64; zero where a column does not vary."""
-    centred = rows.astype(np.float64)
-    varies = np.ptp(centred, axis=0) > 0
-    centred -= centred.mean(0)
-    deviation = centred.std(0, ddof=1)
-    return np.divide(centred, deviation, out=np.zeros_like(centred), where=varies)
+    return TransposedCorrelation(value, (max(-1.0, value - half), min(1.0, value + half)), p, entries, n)

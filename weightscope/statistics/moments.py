@@ -17,6 +17,8 @@ class EntryMoments:
     Rows of `chunks` (n, D) that are not finite are left out and counted in `excluded`.
     """
 
+    summed = ("n", "excluded", "mean", "squares")
+
     def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
         self.n = self.excluded = 0
         self.mean, self.squares = np.zeros(size), np.zeros(size)
@@ -71,6 +73,10 @@ class EntryMoments:
             raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded as not finite)")
         return self.squares / (self.n - 1)
 
+    def deviation(self) -> np.ndarray:
+        """The standard deviations with divisor n - 1, (D,), zero for fewer than 2 rows."""
+        return np.sqrt(self.squares / max(self.n - 1, 1))
+
     def mean_square(self, about: np.ndarray) -> np.ndarray:
         """The mean squared deviation of each entry from `about` (D,), divisor n."""
         return self.squares / self.n + (self.mean - about) ** 2
@@ -111,6 +117,8 @@ class Moments:
         (3, array([0.33333333, 0.33333333, 0.33333333]))
     """
 
+    summed = ("excluded", "_gram", "_entries", "fourth")
+
     def __init__(
         self, size: int, *, device: Any = None, precision: Precision = "float64", starts: Sequence[int] = (0,)
     ) -> None:
@@ -148,12 +156,12 @@ class Moments:
             self._waiting += taken
             rows = rows[taken:]
             if self._waiting == BLOCK:
-                self._flush()
+                self.flush()
         return self
 
     def __iadd__(self, other: "Moments") -> Self:
         """Take the rows of other moments of the same size, precision and parts (Chan et al. 1983, Eq. 2.1b)."""
-        self._flush()
+        self.flush()
         theirs, gram, added = other.entries(0), self._alive(), other._alive()
         self.excluded += other.excluded
         if theirs.n:
@@ -204,7 +212,7 @@ class Moments:
     def entries(self, least: int = 1) -> EntryMoments:
         """The moments of each coordinate over all rows so far; DataError if there are fewer than `least` rows."""
         self._alive()
-        self._flush()
+        self.flush()
         if self._entries.n < least:
             raise DataError(
                 f"expected at least {least} finite rows, found {self._entries.n} ({self.excluded} excluded as not "
@@ -212,7 +220,8 @@ class Moments:
             )
         return self._entries
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Close the block that waits."""
         if self._waiting:
             waiting, self._waiting = self._waiting, 0
             self._add_block(self._pending[:waiting])
@@ -236,6 +245,8 @@ class FourthMoments:
     With z = x - pilot and q_t = |z_t|^2 over part t, these are sum q q^T (T, T), sum q z^T (T, D) and sum q (T,);
     sum z and sum z z^T come from mean and covariance. The pilot is the mean of the first block.
     """
+
+    summed = ("n", "pilot", "_qq", "_qz", "_q")
 
     def __init__(self, size: int, starts: Sequence[int]) -> None:
         self._starts, self.n, self.pilot = np.array(starts), 0, np.zeros(size)

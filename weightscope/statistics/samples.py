@@ -4,6 +4,7 @@ import contextlib
 import logging
 import operator
 import pickle
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,6 +16,7 @@ from weightscope._util.environment import available_memory, single_threaded
 from weightscope._util.workers import ClusterLost, TilesFailed, Workers, chosen_workers, spread
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.kept import Keep, Kept
 from weightscope.statistics.moments import finite_rows
 
 LEAF = 4096  # networks of the parts over which statistics of populations are summed, at least
@@ -89,14 +91,15 @@ def finite_chunks(
         yield (rows if finite.all() else rows[finite]), out + int((~finite).sum())
 
 
-def first_rows(source: WeightSamples, names: Sequence[str], count: int) -> np.ndarray:
-    """The first usable networks, at most `count`, (n, D)."""
-    found: list[np.ndarray] = []
-    for rows, _ in finite_chunks(source, names, count):
-        found.append(rows)
-        if sum(map(len, found)) >= count:
-            break
-    return np.concatenate(found)[:count] if found else np.empty((0, 0))
+def first_chunks(source: WeightSamples, names: Sequence[str]) -> Iterator[np.ndarray]:
+    """Blocks of the first 4,096 networks of `finite_chunks`, and of all of a source that is one part."""
+    left = LEAF if len(parts_of(source)) > 1 else sys.maxsize
+    for rows, _ in finite_chunks(source, names):
+        if len(rows):
+            yield rows[:left]
+        left -= len(rows)
+        if left <= 0:
+            return
 
 
 def _marked_chunks(
@@ -126,6 +129,7 @@ def over_parts(
     *,
     networks: int | None = None,
     size: int = 0,
+    keep: Keep | None = None,
 ) -> T:
     """`task(part, i)` of each part of a source, computed by workers and added up (`+=`) in the order of the parts.
 
@@ -140,6 +144,7 @@ def over_parts(
         networks: of a part, at least; by default 4,096.
         size: about how many bytes a result takes. If they are more than 2 GiB, the source is one part; no more
             processes are started than results fit into memory.
+        keep: what the sums are, to use those over the first parts that were kept before, and to keep the new ones.
 
     Raises:
         WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
@@ -154,12 +159,18 @@ def over_parts(
         if most < chosen.count:
             _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
             chosen = Workers(count=most)
-    if chosen == Workers(count=1):
-        return _merged((i, _on_part(task, parts, i)) for i in range(len(parts)))
-    results = spread(partial(_sent, task, parts), range(len(parts)), chosen, named=lambda i: str(parts[i].name))
+    first, total, write = 0, None, None
+    if keep and hasattr(source, "kept"):
+        folder, hashes = source.kept(parts)
+        kept = Kept(folder, hashes, keep)
+        (first, total), write = kept.read(), kept.write
+    left, merged = range(first, len(parts)), partial(_merged, total, first, write)
+    if chosen == Workers(count=1) or not left:
+        return merged((i, _on_part(task, parts, i)) for i in left)
+    results = spread(partial(_sent, task, parts), left, chosen, named=lambda i: str(parts[i].name))
     with contextlib.closing(results):
         try:
-            return _merged((i, pickle.loads(value)) for i, value in results)
+            return merged((i, pickle.loads(value)) for i, value in results)
         except TilesFailed as error:
             i, why = next(iter(error.errors.items()))
             raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
@@ -215,9 +226,9 @@ def _sent(task: Callable[[Any, int], T], parts: Sequence[Any], i: int, **_: Any)
     return pickle.dumps(_on_part(task, parts, i), protocol=5)
 
 
-def _merged(values: Iterable[tuple[int, Any]]) -> Any:
-    """The sum of values with their numbers 0, 1, ..., which come in any order, from the first to the last."""
-    waiting, total, at = dict[int, Any](), None, 0
+def _merged(total: Any, at: int, keep: Callable[[int, Any], None] | None, values: Iterable[tuple[int, Any]]) -> Any:
+    """The sum of the first values, and of those with numbers from `at`, which come in any order, in their order."""
+    waiting = dict[int, Any]()
     for i, value in values:
         if isinstance(value, WeightscopeError):
             raise value
@@ -225,4 +236,6 @@ def _merged(values: Iterable[tuple[int, Any]]) -> Any:
         while at in waiting:
             total = operator.iadd(total, waiting.pop(at)) if at else waiting.pop(at)
             at += 1
+            if keep:
+                keep(at, total)
     return total

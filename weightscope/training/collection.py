@@ -107,6 +107,7 @@ class TileResult:
     path: Path  # the population's folder
     tile: int
     seconds: float  # that its worker took
+    name: str  # of the population: that of its folder, or the arm of a benchmark, `default, 3 epochs`
 
     @property
     def networks(self) -> range:
@@ -162,7 +163,8 @@ def train(
                 with bar, contextlib.closing(_trained(begun, todo, chosen, bar)) as results:
                     for (at, tile), seconds in results:
                         if on_tile is not None:
-                            on_tile(TileResult(begun[at].manifest, begun[at].path, tile, seconds))
+                            path = begun[at].path
+                            on_tile(TileResult(begun[at].manifest, path, tile, seconds, path.stem))
         for request, size in zip(begun, sizes, strict=True):
             path, manifest = request.path, request.manifest
             found = manifests.read(path).networks

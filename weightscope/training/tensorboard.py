@@ -1,6 +1,5 @@
 """The metrics of tiles as TensorBoard shows them."""
 
-import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -15,7 +14,7 @@ _MOST = 9e19  # TensorBoard's last bin ends at 9.9e19
 
 
 def tensorboard(folder: str | Path) -> Callable[[TileResult], None]:
-    """A function for `on_tile` that writes event files, one run for each population.
+    """A function for `on_tile` that writes event files, one run for each population, or arm of a benchmark.
 
     The step is the tile. A metric's mean over the networks of the tile that did not diverge is a scalar, and their
     values a histogram; `seconds` and `diverged`, the share that did, are scalars. The value of a metric that is
@@ -37,7 +36,7 @@ def tensorboard(folder: str | Path) -> Callable[[TileResult], None]:
         return SummaryWriter(str(Path(folder) / run))
 
     def write(result: TileResult) -> None:
-        run = writer(re.sub(r"^(.*/runs/|.*/)", "", str(result.path)).removesuffix(".pop"))  # an arm may have a cell
+        run = writer(result.name)
         kept = ~result.metrics["diverged"]
         run.add_scalar("seconds", result.seconds, result.tile)
         run.add_scalar("diverged", 1 - kept.mean(), result.tile)
