@@ -203,6 +203,10 @@ def test_another_network_is_refused_and_left_alone(path):
     assert "not in the module 1 tensors: `fc1.weight`" in str(init.report)
     with pytest.raises(DataError, match="meta device"):
         init(Network().to("meta"))
+    with pytest.raises(UsageError, match="load_init: expected a module, found OrderedDict"):
+        init(Network().state_dict())
+    with pytest.raises(UsageError, match="strict: expected true or false, found 'no'"):
+        init(Network(), strict="no")
     with pytest.raises(UsageError, match="expected a torch"):
         init(Network(), generator=0)
 

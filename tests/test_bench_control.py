@@ -162,7 +162,8 @@ def test_a_control_keeps_the_default_weights_that_the_initialiser_adds_to(mode: 
     build, function = CONTROLLED["mimetic_mlp"][0], init.get("mimetic_mlp", mode=mode, sigma=2.0)
     draw, name = drawn_from(build), "stages.0.blocks.0.mlp.fc1.weight"
     by_name = permutation_spec(build())
-    for control in (ScaleControl.of(function, draw), UncorrelatedControl.of(function, draw, by_name)):
+    few = {"draws": 32}  # of networks with hundreds of weights
+    for control in (ScaleControl.of(function, draw, **few), UncorrelatedControl.of(function, draw, by_name, **few)):
         default, arm, drawn = (applied(f, draw, 70)[name].double() for f in (init.get("default"), function, control))
         base, found = (x - x.mean(0) for x in (default, drawn))  # without what "rows" gives to all hidden units
         slope = float((base * found).sum() / (base * base).sum())

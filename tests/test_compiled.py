@@ -78,7 +78,7 @@ def plain_mlp(x, gain, shift, w1, b1, w2, b2):
 def test_norm_and_mlp_equal_torch(sizes, dtype):
     inputs = mlp_inputs(sizes, dtype)
     x, *weights = inputs
-    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6, kernels="c")
+    found = functions.norm_mlp(x, tuple(weights[:2]), tuple(weights[2:4]), tuple(weights[4:]), 1e-6)
     assert_agree(found, plain_mlp(*inputs), inputs, TYPES[dtype])
 
 
@@ -100,7 +100,7 @@ def test_blocks_equal_torch(batch, count, c, dtype):
         )
         expected = expected + plain_mlp(inner.reshape(2, c, -1), gain, shift, w1, b1, w2, b2).view_as(x)
         blocks.append(((weight, bias), (gain, shift), (w1, b1), (w2, b2)))
-    found = functions.convnext_blocks(x, tuple(blocks), 1e-6, kernels="c")
+    found = functions.convnext_blocks(x, tuple(blocks), 1e-6)
     assert_agree(found, expected, [x, *filters, *(weight for mlp in mlps for weight in mlp)], 5 * TYPES[dtype])
 
 
@@ -115,7 +115,7 @@ def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):
     options = {"padding": dilation * (k - 1) // 2, "dilation": dilation, "groups": channels}
     inner = F.gelu(F.conv2d(x.permute(3, 0, 1, 2), weight[:, None] / k, bias, **options))
     expected = x + F.batch_norm(inner, None, None, gain, shift, True, 0.0, 1e-2).permute(1, 2, 3, 0)
-    found = functions.convmixer_mixing(x, (weight / k, bias), (gain, shift), 1e-2, dilation=dilation, kernels="c")
+    found = functions.convmixer_mixing(x, (weight / k, bias), (gain, shift), 1e-2, dilation=dilation)
     assert_agree(found, expected, inputs, 10 * TYPES[dtype])
 
 
@@ -126,26 +126,28 @@ def test_shapes_that_a_kernel_would_read_beyond_are_refused(kernels):
     weights = (torch.ones(2, 4, 3), torch.ones(2, 4)), (torch.ones(2, 3, 4), gain)
     images, norm = torch.ones(6, 4, 4, 2), (gain, gain)
 
-    def refused(message, function, *arguments):
+    def refused(message, function, *arguments, **options):
         with pytest.raises(ValueError, match=message):
-            function(*arguments, kernels=kernels)
+            function(*arguments, **options)
+
+    chosen = {"kernels": kernels}
 
     for shape in ((6, 4, 4), (5, 3, 3), (6, 3, 5)):
-        refused("odd square kernels", functions.depthwise_conv2d, images, torch.ones(shape), bias)
+        refused("odd square kernels", functions.depthwise_conv2d, images, torch.ones(shape), bias, **chosen)
     for wrong in (gain[:1], gain[:, :2], gain[0]):
         for pair in ((wrong, gain), (gain, wrong)):
-            refused("gain and shift", functions.layer_norm, x, pair, 1e-6)
-            refused("gain and shift", functions.gelu_batch_norm, x, pair, 1e-6)
+            refused("gain and shift", functions.layer_norm, x, pair, 1e-6, **chosen)
+            refused("gain and shift", functions.gelu_batch_norm, x, pair, 1e-6, **chosen)
             refused("gain and shift", functions.convmixer_mixing, images, (filters, bias), pair, 1e-6)
-    refused("residual", functions.gelu_batch_norm, x, norm, 1e-6, x[:1, :, :1])
+    refused("residual", functions.gelu_batch_norm, x, norm, 1e-6, x[:1, :, :1], **chosen)
     refused("expected x", functions.norm_mlp, x[..., None], norm, *weights, 1e-6)
     refused("expected weights of shapes", functions.norm_mlp, x[:1], norm, *weights, 1e-6)
     refused("positive eps", functions.norm_mlp, x, norm, *weights, 0.0)
     block = (torch.ones(7, 3, 3), torch.ones(7)), norm, *weights
     refused("as many channels", functions.convnext_blocks, torch.ones(7, 4, 4, 2), (block,), 1e-6)
-    refused("queries", functions.attention, torch.ones(2, 2, 2, 4, 5, 3))
+    refused("queries", functions.attention, torch.ones(2, 2, 2, 4, 5, 3), **chosen)
     if kernels == "c":
-        refused("of one type", functions.depthwise_conv2d, images.bfloat16(), filters, bias)
+        refused("of one type", functions.depthwise_conv2d, images.bfloat16(), filters, bias, **chosen)
         blocks = tuple(((torch.ones(6, k, k), bias), norm, *weights) for k in (3, 5))
         refused("blocks of equal sizes", functions.convnext_blocks, images, blocks, 1e-6)
         with pytest.raises(UsageError, match="'c' on a CPU"):
@@ -181,7 +183,7 @@ def test_gelu_is_as_accurate_as_float32_allows_from_tail_to_tail():
     nothing, eye = torch.zeros(len(values), 64), torch.eye(64).repeat(len(values), 1, 1)
     hidden = values.clone().requires_grad_()  # W1 sees zeros, so the hidden units are its bias
     pairs = (nothing, nothing), (eye, hidden), (eye, nothing)
-    found = functions.norm_mlp(nothing[:, :, None], *pairs, 1e-6, kernels="c")
+    found = functions.norm_mlp(nothing[:, :, None], *pairs, 1e-6)
     (slope,) = torch.autograd.grad(found.sum(), hidden)
     exact = values.double().requires_grad_()
     expected = F.gelu(exact)

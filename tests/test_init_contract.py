@@ -302,7 +302,7 @@ CASES = [
         rows("ssms"),
         lambda m: names_of(anatomy.ssms(m), "B", "C"),
         elsewhere,
-        {"head": 1, "scale": 10.0, "source": attentive()},
+        {"head": 1, "source": attentive()},
     ),
     Case(
         "repeat_layer",

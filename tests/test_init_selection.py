@@ -234,8 +234,6 @@ def test_filters_are_padded_or_resampled(k, size):
             transfer_(module, source)
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
 SELECTED = [
     ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
     ({"elements": "best"}, UsageError, "'uniform'"),

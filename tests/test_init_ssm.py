@@ -43,15 +43,14 @@ def test_queries_and_keys_become_outputs_and_inputs(version, heads):
     """Heads narrower than the state are reproduced, wider ones by their best approximation of rank N."""
     torch.manual_seed(1)
     trained, network = CausalTransformer(9, 16, 3, heads=heads), state_space(version)
-    source = anatomy.attention(trained)[2]
-    ssm_from_attention_(network, trained, source_layer=2, scale=3.0)
-    for part in anatomy.ssms(network):
+    ssm_from_attention_(network, trained)
+    for part, source in zip(anatomy.ssms(network), anatomy.attention(trained), strict=True):
         c, b = part.read("C").double(), part.read("B").double()
         if version == 1:
             c, b = (value @ part.read("in").double() for value in (c, b))
         for g in range(part.groups):
             rows = slice(4 * g, 4 * g + 4)
-            product = 3 * source.scale * source.read("q")[g].double() @ source.read("k")[g].double().T
+            product = source.scale * source.read("q")[g].double() @ source.read("k")[g].double().T
             torch.testing.assert_close(c[rows].T @ b[rows], low_rank_product(product, 4), atol=1e-6, rtol=1e-5)
             assert part.read("B").abs().sum(1).min() > 0  # states that the head leaves free can still learn
 

@@ -59,9 +59,6 @@ def test_heads_of_mamba_2_may_change_places_as_far_as_the_function_goes() -> Non
     assert check_permutations(shaken(network), tokens, derived) < 1e-12
 
 
-# -- networks composed at random
-
-
 class Residual(nn.Module):
     def __init__(self, inner: nn.Module, kind: str) -> None:
         super().__init__()
@@ -217,9 +214,6 @@ def test_no_wrong_group_among_networks_composed_at_random(start: int) -> None:
     assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) > 0.6 * len(found)
 
 
-# -- models of others
-
-
 def _image(size: int = 32) -> Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
@@ -277,9 +271,6 @@ def test_models_of_others(name: str) -> None:
     assert {view.tensor for view in found.views} == set(WeightSpec.of(make()).names)
     assert len(found.sizes) == groups or not groups
     assert len(found.sizes) > 4
-
-
-# -- what cannot be described, and wrong use
 
 
 class Recurrent(nn.Module):

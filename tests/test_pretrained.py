@@ -214,8 +214,12 @@ def test_what_does_not_fit_is_an_error(artifact: Path, tmp_path: Path) -> None:
         fit_pretrained([network, ConvNeXt(16, 2, 3, 2, 4, expansion=2, in_channels=1)])
     broken = {name: value.clone() for name, value in network.state_dict().items()}
     broken["blocks.1.mlp.fc1.weight"][0, 0] = float("nan")
-    with pytest.raises(DataError, match="finite"):
-        fit_pretrained(broken)
+    huge = {name: 1e38 * value for name, value in network.state_dict().items()}  # gains of norms, too
+    for state in (broken, huge):
+        with pytest.raises(DataError, match="expected finite weights"):
+            fit_pretrained(state)
+    with pytest.raises(DataError, match="on the meta device"):
+        fit_pretrained(vit().to("meta"))
     with torch.no_grad():
         network.blocks[0].attn.proj.weight.zero_()
     with pytest.raises(DataError, match="found zeros"):

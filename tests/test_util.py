@@ -23,8 +23,6 @@ from weightscope.errors import UsageError, WeightscopeError
 
 ROOT = Path(__file__).parents[1]
 
-# -- names ------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("name", "bare"),

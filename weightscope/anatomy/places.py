@@ -218,7 +218,10 @@ class Source:
         return value.flatten(1) if value.ndim == 4 and len(shape) == 2 and value.shape[2:] == (1, 1) else value
 
     def _tensor(self, name: str) -> Tensor:
-        return torch.as_tensor(self.tensors[name]).detach().cpu()
+        value = torch.as_tensor(self.tensors[name]).detach()
+        if value.is_meta:
+            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
+        return value.cpu()
 
     def complete(self, name: str) -> bool:
         """Whether the floating-point tensor of a place, or all parts of it, are there."""

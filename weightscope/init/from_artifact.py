@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weightscope._util.checks import flag
 from weightscope._util.names import listing, unwrapped
 from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.anatomy.places import Source
-from weightscope.errors import DataError, SpecError
+from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
@@ -56,6 +57,9 @@ class FittedInit:
         With `strict=False`, tensors that are missing or misshapen are listed in the report, otherwise an error.
         """
         check_generator(generator)
+        flag("strict", strict)
+        if not isinstance(module, nn.Module):
+            raise UsageError(f"load_init: expected a module, found {type(module).__name__}")
         with running("load_init"), writable(module, "load_init") as inner:
             self.report = self._set(inner, generator, strict)
         return module

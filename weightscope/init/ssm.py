@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import count, flag, number, positive
+from weightscope._util.checks import count, flag, positive
 from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
 from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
@@ -101,14 +101,12 @@ def ssm_from_attention_(
     source: Any,
     *,
     head: int = 0,
-    source_layer: int | None = None,
-    scale: float = 1.0,
     layers: int | list[int] | None = None,
     generator: Generator = None,
 ) -> M:
     """Give state-space layers the queries and keys of trained attention, as W_C and W_B.
 
-        W_C^T W_B = scale W_Q W_K^T / sqrt(k)
+        W_C^T W_B = W_Q W_K^T / sqrt(k)
 
     as maps of the d channels of the residual stream, or the best approximation of rank N if the head is wider than the
     state (k > N); both factors take the roots of the singular values. States beyond k get W_C = 0 and keep their W_B.
@@ -116,9 +114,7 @@ def ssm_from_attention_(
     convolution and SiLU in between are not taken into account.
 
     Args:
-        head: of the source's layer; in Mamba-2, group g takes head `head + g`.
-        source_layer: attention layer for all layers; None takes layer i of the source for state-space layer i.
-        scale: factor on the product.
+        head: of layer i of the source, for state-space layer i; in Mamba-2, group g takes head `head + g`.
 
     Raises:
         SpecError: if the source has another width, or too few layers or heads.
@@ -129,19 +125,17 @@ def ssm_from_attention_(
         >>> ssm_from_attention_(mimetic_ssm_(mamba, cb=False), trained_transformer, head=2)
     """
     count("head", head, 0)
-    number("scale", scale)
     found = [part for part in attention(_trained.open_network(source)) if part.kind == "self"]
     for part in chosen_layers(ssms(module), layers):
-        wanted = part.layer if source_layer is None else count("source_layer", source_layer, 0)
-        if wanted >= len(found):
+        if part.layer >= len(found):
             raise SpecError(
-                f"`{part.name}`: expected self-attention layer {wanted} in the source, which has {len(found)}"
+                f"`{part.name}`: expected self-attention layer {part.layer} in the source, which has {len(found)}"
             )
-        _from_attention(part, found[wanted], head, scale)
+        _from_attention(part, found[part.layer], head)
     return module
 
 
-def _from_attention(part: SSMPart, source: AttentionPart, head: int, scale: float) -> None:
+def _from_attention(part: SSMPart, source: AttentionPart, head: int) -> None:
     inner = part.read("in").double() if part.version == 1 else None  # W_1 (p, d)
     width = part.read("C").shape[1] if inner is None else inner.shape[1]
     if source.width != width or source.kv_width != width:
@@ -156,7 +150,7 @@ def _from_attention(part: SSMPart, source: AttentionPart, head: int, scale: floa
     for g in range(part.groups):
         rows = slice(g * part.state, (g + 1) * part.state)
         h = head + g
-        left, right = balanced(scale * source.scale * q[h], k[source.kv_head(h)], part.state)
+        left, right = balanced(source.scale * q[h], k[source.kv_head(h)], part.state)
         if inner is not None:
             left, right = (torch.linalg.pinv(inner).T @ factor for factor in (left, right))
         rank = left.shape[1]

@@ -153,18 +153,18 @@ def over_parts(
     parts = source if isinstance(source, list) else parts_of(source, networks, size)
     if len(parts) < 2:
         return task(parts[0], 0)
-    chosen = chosen.on_device("cpu", len(parts))
-    if chosen.backend == "loky" and chosen.count is not None:
-        most = max(1, available_memory() // (_COPIES * max(size, 1)))
-        if most < chosen.count:
-            _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
-            chosen = Workers(count=most)
     first, total, write = 0, None, None
     if keep and hasattr(source, "kept"):
         folder, hashes = source.kept(parts)
         kept = Kept(folder, hashes, keep)
         (first, total), write = kept.read(), kept.write
     left, merged = range(first, len(parts)), partial(_merged, total, first, write)
+    chosen = chosen.on_device("cpu", len(left))
+    if chosen.backend == "loky" and chosen.count is not None:
+        most = max(1, available_memory() // (_COPIES * max(size, 1)))
+        if most < chosen.count:
+            _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
+            chosen = Workers(count=most)
     if chosen == Workers(count=1) or not left:
         return merged((i, _on_part(task, parts, i)) for i in left)
     results = spread(partial(_sent, task, parts), left, chosen, named=lambda i: str(parts[i].name))

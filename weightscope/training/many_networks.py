@@ -269,7 +269,7 @@ class _NormMlp(nn.Module):
         self.eps: float = norm.layer.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps, kernels="c"), x)
+        return unrows(functions.norm_mlp(rows_of(x, self.count), *self.weights, self.eps), x)
 
 
 class _ConvNeXtBlocks(nn.Module):
@@ -287,7 +287,7 @@ class _ConvNeXtBlocks(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = tuple(self._scaled(*block, x.dtype) for block in self.blocks)
-        return functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, self.eps, kernels="c").permute(3, 0, 1, 2)
+        return functions.convnext_blocks(x.permute(1, 2, 3, 0), weights, self.eps).permute(3, 0, 1, 2)
 
     def _scaled(self, layers: list[Pair], gamma: Tensor | None, dtype: torch.dtype) -> functions.Block:
         filters, norm, fc1, fc2 = layers
@@ -316,7 +316,7 @@ class _NormResidual(nn.Module):
         conv, norm, inner = self._mixing[0], self.norm, x.permute(1, 2, 3, 0)
         gain, shift = (value.reshape(-1) for value in norm.pair)
         eps, dilation, filters = norm.layer.eps, conv.layer.dilation[0], filters_of(*conv.pair)
-        y = functions.convmixer_mixing(inner, filters, (gain, shift), eps, dilation=dilation, kernels="c")
+        y = functions.convmixer_mixing(inner, filters, (gain, shift), eps, dilation=dilation)
         return y.permute(3, 0, 1, 2)
 
 

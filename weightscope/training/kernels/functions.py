@@ -53,44 +53,31 @@ def depthwise_conv2d(
     return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
-def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float, *, kernels: Kernels) -> Tensor:
-    """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels."""
+def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> Tensor:
+    """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels; in C."""
     _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
     _check_norm(x, norm)
-    if kernels == "c":
-        return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
-    return pytorch.norm_mlp(x, norm, fc1, fc2, eps)
+    return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
 
 
-def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float, *, kernels: Kernels) -> Tensor:
-    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times."""
+def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float) -> Tensor:
+    """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times; in C."""
     for filters, norm, fc1, fc2 in blocks:
         _check_filters(x, *filters)
         _check_mlp((len(norm[0]), fc1[0].shape[-1]), eps, norm, fc1, fc2)
         _require(norm[0].numel() == len(x), "as many channels as norms have entries", x, norm[0])
-    if kernels == "c":
-        alike = len({(block[0][0].shape, block[2][0].shape) for block in blocks}) == 1
-        _require(alike, "blocks of equal sizes", *(block[2][0] for block in blocks))
-        weights = [weight for block in blocks for pair in block for weight in pair]
-        return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
-    for filters, norm, fc1, fc2 in blocks:
-        inner = depthwise_conv2d(x, *filters).view(len(norm[0]), len(x) // len(norm[0]), -1)
-        x = x + pytorch.norm_mlp(inner, norm, fc1, fc2, eps).view_as(x)
-    return x
+    alike = len({(block[0][0].shape, block[2][0].shape) for block in blocks}) == 1
+    _require(alike, "blocks of equal sizes", *(block[2][0] for block in blocks))
+    weights = [weight for block in blocks for pair in block for weight in pair]
+    return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
 
 
-def convmixer_mixing(
-    x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1, kernels: Kernels = "torch"
-) -> Tensor:
-    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch."""
+def convmixer_mixing(x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1) -> Tensor:
+    """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch; in C."""
     gain, shift = norm
     _check_filters(x, *filters)
     _check_norm(x.flatten(1)[None], (gain[None], shift[None]))
-    if kernels == "c":
-        return _compiled(_mixing, _mixing_backward, x, *filters, gain, shift, dilation=dilation, eps=eps)
-    inner = depthwise_conv2d(x, *filters, dilation=dilation).reshape(1, len(x), -1)
-    pair = gain[None], shift[None]
-    return gelu_batch_norm(inner, pair, eps, x.reshape(inner.shape), kernels="torch").view_as(x)
+    return _compiled(_mixing, _mixing_backward, x, *filters, gain, shift, dilation=dilation, eps=eps)
 
 
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:

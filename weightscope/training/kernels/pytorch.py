@@ -62,14 +62,6 @@ class _Normalise(torch.autograd.Function):
         return g.mul_(scale.to(g.dtype)), grad_weight, grad_bias, None, None
 
 
-def norm_mlp(
-    x: Tensor, norm: tuple[Tensor, Tensor], fc1: tuple[Tensor, Tensor], fc2: tuple[Tensor, Tensor], eps: float
-) -> Tensor:
-    """`fc2(gelu(fc1(norm(x))))` of x (T, c, P); see `functions.norm_mlp`."""
-    hidden = torch.baddbmm(fc1[1][:, :, None], fc1[0], normalise(x, norm, 1, eps))
-    return torch.baddbmm(fc2[1][:, :, None], fc2[0], F.gelu(hidden))
-
-
 def attention(qkv: Tensor) -> Tensor:
     """`softmax(q^T k / sqrt(d)) v` of queries, keys and values (T, 3, H, d, N, B): (T, H, d, N, B)."""
     q, k, v = qkv.permute(1, 0, 2, 5, 4, 3).contiguous().unbind(0)  # each (T, H, B, N, d)
