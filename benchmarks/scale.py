@@ -1,15 +1,18 @@
 """Populations of 10^5 and 10^6 small networks: what looks at their files, and statistics by one worker and by several.
 
     python benchmarks/scale.py --networks 100000 --json benchmarks/results/scale.json
+    python benchmarks/scale.py --networks 1000000 --workers --json benchmarks/results/scale_million.json
 
 A generator writes shards of 32 networks of about 1,000 weights. Commands are timed as a user waits for them, start of
-the interpreter included; statistics without it, by processes that have started, against reading the same shards with
-their hashes by as many processes. Files are warm in the page cache. Memory is the peak of the largest worker, imports
-included. That the bits are equal is asserted.
+the interpreter included, statistics against reading the same shards with their hashes by as many processes. Beside the
+time is that of processors, of all processes, which a busy machine changes less. Files are warm in the page cache.
+Memory is the peak of the largest worker, imports included. That the bits are equal is asserted. Without numbers after
+`--workers`, only commands are timed.
 """
 
 import argparse
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -78,17 +81,27 @@ def peaks() -> list[int]:
     return [1024 * int(line.split()[1]) for line in lines]
 
 
-def seconds(task: Any) -> tuple[float, Any]:
-    """The time that a task takes, and its result."""
-    begun = time.perf_counter()
+def processors() -> float:
+    """Seconds that this process, its worker processes and those that have ended used processors."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    fields = [
+        Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split() for worker in pools._spare
+    ]
+    ticks = sum(int(x) for each in fields for x in each[11:13])  # of users and of the system
+    return time.process_time() + ended.ru_utime + ended.ru_stime + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def timed(task: Any) -> tuple[dict[str, float], Any]:
+    """The time that a task takes, by the clock and of processors, and its result."""
+    begun, used = time.perf_counter(), processors()
     found = task()
-    return time.perf_counter() - begun, found
+    return {"seconds": time.perf_counter() - begun, "processor_seconds": processors() - used}, found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=int, default=100_000)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--folder", type=Path, help="where the population is, or is made")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -97,34 +110,36 @@ def main() -> None:
         recipe = Recipe.parse(RECIPE).replace({"population.networks": options.networks})
         request = Request.of(recipe, path, device="cpu")
         manifest, _ = manifests.create_or_match(path, request.manifest, resize=True)
-        made, _ = seconds(
+        made, _ = timed(
             lambda: list(spread(partial(make_tiles, path, manifest), range(0, manifest.tiles, 256), Workers(count=2)))
         )
         size = manifest.spec.size
-        print(f"{options.networks:,} networks of {size:,} weights, written in {made:.0f} s", flush=True)
+        print(f"{options.networks:,} networks of {size:,} weights, written in {made['seconds']:.0f} s", flush=True)
         rows: list[dict[str, Any]] = []
+        (path / shards.INDEX).unlink(missing_ok=True)
         for name, arguments in (
+            ("inspect, the first time", ["inspect", path]),
             ("inspect", ["inspect", path]),
             ("status", ["status", path]),
             ("collect, nothing to train", ["collect", path, "-o", path]),
-            ("verify, 1 worker", ["verify", path, "--workers", "1"]),
-            ("verify, 2 workers", ["verify", path, "--workers", "2"]),
+            *((f"verify, {n} workers", ["verify", path, "--workers", n]) for n in options.workers[:2]),
         ):
             command = [sys.executable, "-m", "weightscope", *map(str, arguments)]
-            taken, _ = seconds(partial(subprocess.run, command, check=True, capture_output=True))
-            rows.append({"row": name, "seconds": taken})
+            taken, _ = timed(partial(subprocess.run, command, check=True, capture_output=True))
+            rows.append({"row": name, **taken})
             print(rows[-1], flush=True)
         results: dict[str, Any] = {}
         for count in options.workers:
-            reading, _ = seconds(partial(over_parts, Population(path), read, count))
-            rows.append({"row": "reading", "workers": count, "seconds": reading})
+            reading, _ = timed(partial(over_parts, Population(path), read, count))
+            rows.append({"row": "reading", "workers": count, **reading})
             print(rows[-1], flush=True)
             for statistic in (covariance, exchangeable):
                 name = statistic.__name__
-                taken, found = seconds(partial(statistic, Population(path), count))
+                taken, found = timed(partial(statistic, Population(path), count))
                 first = results.setdefault(name, found)
                 assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(first, found, strict=True))
-                row = {"row": name, "workers": count, "seconds": taken, "times_reading": taken / reading}
+                row = {"row": name, "workers": count, **taken}
+                row |= {f"{key}_of_reading": taken[key] / reading[key] for key in taken}
                 peak = {"worker_peak_mib": max(peaks()) / 2**20} if count > 1 else {}
                 rows.append(row | peak | {"equal_bits": True})
                 print(rows[-1], flush=True)

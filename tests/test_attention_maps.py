@@ -413,6 +413,24 @@ def test_the_command_runs_a_network_of_a_population(folder, capsys):
     assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(expected))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys, workers, tmp_path):
+    names = [f"{folder / 'vits.pop'}::1", folder / "none", f"{folder / 'vits.pop'}::0"]
+    out = ("--count", 5, "-o", tmp_path / "maps.png", "--json", tmp_path / "maps.json", "--workers", workers)
+    code, text, err = run("attention-maps", *names, *out, capsys=capsys)
+    assert code == 3
+    assert "1 of 3 models failed: none; the others are shown" in err
+    assert "warning: none: left out: " in text
+    labels = ["vits.pop-1", "vits.pop-0"]
+    assert [f"maps-{label}.png" for label in sorted(labels)] == sorted(p.name for p in tmp_path.glob("*.png"))
+    found = json.loads((tmp_path / "maps.json").read_text())
+    assert list(found["models"]) == ["vits.pop::1", "vits.pop::0"]
+    run("attention-maps", names[0], *out, capsys=capsys)
+    alone = json.loads((tmp_path / "maps.json").read_text())
+    del alone["written_by"]
+    assert found["models"]["vits.pop::1"] == alone
+
+
 def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):
     import transformers
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import fake_training as fake
@@ -119,3 +120,66 @@ def test_a_population_that_grows_has_its_short_tile_read_again(indexed: Path) ->
     manifests.record_size(indexed, manifest)
     assert kinds(indexed) == ["done"] * 3
     assert len(Population(indexed).seeds) == 24
+
+
+def test_a_scan_that_is_stopped_keeps_what_it_has_read(indexed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (indexed / shards.INDEX).unlink()
+    manifest, opened = manifests.read(indexed), shards.open_shard
+
+    def stopped(file: Path, *rest: object, **options: object) -> object:
+        if file.name == "00002.h5":
+            raise KeyboardInterrupt
+        return opened(file, *rest, **options)
+
+    monkeypatch.setattr(shards, "open_shard", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        shards.states(indexed, manifest)
+    monkeypatch.setattr(shards, "open_shard", lambda file, *rest: seen.append(file.name) or opened(file, *rest))
+    seen: list[str] = []
+    assert kinds(indexed) == ["done"] * 3
+    assert seen == ["00002.h5"]
+
+
+@pytest.mark.parametrize("turn", ["written", "replaced"])
+def test_shards_that_others_write_during_a_scan_are_read_again(
+    indexed: Path, monkeypatch: pytest.MonkeyPatch, turn: str
+) -> None:
+    """What is kept has the signature from before the shard was opened, so it may be too old, and never too new."""
+    (indexed / shards.INDEX).unlink()
+    manifest, opened = manifests.read(indexed), shards.open_shard
+    file = shards.shard_file(indexed, 1)
+
+    def meanwhile(there: Path, *rest: object, **options: object) -> object:
+        if there == file and turn == "written":  # before it is opened
+            shutil.copy2(file, file.with_name("x"))
+            file.with_name("x").replace(file)
+        if there.name == "00002.h5" and turn == "replaced":  # after it was read
+            flip(file)
+        return opened(there, *rest, **options)
+
+    monkeypatch.setattr(shards, "open_shard", meanwhile)
+    shards.states(indexed, manifest)
+    monkeypatch.setattr(shards, "open_shard", lambda there, *rest: seen.append(there.name) or opened(there, *rest))
+    seen: list[str] = []
+    assert kinds(indexed) == ["done", "damaged" if turn == "replaced" else "done", "done"]
+    assert seen == ["00001.h5"]
+
+
+def test_of_two_runs_that_record_their_size_the_larger_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smaller one reads, waits, and writes last, unless the other waits for it."""
+    first, read = manifests.read(folder), manifests.read
+    small, large = (first.resized(first.networks + n) for n in (1, 2))
+    threads = [threading.Thread(target=manifests.record_size, args=(folder, size)) for size in (small, large)]
+
+    def slowly(path: Path) -> manifests.Manifest:
+        found = read(path)
+        if threading.current_thread() is threads[0]:
+            threads[1].start()
+            threads[1].join(0.5)
+        return found
+
+    monkeypatch.setattr(manifests, "read", slowly)
+    threads[0].start()
+    threads[0].join()
+    threads[1].join()
+    assert read(folder).networks == large.networks

@@ -113,6 +113,21 @@ def create(path: Path, data: bytes) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep others that ask for it out of a block that reads and then writes; not in a store, nor without locks."""
+    if isinstance(folder, RemotePath):
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably."""
     if isinstance(path, RemotePath):

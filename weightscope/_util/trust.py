@@ -37,6 +37,11 @@ def trusting(trust: bool = True) -> Iterator[None]:
         _trusting.reset(token)
 
 
+def trusted() -> bool:
+    """Whether this is within a block of `trusting`."""
+    return _trusting.get()
+
+
 def source_file(module: str) -> Path | None:
     """The Python file of a module, found without importing anything; None if there is none."""
     if (there := sys.modules.get(module)) is not None:

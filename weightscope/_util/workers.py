@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 
 from weightscope._util.checks import choice, count
-from weightscope._util.environment import usable_cores, visible_gpus
+from weightscope._util.environment import single_threaded, usable_cores, visible_gpus
+from weightscope._util.trust import trusted, trusting
 from weightscope.errors import UsageError, WeightscopeError
 
 _log = logging.getLogger(__name__)
@@ -52,11 +53,13 @@ HUNG = 75  # the exit code of a process that ends itself because its task hangs
 
 _BEAT_SECONDS = 1.0
 _POLL_SECONDS = 0.5
+_WAITING = 4  # results of each worker that may wait for an earlier one
 _UNUSED_SECONDS = 300.0  # after which a process that nobody uses ends
 _ONE_THREAD = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"), "1"
 )
 
+T = TypeVar("T")
 Task = Callable[..., Any]
 Progress = Callable[[Any, float], None]
 Named = Callable[[Any], str]
@@ -143,6 +146,11 @@ class Workers:
     gpu: bool = False  # whether every task needs one
     devices: tuple[str, ...] = ()  # GPUs of this machine, one for each process: values of CUDA_VISIBLE_DEVICES
 
+    @property
+    def many(self) -> bool:
+        """Whether they are not this process alone."""
+        return self != Workers(count=1)
+
     def on_device(self, device: str, tiles: int) -> "Workers":
         """For some tiles on a device: by default one process per core, or one per GPU ("cuda" is any of them)."""
         number, devices = self.count, self.devices
@@ -176,6 +184,54 @@ def spread(
         yield from _distribute(pool, tiles, progress or _silent, named)
 
 
+def in_order(
+    task: Callable[[Any], T], items: Sequence[Any], names: Sequence[str], workers: Workers | int | None
+) -> Generator[T | WeightscopeError, None, None]:
+    """`task(item)` of each item, in their order; a `WeightscopeError` takes the place of a result that it prevents.
+
+    Tasks run on one thread, in this process's folder and with its trust, so that results do not depend on the workers.
+    A few of them wait for earlier ones, however many items there are. `names` of the items are for messages.
+
+    Raises:
+        WeightscopeError: if the workers of an item are lost, or a cluster.
+    """
+    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
+    chosen = chosen.on_device("cpu", len(items))
+    one = partial(_in_place, task, os.getcwd(), trusted())
+    if not chosen.many:
+        yield from map(one, items)
+        return
+    tiles = ((i, cloudpickle.dumps(item)) for i, item in enumerate(items))
+    waiting = deque(itertools.islice(tiles, _WAITING * (chosen.count or 16)))
+    held, at = dict[int, bytes](), 0
+    try:
+        with contextlib.closing(spread(partial(_sent, one), waiting, chosen, named=lambda t: names[t[0]])) as results:
+            for (i, _), value in results:
+                held[i] = value
+                while at in held:
+                    yield pickle.loads(held.pop(at))
+                    at += 1
+                    waiting.extend(itertools.islice(tiles, 1))
+    except TilesFailed as error:
+        (i, _), why = next(iter(error.errors.items()))
+        raise WeightscopeError(f"{names[i]}: {why}; run the same command again, with fewer workers") from why
+    except ClusterLost as error:
+        raise WeightscopeError(f"{error}; run the same command again") from error
+
+
+def _in_place(task: Callable[[Any], T], folder: str, trust: bool, item: Any) -> T | WeightscopeError:
+    try:
+        with contextlib.chdir(folder), trusting(trust), single_threaded():
+            return task(item)
+    except WeightscopeError as error:
+        return error
+
+
+def _sent(one: Callable[[Any], Any], tile: tuple[int, bytes], **_: Any) -> bytes:
+    """A result as bytes: arrays that clusters return may be read-only."""
+    return pickle.dumps(one(pickle.loads(tile[1])), protocol=5)
+
+
 def on_each(task: Task, workers: Workers, most: int) -> list[Any]:
     """The results of `task(i, progress=...)` for i = 0, 1, ..., run at the same time on all workers, or on `most`."""
     with contextlib.closing(_pool(task, workers, _silent)) as pool:
@@ -206,7 +262,8 @@ def _pool(task: Task, workers: Workers, progress: Progress) -> Pool:
 def _distribute(
     pool: Pool, tiles: Sequence[Any], progress: Progress, named: Named
 ) -> Generator[tuple[Any, Any], None, None]:
-    waiting, running, succeeded = deque(tiles), 0, False
+    waiting = tiles if isinstance(tiles, deque) else deque(tiles)  # the caller may add to it
+    running, succeeded = 0, False
     lost: Counter[Any] = Counter()
     failed: dict[Any, Exception] = {}
     while waiting or running:

@@ -7,9 +7,10 @@ differ from noise (thesis Fig. 3.17 and 3.23), which mimetic initialisation repr
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.workers import Workers, in_order
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,
@@ -33,7 +35,7 @@ from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
 from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.population import open_network
 
 if TYPE_CHECKING:
@@ -112,6 +114,15 @@ class ProductsResult(Result):
     corners: dict[Key, np.ndarray]  # upper left entries of each product, float32
     sources: list[SourceInfo]  # the models
     options: dict[str, Any]  # the arguments of `products`
+    failed: dict[str, str] = field(default_factory=dict)  # of several models, label -> why it has no products
+
+    def __iadd__(self, other: "ProductsResult") -> Self:
+        """Take the products of others."""
+        self.records.extend(other.records)
+        self.spectra.extend(other.spectra)
+        self.corners.update(other.corners)
+        self.sources.extend(other.sources)
+        return self
 
     def rows(self) -> list[Row]:
         return self.records
@@ -147,7 +158,7 @@ class ProductsResult(Result):
 
     def notes(self) -> list[str]:
         """One line for each tensor with non-finite numbers, for skipped attention modules and for omitted factors."""
-        out = []
+        out = [f"{label}: left out: {why}" for label, why in self.failed.items()]
         for info in self.sources:
             more = []
             for name, bad in info.nonfinite.items():
@@ -182,7 +193,8 @@ class ProductsResult(Result):
             counts[info.label] = {k: asdict(self.count(part, info.label, layers=whole)) for k, part, whole in kinds}
         spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
         sources = [asdict(info) for info in self.sources]
-        return {"rows": self.records, "spectra": spectra, "counts": counts, "sources": sources, "options": self.options}
+        about = {"sources": sources, "options": self.options, "failed": self.failed}
+        return {"rows": self.records, "spectra": spectra, "counts": counts} | about
 
     def plot(
         self,
@@ -410,6 +422,7 @@ def products(
     rotary: Any = "zero",
     spectra: Spectra = "heads",
     clip: int | None = 64,
+    workers: Workers | int | None = 1,
 ) -> ProductsResult:
     """Statistics of `W_Q W_K^T` of every head and `W_V W_O` of every layer and head (thesis Fig. 3.17 and 3.23).
 
@@ -441,9 +454,11 @@ def products(
         spectra: singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of d x d,
             which takes longer than everything else), or of `"none"`.
         clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
+        workers: processes that read several models, each of them one at a time; as of `covariance`.
 
     DataError if a source cannot be read; AnatomyError if a model has neither state-space layers nor attention, or only
-    some between streams of different widths; UsageError for an invalid option.
+    some between streams of different widths; UsageError for an invalid option. Of several models those with an error
+    are in `failed`, unless all have one.
 
     Example:
         >>> found = products("vit/", mimetic_attention_(ViT(224, 16, 384, 12, 6, 10)), labels=["pretrained", "mimetic"])
@@ -466,16 +481,52 @@ def products(
     names = labels_of([label_of(source) for source in sources], labels)
     stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
     out = ProductsResult([], [], {}, [], stated)
-    for source, label in zip(sources, names, strict=True):
-        try:
-            _add_model(out, _Model(source, config, layers, label, options))
-        except AnatomyError as error:
-            raise AnatomyError(f"{label}: {error}") from error
+    one = partial(_products_of, config, layers, options)
+    items = list(zip(sources, names, strict=True))
+    if len(items) == 1:
+        out += one(items[0])
+        return out
+    errors: dict[str, WeightscopeError] = {}
+    for label, found in zip(names, in_order(one, items, names, workers), strict=True):
+        if isinstance(found, WeightscopeError):
+            errors[label] = found
+        else:
+            out += found
+    if len(errors) == len(items):
+        raise errors[names[0]]
+    out.failed.update({label: str(error).removeprefix(f"{label}: ") for label, error in errors.items()})
     return out
 
 
-def _add_model(out: ProductsResult, model: _Model) -> None:
-    """Append one model's products, and what is known about the model."""
+def _products_of(config: Any, layers: Any, options: _Options, item: tuple[Any, str]) -> ProductsResult:
+    """The products of one model, with its label, and what is known about the model."""
+    out, (source, label) = ProductsResult([], [], {}, [], {}), item
+    try:
+        model = _Model(source, config, layers, label, options)
+        _compute(model)
+    except AnatomyError as error:
+        raise AnatomyError(f"{label}: {error}") from error
+    model.append_to(out)
+    checkpoint = model.checkpoint
+    out.sources.append(
+        SourceInfo(
+            label,
+            modules=len(model.parts),
+            heads=tuple(part.heads for part in model.parts),
+            widths=tuple(dict.fromkeys(row["width"] for row in out.records)),
+            bytes_read=None if checkpoint is None else checkpoint.bytes_read,
+            commit=None if checkpoint is None else checkpoint.commit,
+            nonfinite=model.nonfinite,
+            skipped=model.skipped,
+            unverified=() if checkpoint is None else checkpoint.unverified,
+            state_spaces=len(model.state_spaces),
+        )
+    )
+    return out
+
+
+def _compute(model: _Model) -> None:
+    """Compute the products of one model."""
     options = model.options
     for part in model.parts:
         norm = gain_before(model.tensors, part) if options.fold_norms else (None, None)
@@ -493,22 +544,6 @@ def _add_model(out: ProductsResult, model: _Model) -> None:
         c, b = (model.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
         model.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
         model.kept.clear()
-    model.append_to(out)
-    checkpoint, label = model.checkpoint, model.label
-    out.sources.append(
-        SourceInfo(
-            label,
-            modules=len(model.parts),
-            heads=tuple(part.heads for part in model.parts),
-            widths=tuple(dict.fromkeys(row["width"] for row in out.records if row["source"] == label)),
-            bytes_read=None if checkpoint is None else checkpoint.bytes_read,
-            commit=None if checkpoint is None else checkpoint.commit,
-            nonfinite=model.nonfinite,
-            skipped=model.skipped,
-            unverified=() if checkpoint is None else checkpoint.unverified,
-            state_spaces=len(model.state_spaces),
-        )
-    )
 
 
 def _unusable(part: AttentionPart, cross: bool) -> str | None:

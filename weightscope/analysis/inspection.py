@@ -218,7 +218,7 @@ def population_contents(path: str | Path) -> PopulationContents:
         tensors=_tensors(spec),
         quantiles=_quantiles(population.metrics),
         made_on=population.provenance(),
-        bytes_on_disk=sum(file.stat().st_size for file in population.path.rglob("*") if file.is_file()),
+        bytes_on_disk=shards.bytes_on_disk(population.path),
         environment=population.environment,
         recipe={} if recipe is None else recipe.to_dict(),
         imported=manifest.imported.to_dict() if manifest.imported else None,

@@ -1,11 +1,14 @@
 """Commands that analyse: `inspect`, `verify`, `export`, `covariance`, `products`, `attention-maps`, `audit`."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import click
 
+from weightscope._util.results import text_table
 from weightscope._util.sources import population_member
 from weightscope.cli.options import (
     Named,
@@ -15,6 +18,7 @@ from weightscope.cli.options import (
     data_option,
     figure_option,
     json_option,
+    many_options,
     maybe_partial,
     out_option,
     partial_option,
@@ -22,7 +26,7 @@ from weightscope.cli.options import (
     spread_options,
     write_json,
 )
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError, WeightscopeError
 
 
 @command()
@@ -316,6 +320,7 @@ def _with_initialisers(
 @click.option("--biases", is_flag=True, help="Add columns for the contribution of biases.")
 @click.option("--rotary", default="zero", help="zero, average, or a relative position.")
 @choice_option("--spectra", "heads all none", "Which singular values are computed.", "heads")
+@many_options
 @json_option
 def products(
     sources: tuple[str, ...],
@@ -349,10 +354,17 @@ def products(
     position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
     found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
     _show(found, out, json_file, view=view, heads=draw_heads, values=values)
+    _refuse(found.failed, sources)
+
+
+def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
+    """The error of models that are left out, after the others were shown."""
+    if failed:
+        raise DataError(f"{len(failed)} of {len(sources)} models failed: {', '.join(failed)}; the others are shown")
 
 
 @command("attention-maps")
-@click.argument("source", type=Named())
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("attention.png")
 @choice_option(
     "--kind",
@@ -377,11 +389,14 @@ def products(
 )
 @click.option("--filter-size", type=int, default=3, help="f of the neighbourhood and of D >= k f^2.")
 @data_option
+@many_options
 @json_option
 def attention_maps(
-    source: str, out: Path, kind: str, network: int | None, filter_size: int, json_file: Path | None, **inputs: Any
+    sources: tuple[str, ...], out: Path, kind: str, json_file: Path | None, workers: Any, **options: Any
 ) -> None:
     """Draw the mean attention maps of a Transformer's heads, and test D >= k f^2.
+
+    Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png.
 
     SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
     a folder of transformers (config.json, model.safetensors), run on pictures that are scaled to the model's size and
@@ -398,21 +413,54 @@ def attention_maps(
       weightscope attention-maps mambas.pop --count 16 -o maps.png
       weightscope attention-maps vit/ --images pictures/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
+      weightscope attention-maps vits.pop::0 vits.pop::1 vits.pop::2 --workers auto
     """
+    from weightscope._util.names import label_of, labels_of
+    from weightscope._util.workers import in_order
+
+    one, drawing = partial(_maps_of, kind, options), {} if kind == "maps" else {"kind": kind}
+    if len(sources) == 1:
+        found, notes = one(sources[0])
+        _show(found, out, json_file, notes, **drawing)
+        return
+    failed, rows, values, names = {}, [], {}, labels_of([label_of(source) for source in sources], None)
+    for name, each in zip(names, in_order(one, sources, names, workers), strict=True):
+        if isinstance(each, WeightscopeError):
+            failed[name] = str(each)
+            continue
+        found, notes = each
+        click.echo(f"{name}:")
+        file = out.with_stem(f"{out.stem}-{re.sub('[^A-Za-z0-9._-]+', '-', name)}")
+        _show(found, file, None, notes, **drawing)
+        click.echo()
+        values[name] = found.to_dict()
+        numbers = {key for row in found.rows() for key, x in row.items() if isinstance(x, float)}
+        means = {key: [row[key] for row in found.rows() if row[key] is not None] for key in sorted(numbers)}
+        rows.append({"mean of": name} | {key: f"{sum(x) / len(x):.4g}" for key, x in means.items()})
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    click.echo(text_table(columns, [[row.get(key, "-") for key in columns] for row in rows]))
+    for name, why in failed.items():
+        click.echo(f"warning: {name}: left out: {why}")
+    write_json(json_file, {"models": values, "failed": failed})
+    _refuse(failed, sources)
+
+
+def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, list[str]]:
+    """The attention maps of one model, and notes on what was made up."""
     from weightscope.analysis.attention_maps import attention_maps as maps
     from weightscope.analysis.runnable import runnable
     from weightscope.analysis.state_space_maps import has_state_spaces, state_space_maps
 
-    model, batch, notes = runnable(source, network, **inputs)
-    drawing = {} if kind == "maps" else {"kind": kind}
+    inputs = dict(options)
+    filter_size = inputs.pop("filter_size")
+    model, batch, notes = runnable(source, **inputs)
     if has_state_spaces(model):
-        if drawing:
+        if kind != "maps":
             raise UsageError(f"--kind: expected maps for a network with state-space layers, found {kind}")
-        _show(state_space_maps(model, batch), out, json_file)
-        return
+        return state_space_maps(model, batch), []
     if batch.ndim == 2 and kind in ("expected", "ranks"):
         raise UsageError(f"--kind {kind}: this picture is for images only, found sequences")
-    _show(maps(model, batch, filter_size=filter_size), out, json_file, notes, **drawing)
+    return maps(model, batch, filter_size=filter_size), notes
 
 
 @command()

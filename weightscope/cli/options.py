@@ -99,7 +99,9 @@ data_option = click.option(
 )
 
 
-def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def spread_options(
+    command: Callable[..., Any], read: str = "more than 4,096 networks", default: str | None = None
+) -> Callable[..., Any]:
     """Where the parts of a large population are read; the command gets `workers`, None or `Workers`."""
 
     @functools.wraps(command)
@@ -110,8 +112,11 @@ def spread_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         return command(*args, workers=chosen_workers(backend, workers, scheduler), **options)
 
-    text = "Processes that read more than 4,096 networks; auto, the default, is one per core."
-    return click.option("--workers", type=_Workers(), help=text)(backend_options(run))
+    text = f"Processes that read {read}; auto{'' if default else ', the default,'} is one per core."
+    return click.option("--workers", type=_Workers(), default=default, help=text)(backend_options(run))
+
+
+many_options = functools.partial(spread_options, read="models, each of them one at a time")
 
 
 def backend_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from weightscope.cli.options import (
     device_option,
     json_option,
     log_option,
+    many_options,
     maybe_partial,
     out_option,
     overwriting,
@@ -122,7 +124,7 @@ def _check_plan(plan: bool, price: float | None, log: str | None) -> None:
 @click.option("--snapshots", default="all", help="Moments of training to keep beside the last: all, none or 0,10,20.")
 @click.option("--by-reference", is_flag=True, help="Keep paths and digests only, and read weights from the sources.")
 @click.option("--skip-unfit", is_flag=True, help="Leave out networks that do not fit, in place of an error.")
-@click.option("--workers", type=int, default=1, help="Processes that read.")
+@partial(many_options, default="1")
 def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **options: Any) -> None:
     """Make a population of networks that were trained elsewhere.
 

@@ -17,23 +17,24 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from joblib import Parallel, delayed
 from tqdm import tqdm
 
-from weightscope._util import atomic, checks, plugins
+from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import is_population, location, read_regular
+from weightscope._util.workers import Workers, chosen_workers, in_order
 from weightscope.anatomy.effective import adapters, refuse_adapters
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
-from weightscope.errors import DataError, Resumable, UsageError
+from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Import, Manifest
@@ -83,7 +84,7 @@ class _Run:
     metrics: dict[str, np.ndarray]
     skip_unfit: bool
     snapshots: Sequence[int] | None
-    workers: int
+    workers: Workers
     manifest: Manifest | None = None  # known with the first network
     reference: str = ""  # what the others are compared with
     inputs: dict[str, str] = field(default_factory=dict)
@@ -159,18 +160,19 @@ class _Run:
         """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
         items = (self.described(number, item) for number, item in enumerate(networks))
         for label, sources in items:
-            found = _read_network(self.wanted, label, sources)
+            found = _read_network(self.wanted, (label, sources))
             if self.wanted.spec is None and not found.reasons:
                 self.wanted, self.reference = replace(self.wanted, spec=found.spec), label
             yield label, sources, found
-            if self.workers > 1 and self.wanted.spec is not None:
+            if self.workers.many and self.wanted.spec is not None:
                 break
         rest = list(items)
-        if rest:
-            parallel = Parallel(n_jobs=self.workers, return_as="generator", pre_dispatch=4 * self.workers)
-            results = parallel(delayed(_read_network)(self.wanted, label, sources) for label, sources in rest)
-            with contextlib.closing(results):
-                yield from ((*item, found) for item, found in zip(rest, results, strict=True))
+        read = in_order(partial(_read_network, self.wanted), rest, [label for label, _ in rest], self.workers)
+        with contextlib.closing(read):
+            for item, each in zip(rest, read, strict=True):
+                if isinstance(each, WeightscopeError):
+                    raise each
+                yield *item, each
 
     def take(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
         """Take a network into the tile, and write the tile if it is full."""
@@ -197,7 +199,7 @@ class _Run:
                 raise UsageError(f"snapshots: expected a mapping of moments to sources, found {item!r}")
             sources = [item]
         named = isinstance(sources[0], str | Path)
-        for what, asked in (("by_reference", self.wanted.made.by_reference), ("workers", self.workers > 1)):
+        for what, asked in (("by_reference", self.wanted.made.by_reference), ("workers", self.workers.many)):
             if asked and not named:
                 raise UsageError(f"{what}: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
@@ -319,7 +321,7 @@ def import_networks(
     snapshots: Sequence[int] | None = None,
     by_reference: bool = False,
     skip_unfit: bool = False,
-    workers: int = 1,
+    workers: Workers | int | None = 1,
     progress: bool = True,
 ) -> None:
     """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
@@ -345,8 +347,8 @@ def import_networks(
     elif network is not None:
         made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
     patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
-    workers = checks.count("workers", workers)
-    run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, workers)
+    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
+    run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, chosen)
     run.expect_network()
     with tqdm(total=count, desc="import", disable=None if progress else True) as bar:
         run.all(networks, bar)
@@ -359,8 +361,9 @@ def import_networks(
 _fitting: dict[Any, tuple[dict[str, str], frozenset[str]]] = {}
 
 
-def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Network:
-    """Read a network and its snapshots, in this process or another."""
+def _read_network(wanted: _Wanted, named: tuple[str, Sequence[Any]]) -> _Network:
+    """Read a network, with its label, and its snapshots, in this process or another."""
+    label, sources = named
     opened, reasons, spec, matched = [], list[str](), wanted.spec, set[str]()
     if len(_fitting) > _LAYOUTS:
         _fitting.clear()

@@ -94,7 +94,7 @@ class Manifest:
         """N, the number of networks of the complete population."""
         return self.sizes[-1]
 
-    @property
+    @cached_property  # asked for a million times where there are as many networks
     def tile(self) -> int:
         """T, the number of networks in a tile."""
         tile = self.made.tile if isinstance(self.made, Import) else self.made.population.tile
@@ -102,7 +102,7 @@ class Manifest:
             raise ValueError("expected population.tile in a population's recipe, found none")
         return tile
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """The number of tiles, ceil(N / T)."""
         return -(-self.networks // self.tile)
@@ -135,7 +135,7 @@ class Manifest:
 
     def shorter_rows(self, tile: int) -> set[int]:
         """The numbers of networks in tile `tile` at earlier sizes of the population."""
-        ends = {size - tile * self.tile for size in self.sizes}
+        ends = {size - tile * self.tile for size in self.sizes[:-1]}
         return {rows for rows in ends if 0 < rows < self.rows(tile)}
 
     def resized(self, networks: int) -> "Manifest":
@@ -245,19 +245,21 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     whether this call created the population.
     """
     # Listed before the manifest is searched for: another process may create the population at any moment.
-    others = _others(path)
+    others = [] if (path / NAME).exists() else _others(path)
     if not (path / NAME).exists():
         _refuse_other_folder(path, others)
         atomic.make_folder(path / SHARDS)
         if atomic.create(path / NAME, wanted.to_bytes()):
             return wanted, True
-    there = read(path)
-    match(path, there, wanted)
-    if wanted.networks == there.networks or (wanted.networks < there.networks and not resize):
-        return there, False
-    resized = there.resized(wanted.networks)
+    with atomic.locked(path):
+        there = read(path)
+        match(path, there, wanted)
+        if wanted.networks == there.networks or (wanted.networks < there.networks and not resize):
+            return there, False
+        resized = there.resized(wanted.networks)
+        if resized.networks < there.networks:
+            atomic.write(path / NAME, resized.to_bytes())
     if resized.networks < there.networks:
-        atomic.write(path / NAME, resized.to_bytes())
         removed = there.networks - resized.networks
         text = "%s: this run asks for %d networks and removes %d of %d; their shards stay for a run that asks for them"
         _log.warning(text, path, resized.networks, removed, there.networks)
@@ -279,10 +281,11 @@ def kept(path: Path, wanted: Manifest) -> Manifest:
 
 def record_size(path: Path, reached: Manifest) -> None:
     """Record that the population has grown, when all its tiles are on disk."""
-    there = read(path)
-    match(path, there, reached)
-    if there.networks < reached.networks:
-        atomic.write(path / NAME, there.resized(reached.networks).to_bytes())
+    with atomic.locked(path):  # another run may record a larger one
+        there = read(path)
+        match(path, there, reached)
+        if there.networks < reached.networks:
+            atomic.write(path / NAME, there.resized(reached.networks).to_bytes())
 
 
 def match(path: Path, there: Manifest, wanted: Manifest) -> None:

@@ -595,7 +595,7 @@ def recipe_of(source: Recipe | str | Path) -> Recipe:
     if isinstance(source, Recipe):
         return source
     if is_population(source):
-        return Population(source, partial=True).recipe
+        return manifests.read(location(source)).recipe
     return Recipe.load(source)
 
 

@@ -94,11 +94,19 @@ def tiles_on_disk(path: Path, manifest: Manifest) -> list[int]:
     There may be shards beyond its end, of an unfinished growth or from before the population shrank.
     """
     try:
-        names = [p.name for p in (path / SHARDS).iterdir()]
+        folder = path / SHARDS
+        names = [p.name for p in folder.iterdir()] if isinstance(path, RemotePath) else os.listdir(folder)
     except FileNotFoundError:
         return []
     tiles = sorted(int(name[:-3]) for name in names if re.fullmatch(r"\d{5,}\.h5", name))
     return [tile for tile in tiles if tile < manifest.tiles]
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Of all files of a population."""
+    if isinstance(path, RemotePath):
+        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(os.lstat(os.path.join(at, name)).st_size for at, _, names in os.walk(path) for name in names)
 
 
 def ahead(path: Path, manifest: Manifest, tiles: Iterable[int]) -> Iterator[int]:
@@ -200,24 +208,30 @@ def contents(
     known = {tile: each for tile, each in known.items() if each.signature == listed.get(tile)}
     found = {tile: known[tile] for tile, rows in least.items() if tile in known and len(known[tile].table) >= rows}
     fresh = [tile for tile in least if tile not in found]
-    for tile in ahead(path, manifest, fresh):
-        try:
-            with opened(tile) as h5:
-                made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
-                columns = {SEED: h5["seed"]} | {name: values[:] for name, values in h5["metrics"].items()}
-                kinds = [(name, values.dtype, values.shape[1:]) for name, values in columns.items()]
-                found[tile] = Contents(listed.get(tile, b""), made.encode(), np.empty(len(columns[SEED]), kinds))
-                for name, values in columns.items():
-                    found[tile].table[name] = values
-        except DamagedShard as error:
-            if damaged is None:
-                raise
-            damaged[tile] = State("damaged", str(error))
-        except FileNotFoundError:  # removed meanwhile
-            continue
-    if len(fresh) >= _INDEXED:
-        _write_index(path, manifest, known | found)
+    try:
+        for tile in ahead(path, manifest, fresh):
+            try:
+                with opened(tile) as h5:
+                    found[tile] = _read_contents(h5, listed.get(tile, b""))
+            except DamagedShard as error:
+                if damaged is None:
+                    raise
+                damaged[tile] = State("damaged", str(error))
+            except FileNotFoundError:  # removed meanwhile
+                continue
+    finally:  # if it is interrupted, too: of a million networks it takes minutes
+        if len(fresh) >= _INDEXED and found:
+            _write_index(path, manifest, known | found)
     return {tile: found[tile] for tile in least if tile in found}
+
+
+def _read_contents(h5: h5py.File, signature: bytes) -> Contents:
+    made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
+    columns = {SEED: h5["seed"]} | {name: values[:] for name, values in h5["metrics"].items()}
+    table = np.empty(len(columns[SEED]), [(name, values.dtype, values.shape[1:]) for name, values in columns.items()])
+    for name, values in columns.items():
+        table[name] = values
+    return Contents(signature, made.encode(), table)
 
 
 def fingerprint(path: Path, tiles: Iterable[int], before: str) -> str:
