@@ -209,7 +209,8 @@ def _matrix_statistics(
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
     Terms of each network are about the means of all networks; of a population of several parts about those of its first
-    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows.
+    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows;
+    where these differ from all by more than chance, as in an import that is sorted, terms are computed again.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -219,6 +220,10 @@ def _matrix_statistics(
     keep = Keep(terms.none, ("matrices", spec.to_json(), known.mean, known.squares)) if keep_sums else None
     found = over_parts(source, terms, workers, keep=keep)
     found.flush()
+    if terms.differ(found):
+        terms = _Terms(spec, terms.pairs, found.entries)
+        found = over_parts(source, terms, workers)
+        found.flush()
     ratios: dict[str, StripeResult] = {}
     pairs: dict[str, TransposedCorrelation] = {}
     problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
@@ -239,19 +244,35 @@ class _Terms:
     """Terms of the statistics of matrices, of each network of a part: four of each matrix, one of each pair of them."""
 
     def __init__(self, spec: WeightSpec, pairs: Sequence[tuple[str, str]], known: EntryMoments) -> None:
-        self.spec, self.pairs, self.mean = spec, pairs, known.mean
+        self.spec, self.pairs, self.known, self.mean = spec, pairs, known, known.mean
         self.scales = spec.unpack(known.deviation())
         nothing = spec.unpack(np.zeros((0, spec.size)))
         self.entries = [transposed_terms(*self._of(pair, nothing), *self._of(pair, self.scales))[1] for pair in pairs]
 
     def none(self) -> "_Rows":
         """Those of no network."""
-        return _Rows(4 * len(self.spec) + len(self.pairs))
+        return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size)
+
+    def differ(self, found: "_Rows") -> bool:
+        """Whether means or variances of the known networks are not those of a sample of all (p < 1e-4 in a tensor)."""
+        known, now = self.known, found.entries
+        if not known.n or ((known.squares > 0) != (now.squares > 0)).any():
+            return known.n > 0
+        for i, (name, shift) in enumerate(self.spec.unpack((now.mean - known.mean)[None]).items()):
+            part = self.spec.slices[name]
+            before, after = (x.squares[part].sum() / max(x.n - 1, 1) for x in (known, now))
+            terms = found.rows[:, 4 * i : 4 * i + 4].mean(axis=0)
+            if abs(after - before) > 8 / known.n**0.5 * before or (stripe_terms(shift) > 16 / known.n * terms).any():
+                return True
+        return False
 
     def __call__(self, part: WeightSamples, _: int) -> "_Rows":
         out = self.none()
         for rows, excluded in finite_chunks(part, self.spec.names, BLOCK):
             out.excluded += excluded
+            if not len(rows):
+                continue
+            out.entries.update(rows)
             tensors = self.spec.unpack(rows - self.mean)
             columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
             pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
@@ -264,12 +285,13 @@ class _Terms:
 
 
 class _Rows:
-    """Rows of numbers of consecutive networks, (N, K)."""
+    """Rows of numbers of consecutive networks, (N, K), and the moments of their D weights."""
 
-    summed = ("excluded", "rows")
+    summed = ("excluded", "rows", "entries")
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, size: int) -> None:
         self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
+        self.entries = EntryMoments(size)
 
     def flush(self) -> None:
         """Put what was added into `rows`."""
@@ -278,6 +300,7 @@ class _Rows:
     def __iadd__(self, other: "_Rows") -> "_Rows":
         self.excluded += other.excluded
         self.more += [other.rows, *other.more]
+        self.entries += other.entries
         return self
 
 
