@@ -208,8 +208,10 @@ def _matrix_statistics(
 ) -> tuple[dict[str, StripeResult], dict[str, TransposedCorrelation], dict[str, dict[str, str]]]:
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
-    Terms of each network are about the means of all networks; of a population of several parts about those of its first
-    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows.
+    Terms of each network are about the means of the first 4,096 usable networks of a population of several parts, so that
+    they need not be computed again when it grows. Means that move from there, as of networks in the order of their
+    settings, are taken out of the sums exactly; intervals are wider then, and correlations are standardised by the
+    deviations of those first networks.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -219,6 +221,8 @@ def _matrix_statistics(
     keep = Keep(terms.none, ("matrices", spec.to_json(), known.mean, known.squares)) if keep_sums else None
     found = over_parts(source, terms, workers, keep=keep)
     found.flush()
+    moved = spec.unpack(found.moved[None] / max(len(found.rows), 1))  # the means of all, from those of the first
+    found.rows -= terms.of(moved)
     ratios: dict[str, StripeResult] = {}
     pairs: dict[str, TransposedCorrelation] = {}
     problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
@@ -246,17 +250,22 @@ class _Terms:
 
     def none(self) -> "_Rows":
         """Those of no network."""
-        return _Rows(4 * len(self.spec) + len(self.pairs))
+        return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size)
 
     def __call__(self, part: WeightSamples, _: int) -> "_Rows":
         out = self.none()
         for rows, excluded in finite_chunks(part, self.spec.names, BLOCK):
             out.excluded += excluded
-            tensors = self.spec.unpack(rows - self.mean)
-            columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
-            pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
-            out.more.append(np.column_stack([*columns, *pairs]))
+            deviations = rows - self.mean
+            out.moved += deviations.sum(axis=0)
+            out.more.append(self.of(self.spec.unpack(deviations)))
         return out
+
+    def of(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        """The terms (n, K) of deviations of n networks."""
+        columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
+        pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
+        return np.column_stack([*columns, *pairs])
 
     @staticmethod
     def _of(pair: tuple[str, str], tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -264,12 +273,12 @@ class _Terms:
 
 
 class _Rows:
-    """Rows of numbers of consecutive networks, (N, K)."""
+    """Rows of numbers of consecutive networks, (N, K), and the sum of their deviations, (D,)."""
 
-    summed = ("excluded", "rows")
+    summed = ("excluded", "moved", "rows")
 
-    def __init__(self, width: int) -> None:
-        self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
+    def __init__(self, width: int, size: int) -> None:
+        self.excluded, self.moved, self.rows, self.more = 0, np.zeros(size), np.empty((0, width)), list[np.ndarray]()
 
     def flush(self) -> None:
         """Put what was added into `rows`."""
@@ -277,6 +286,7 @@ class _Rows:
 
     def __iadd__(self, other: "_Rows") -> "_Rows":
         self.excluded += other.excluded
+        self.moved += other.moved
         self.more += [other.rows, *other.more]
         return self
 
