@@ -12,7 +12,7 @@ from weightscope.benchmarking.statistics import summarise
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
-OTHERS = ("mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
+OTHERS = ("convolution_biases", "mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
 NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 

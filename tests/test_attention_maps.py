@@ -429,6 +429,10 @@ def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys
     alone = json.loads((tmp_path / "maps.json").read_text())
     del alone["written_by"]
     assert found["models"]["vits.pop::1"] == alone
+    code, text, err = run("attention-maps", folder / "none", folder / "neither", *out, capsys=capsys)
+    assert (code, text) == (3, "")
+    assert all(name in err for name in ("none: ", "; neither: "))
+    assert "shown" not in err
 
 
 def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):

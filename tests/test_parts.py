@@ -161,6 +161,30 @@ def test_tiles_keep_their_part_when_a_population_grows(path, tmp_path):
     assert [len(part) for part in Population(path).parts(20)] == [24] * 8 + [13]
 
 
+def shifted(weights):
+    weights[3 * TILE :] += 2
+
+
+def wider(weights):
+    weights[3 * TILE :] *= 1.5
+
+
+def constant(weights):
+    weights[: 4 * TILE, :10] = 0
+
+
+@pytest.mark.parametrize("change", [shifted, wider, constant])
+def test_networks_sorted_by_what_they_are_have_the_ratios_of_one_part(tmp_path, small, monkeypatch, change):
+    weights = np.random.default_rng(0).standard_normal((NETWORKS, fake.SPEC.size)).astype(np.float32)
+    change(weights)
+    monkeypatch.setattr(fake, "vector", lambda recipe, k, size=0: weights[k % NETWORKS])
+    fake.write_population(tmp_path / "a.pop", fake.recipe(networks=NETWORKS, tile=TILE))
+    found = matrices(Population(tmp_path / "a.pop"), 1, tmp_path)
+    monkeypatch.setattr(samples, "LEAF", NETWORKS)
+    for a, b in zip(found, matrices(Population(tmp_path / "a.pop"), 1, tmp_path), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
 def test_an_export_by_workers_has_the_same_bytes(path, tmp_path, monkeypatch):
     monkeypatch.setattr(exporting, "_PART", 3 * TILE)
     one, two = (export(Population(path), tmp_path / f"{w}.h5", "mlp.*", workers=w).read_bytes() for w in (1, 2))

@@ -208,10 +208,10 @@ def _matrix_statistics(
 ) -> tuple[dict[str, StripeResult], dict[str, TransposedCorrelation], dict[str, dict[str, str]]]:
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
-    Terms of each network are about the means of the first 4,096 usable networks of a population of several parts, so that
-    they need not be computed again when it grows. Means that move from there, as of networks in the order of their
-    settings, are taken out of the sums exactly; intervals are wider then, and correlations are standardised by the
-    deviations of those first networks.
+    Terms of each network are about the means of all networks; of a population of several parts about those of its first
+    4,096 usable ones, so that they need not be computed again when it grows. The sums are then those about all, and
+    correlations are standardised by the deviations of the first; where means or variances of these differ from all by
+    more than chance, as in an import that is sorted, terms are computed again.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -221,8 +221,11 @@ def _matrix_statistics(
     keep = Keep(terms.none, ("matrices", spec.to_json(), known.mean, known.squares)) if keep_sums else None
     found = over_parts(source, terms, workers, keep=keep)
     found.flush()
-    moved = spec.unpack(found.moved[None] / max(len(found.rows), 1))  # the means of all, from those of the first
-    found.rows -= terms.of(moved)
+    if terms.differ(found):
+        terms = _Terms(spec, terms.pairs, found.entries)
+        found = over_parts(source, terms, workers)
+        found.flush()
+    found.rows -= terms.of(spec.unpack((found.entries.mean - terms.mean)[None]))  # about the means of all
     ratios: dict[str, StripeResult] = {}
     pairs: dict[str, TransposedCorrelation] = {}
     problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
@@ -243,7 +246,7 @@ class _Terms:
     """Terms of the statistics of matrices, of each network of a part: four of each matrix, one of each pair of them."""
 
     def __init__(self, spec: WeightSpec, pairs: Sequence[tuple[str, str]], known: EntryMoments) -> None:
-        self.spec, self.pairs, self.mean = spec, pairs, known.mean
+        self.spec, self.pairs, self.known, self.mean = spec, pairs, known, known.mean
         self.scales = spec.unpack(known.deviation())
         nothing = spec.unpack(np.zeros((0, spec.size)))
         self.entries = [transposed_terms(*self._of(pair, nothing), *self._of(pair, self.scales))[1] for pair in pairs]
@@ -252,13 +255,28 @@ class _Terms:
         """Those of no network."""
         return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size)
 
+    def differ(self, found: "_Rows") -> bool:
+        """Whether means or variances of the known networks are not those of a sample of all (p < 1e-4 in a tensor)."""
+        known, now = self.known, found.entries
+        if not known.n or ((known.squares > 0) != (now.squares > 0)).any():
+            return known.n > 0
+        for i, (name, shift) in enumerate(self.spec.unpack((now.mean - known.mean)[None]).items()):
+            part = self.spec.slices[name]
+            before, after = (x.squares[part].sum() / max(x.n - 1, 1) for x in (known, now))
+            terms = found.rows[:, 4 * i : 4 * i + 4]
+            chance = 4 * shift.size * terms[:, 0].std() / known.n**0.5  # of a sum of variances
+            if abs(after - before) > chance or (stripe_terms(shift) > 16 / known.n * terms.mean(axis=0)).any():
+                return True
+        return False
+
     def __call__(self, part: WeightSamples, _: int) -> "_Rows":
         out = self.none()
         for rows, excluded in finite_chunks(part, self.spec.names, BLOCK):
             out.excluded += excluded
-            deviations = rows - self.mean
-            out.moved += deviations.sum(axis=0)
-            out.more.append(self.of(self.spec.unpack(deviations)))
+            if not len(rows):
+                continue
+            out.entries.update(rows)
+            out.more.append(self.of(self.spec.unpack(rows - self.mean)))
         return out
 
     def of(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -273,12 +291,13 @@ class _Terms:
 
 
 class _Rows:
-    """Rows of numbers of consecutive networks, (N, K), and the sum of their deviations, (D,)."""
+    """Rows of numbers of consecutive networks, (N, K), and the moments of their D weights."""
 
-    summed = ("excluded", "moved", "rows")
+    summed = ("excluded", "rows", "entries")
 
     def __init__(self, width: int, size: int) -> None:
-        self.excluded, self.moved, self.rows, self.more = 0, np.zeros(size), np.empty((0, width)), list[np.ndarray]()
+        self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
+        self.entries = EntryMoments(size)
 
     def flush(self) -> None:
         """Put what was added into `rows`."""
@@ -286,8 +305,8 @@ class _Rows:
 
     def __iadd__(self, other: "_Rows") -> "_Rows":
         self.excluded += other.excluded
-        self.moved += other.moved
         self.more += [other.rows, *other.more]
+        self.entries += other.entries
         return self
 
 

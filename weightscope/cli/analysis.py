@@ -426,7 +426,7 @@ def attention_maps(
     failed, rows, values, names = {}, [], {}, labels_of([label_of(source) for source in sources], None)
     for name, each in zip(names, in_order(one, sources, names, workers), strict=True):
         if isinstance(each, WeightscopeError):
-            failed[name] = str(each)
+            failed[name] = str(each).removeprefix(f"{name}: ")
             continue
         found, notes = each
         click.echo(f"{name}:")
@@ -437,6 +437,8 @@ def attention_maps(
         numbers = {key for row in found.rows() for key, x in row.items() if isinstance(x, float)}
         means = {key: [row[key] for row in found.rows() if row[key] is not None] for key in sorted(numbers)}
         rows.append({"mean of": name} | {key: f"{sum(x) / len(x):.4g}" for key, x in means.items()})
+    if not rows:
+        raise DataError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     click.echo(text_table(columns, [[row.get(key, "-") for key in columns] for row in rows]))
     for name, why in failed.items():

@@ -2,7 +2,7 @@
 
     sums/NAME-DIGEST.npz     arr_0, arr_1, ...: the numbers of the sums, in the order of `_places`
 
-NAME is a hash of the shards that were summed, of the statistic and of weightscope's code; DIGEST is that of the
+NAME is a hash of the shards that were summed, of the statistic and of the code of weightscope; DIGEST is that of the
 arrays. Files with another one, or with arrays of other shapes or types, are removed and never used.
 """
 
@@ -122,7 +122,7 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
 
 @cache
 def _code() -> str:
-    """NumPy's version and the source of weightscope: other code may read or sum in another way."""
+    """NumPy's version and the source of weightscope: other code may sum in another way."""
     found = hashlib.sha256(np.__version__.encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
