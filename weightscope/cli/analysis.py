@@ -424,14 +424,14 @@ def attention_maps(
         _show(found, out, json_file, notes, **drawing)
         return
     failed, rows, values, names = {}, [], {}, labels_of([label_of(source) for source in sources], None)
-    for name, each in zip(names, in_order(one, sources, names, workers), strict=True):
+    files = labels_of([re.sub("[^A-Za-z0-9._-]+", "-", name) for name in names], None)
+    for name, file, each in zip(names, files, in_order(one, sources, names, workers), strict=True):
         if isinstance(each, WeightscopeError):
             failed[name] = str(each).removeprefix(f"{name}: ")
             continue
         found, notes = each
         click.echo(f"{name}:")
-        file = out.with_stem(f"{out.stem}-{re.sub('[^A-Za-z0-9._-]+', '-', name)}")
-        _show(found, file, None, notes, **drawing)
+        _show(found, out.with_stem(f"{out.stem}-{file}"), None, notes, **drawing)
         click.echo()
         values[name] = found.to_dict()
         numbers = {key for row in found.rows() for key, x in row.items() if isinstance(x, float)}
