@@ -461,7 +461,8 @@ class Population(Result):
         joined = {name: np.concatenate([table[name] for table in tables]) for name in expected}
         for array in joined.values():
             array.flags.writeable = False
-        return joined.pop(shards.SEED), joined, Counter(one_line(each.made.decode("ascii", "replace")) for each in found.values())
+        made = (one_line(each.made.decode("ascii", "replace")) for each in found.values())
+        return joined.pop(shards.SEED), joined, Counter(made)
 
     def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
         """The tensors of `sub` of these rows, shape (len(rows), D') float32."""
