@@ -344,7 +344,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     if gain in (None, "auto"):
         return None
     try:
-        number = int(gain) if gain.isdigit() and len(gain) < 16 else float(gain)
+        number = int(gain) if gain.isdecimal() and len(gain) < 16 else float(gain)
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
