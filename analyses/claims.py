@@ -125,7 +125,7 @@ def claims() -> list[Claim]:
         Claim("Values and outputs are needed as well", "attention paper, Table 2", "vit_start", "mimetic - qk", start("digits", "mimetic", "qk"), 2.21),
         Claim("Mimetic attention gains more with sinusoidal positions", "attention paper, Table 2", "vit_start", "gain with sinusoidal - gain with learned positions", interaction, 2.03),
         Claim("A convolution added to the attention map helps", "attention paper, Eq. 15", "convolution_biases", "conv-map - softmax", kind("conv-map") - kind("softmax"), 1.8, decide="12 seeds"),
-        Claim("a positive one harms", "attention paper, Eq. 15", "convolution_biases", "conv-softmax-map - conv-map", kind("conv-softmax-map") - kind("conv-map"), -14.9, -1, decide="of filters: a bias that is not nearly uniform"),
+        Claim("softmax(c C) in its place, without negative entries, harms", "attention paper, Eq. 15", "convolution_biases", "conv-softmax-map - conv-map", kind("conv-softmax-map") - kind("conv-map"), -14.9, -1, decide="of filters: a bias that is not nearly uniform"),
         Claim("one in the logits does nothing", "attention paper, Eq. 14", "convolution_biases", "conv-logits - softmax", kind("conv-logits") - kind("softmax"), -0.6, 0, decide="12 seeds"),
         Claim("Pretrained ViTs have positive diagonals of W_Q W_K^T", "thesis Fig. 3.17", "attention_products", "share of heads, %", share(products["qk_heads"]["positive"], products["qk_heads"]["n"]), null=50, decide="more models"),
         Claim("and negative ones of W_V W_O", "thesis Fig. 3.17", "attention_products", "share of layers, LayerScale counted, %", share(products["vo_layers"]["negative"], products["vo_layers"]["n"]), null=50, decide="more models"),
@@ -169,7 +169,7 @@ def claims() -> list[Claim]:
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/recall", "mimetic - scale, 600 steps", less("copying/recall", SSM, f"{SSM} (scale only)"), decide="the next row"),
         Claim("the same, on fresh seeds", "thesis Fig. 3.27", "copying/recall/fresh_seeds", "mimetic - scale, 600 steps", less("copying/recall/fresh_seeds", SSM, f"{SSM} (scale only)")),
         Claim("and learn to sort better", "thesis Fig. 3.27", "copying/sorting", "800 steps", less("copying/sorting", SSM, "default")),
-        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/sorting", "mimetic - scale, 800 steps", less("copying/sorting", SSM, f"{SSM} (scale only)")),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/sorting", "mimetic - scale, 800 steps", less("copying/sorting", SSM, f"{SSM} (scale only)"), decide="by its design a yes and a no: below +18"),
         Claim("and copy strings of twice the length in stack order", "thesis Fig. 3.27", "copying/stack_order/longer", "mimetic - default, accuracy at 2x", less("copying/stack_order/longer", SSM, "default", "accuracy_2x")),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/stack_order/longer", "mimetic - scale, accuracy at 2x", less("copying/stack_order/longer", SSM, f"{SSM} (scale only)", "accuracy_2x"), decide="by its design a no: below +7"),
     ]  # fmt: skip

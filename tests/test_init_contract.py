@@ -26,7 +26,6 @@ from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import INITIALISERS, get
 from weightscope.networks.sequences import CausalTransformer
 
-SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
 SOURCED = (
     *("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer"),

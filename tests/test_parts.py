@@ -95,10 +95,10 @@ def test_any_number_of_workers_gives_the_same_bits_and_one_part_the_same_numbers
         patch.setattr(samples, "LEAF", NETWORKS)
         whole = statistic(Population(path), 2, tmp_path)
     assert not same(one, whole)  # another order of sums: the parts were used
-    # terms of matrices are about the means of the first 24 networks
-    close = {on_disk: 1e-5, leading: 1e-5, matrices: 0.1}.get(statistic, 1e-9)
-    for a, b in zip(one, whole, strict=True):
-        np.testing.assert_allclose(a, b, rtol=close, atol=0.05 if statistic is matrices else 1e-9)
+    close = {on_disk: 1e-5, leading: 1e-5}.get(statistic, 1e-9)
+    for i, (a, b) in enumerate(zip(one, whole, strict=True)):
+        # correlations of fc1 with fc2 are standardised by the first 24 networks
+        np.testing.assert_allclose(a, b, rtol=close, atol=0.05 if statistic is matrices and i else 1e-9)
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def shifted(weights):
 
 
 def wider(weights):
-    weights[3 * TILE :] *= 4
+    weights[3 * TILE :] *= 1.5
 
 
 def constant(weights):
@@ -341,10 +341,12 @@ def test_a_damaged_shard_is_an_error_although_its_sums_are_kept(grown):
 
 def test_sums_used_least_recently_go(grown, monkeypatch):
     sizes = {file: file.stat().st_size for file in (grown / "sums").iterdir()}
+    (grown / "sums/mine.npz").write_bytes(b"another's")
     oldest = min(sizes, key=lambda file: file.stat().st_mtime_ns)
     monkeypatch.setattr(kept_sums, "BYTES", sum(sizes.values()) + 100)
     joint_covariance(Population(grown), "mlp.fc1.bias")
-    left = {*(grown / "sums").iterdir()}
+    assert (grown / "sums/mine.npz").exists()
+    left = {*(grown / "sums").glob("*-*.npz")}
     assert oldest not in left
     assert len(left) < 4
     assert sum(file.stat().st_size for file in left) <= kept_sums.BYTES

@@ -209,8 +209,9 @@ def _matrix_statistics(
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
     Terms of each network are about the means of all networks; of a population of several parts about those of its first
-    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows;
-    where these differ from all by more than chance, as in an import that is sorted, terms are computed again.
+    4,096 usable ones, so that they need not be computed again when it grows. The sums are then those about all, and
+    correlations are standardised by the deviations of the first; where means or variances of these differ from all by
+    more than chance, as in an import that is sorted, terms are computed again.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -224,6 +225,7 @@ def _matrix_statistics(
         terms = _Terms(spec, terms.pairs, found.entries)
         found = over_parts(source, terms, workers)
         found.flush()
+    found.rows -= terms.of(spec.unpack((found.entries.mean - terms.mean)[None]))  # about the means of all
     ratios: dict[str, StripeResult] = {}
     pairs: dict[str, TransposedCorrelation] = {}
     problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
@@ -261,8 +263,9 @@ class _Terms:
         for i, (name, shift) in enumerate(self.spec.unpack((now.mean - known.mean)[None]).items()):
             part = self.spec.slices[name]
             before, after = (x.squares[part].sum() / max(x.n - 1, 1) for x in (known, now))
-            terms = found.rows[:, 4 * i : 4 * i + 4].mean(axis=0)
-            if abs(after - before) > 8 / known.n**0.5 * before or (stripe_terms(shift) > 16 / known.n * terms).any():
+            terms = found.rows[:, 4 * i : 4 * i + 4]
+            chance = 4 * shift.size * terms[:, 0].std() / known.n**0.5  # of a sum of variances
+            if abs(after - before) > chance or (stripe_terms(shift) > 16 / known.n * terms.mean(axis=0)).any():
                 return True
         return False
 
@@ -273,11 +276,14 @@ class _Terms:
             if not len(rows):
                 continue
             out.entries.update(rows)
-            tensors = self.spec.unpack(rows - self.mean)
-            columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
-            pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
-            out.more.append(np.column_stack([*columns, *pairs]))
+            out.more.append(self.of(self.spec.unpack(rows - self.mean)))
         return out
+
+    def of(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        """The terms (n, K) of deviations of n networks."""
+        columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
+        pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
+        return np.column_stack([*columns, *pairs])
 
     @staticmethod
     def _of(pair: tuple[str, str], tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

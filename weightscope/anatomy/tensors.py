@@ -183,8 +183,9 @@ def _of_stage(value: Any, path: str) -> Any:
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """isinstance, without counting a bool as an integer."""
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    """isinstance, without counting a bool as a number."""
+    asked = bool in kind if isinstance(kind, tuple) else kind is bool
+    return isinstance(value, kind) and (asked or not isinstance(value, bool))
 
 
 def numbered(names: Iterable[str]) -> list[str]:
@@ -192,7 +193,7 @@ def numbered(names: Iterable[str]) -> list[str]:
     given = list(names)
     if given != sorted(given):
         return given
-    return sorted(given, key=lambda name: [(int(p) if p.isdigit() else -1, p) for p in re.split(r"(\d+)", name)])
+    return sorted(given, key=lambda name: [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", name)])
 
 
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:

@@ -347,7 +347,7 @@ def import_networks(
     elif network is not None:
         made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
     patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
-    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
+    chosen = chosen_workers("loky", workers, None)
     run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, chosen)
     run.expect_network()
     with tqdm(total=count, desc="import", disable=None if progress else True) as bar:
