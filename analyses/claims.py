@@ -58,6 +58,11 @@ def less(study: str, one: str, other: str, metric: str = "accuracy", **where: An
     return accuracy(study, one, metric, **where) - accuracy(study, other, metric, **where)
 
 
+def kind(attention: str) -> np.ndarray:
+    """Accuracies in % by seed (n,) of a kind of attention."""
+    return accuracy("convolution_biases", "default", attention=attention)
+
+
 def start(condition: str, one: str, other: str) -> np.ndarray:
     """The same in the study of mimetic attention's start."""
     found = load("vit_start/results.json")[condition]["accuracies"]
@@ -107,16 +112,21 @@ def claims() -> list[Claim]:
         Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15),
         Claim("the same, on photographs", "attention paper, Table 1", "vit_start", "CIFAR-10 at 16 x 16, 5 epochs", start("cifar10", "mimetic", "default"), 3.15),
         Claim("the same, at width 96 and depth 6", "attention paper, Table 1", "mimetic_beyond_scale", "mimetic - default, CIFAR-10 at 32 x 32, rate 0.003", less("mimetic_beyond_scale", MIMETIC, "default"), 3.15, decide="the next row"),
-        Claim("the same, at a lower rate", "attention paper, Table 1", "mimetic_beyond_scale/lower_rate", "mimetic - default, CIFAR-10 at 32 x 32, rate 0.001", less("mimetic_beyond_scale/lower_rate", MIMETIC, "default"), 3.15, decide="several rates"),
+        Claim("the same, at a lower rate", "attention paper, Table 1", "mimetic_beyond_scale/lower_rate", "mimetic - default, CIFAR-10 at 32 x 32, rate 0.001", less("mimetic_beyond_scale/lower_rate", MIMETIC, "default"), 3.15, decide="the next row"),
+        Claim("the same, on fresh seeds", "attention paper, Table 1", "mimetic_beyond_scale/fresh_seeds", "mimetic - default, rate 0.001", less("mimetic_beyond_scale/fresh_seeds", MIMETIC, "default"), 3.15),
         Claim("More than the scale of its weights (not claimed, implied)", "attention paper", "attention_inits", "mimetic - scale, mean of six settings", less("attention_inits", MIMETIC, SCALE), decide="`mimetic_beyond_scale`"),
         Claim("the same, at width 96 and depth 6", "attention paper", "mimetic_beyond_scale", "mimetic - scale, CIFAR-10 at 32 x 32, rate 0.003", less("mimetic_beyond_scale", MIMETIC, SCALE), decide="the next row"),
-        Claim("the same, at a lower rate", "attention paper", "mimetic_beyond_scale/lower_rate", "mimetic - scale, CIFAR-10 at 32 x 32, rate 0.001", less("mimetic_beyond_scale/lower_rate", MIMETIC, SCALE), decide="12 seeds"),
+        Claim("the same, at a lower rate", "attention paper", "mimetic_beyond_scale/lower_rate", "mimetic - scale, CIFAR-10 at 32 x 32, rate 0.001", less("mimetic_beyond_scale/lower_rate", MIMETIC, SCALE), decide="the next row"),
+        Claim("the same, on fresh seeds", "attention paper", "mimetic_beyond_scale/fresh_seeds", "mimetic - scale, rate 0.001", less("mimetic_beyond_scale/fresh_seeds", MIMETIC, SCALE)),
         Claim("the same, of values and outputs on the digits", "attention paper", "vit_start", "vo - vo, scale; 4 epochs", start("digits", "vo", "vo, scale")),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
         Claim("the same, against none", "attention paper", "vit_start", "vo - vo, noise only", start("digits", "vo", "vo, noise only")),
         Claim("Queries and keys are needed as well", "attention paper, Table 2", "vit_start", "mimetic - vo", start("digits", "mimetic", "vo"), 4.15),
         Claim("Values and outputs are needed as well", "attention paper, Table 2", "vit_start", "mimetic - qk", start("digits", "mimetic", "qk"), 2.21),
         Claim("Mimetic attention gains more with sinusoidal positions", "attention paper, Table 2", "vit_start", "gain with sinusoidal - gain with learned positions", interaction, 2.03),
+        Claim("A convolution added to the attention map helps", "attention paper, Eq. 15", "convolution_biases", "conv-map - softmax", kind("conv-map") - kind("softmax"), 1.8, decide="12 seeds"),
+        Claim("softmax(c C) in its place, without negative entries, harms", "attention paper, Eq. 15", "convolution_biases", "conv-softmax-map - conv-map", kind("conv-softmax-map") - kind("conv-map"), -14.9, -1, decide="of filters: a bias that is not nearly uniform"),
+        Claim("one in the logits does nothing", "attention paper, Eq. 14", "convolution_biases", "conv-logits - softmax", kind("conv-logits") - kind("softmax"), -0.6, 0, decide="12 seeds"),
         Claim("Pretrained ViTs have positive diagonals of W_Q W_K^T", "thesis Fig. 3.17", "attention_products", "share of heads, %", share(products["qk_heads"]["positive"], products["qk_heads"]["n"]), null=50, decide="more models"),
         Claim("and negative ones of W_V W_O", "thesis Fig. 3.17", "attention_products", "share of layers, LayerScale counted, %", share(products["vo_layers"]["negative"], products["vo_layers"]["n"]), null=50, decide="more models"),
         Claim("Impulse attention is better than a random start", "impulse paper, Table 2", "impulse_inits", "3x3 - default, 10 epochs", less("impulse_inits", "impulse_attention", "default", epochs=10), 5.26, decide="9 heads or more; the targets' weight on images"),
@@ -156,11 +166,12 @@ def claims() -> list[Claim]:
         Claim("One layer of attention copies perfectly", "thesis Fig. 3.25", "copying/hybrid", "accuracy, against 95 %", accuracy("copying/hybrid", "default", layers=["default", "attention"]), null=95),
         Claim("and at twice the length", "thesis Fig. 3.25", "copying/hybrid", "accuracy at 2x, against 95 %", accuracy("copying/hybrid", "default", "accuracy_2x", layers=["default", "attention"]), null=95),
         Claim("Mimetic Mambas learn associative recall sooner", "thesis Fig. 3.27", "copying/recall", "600 steps", less("copying/recall", SSM, "default")),
-        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/recall", "mimetic - scale, 600 steps", less("copying/recall", SSM, f"{SSM} (scale only)"), decide="32 seeds"),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/recall", "mimetic - scale, 600 steps", less("copying/recall", SSM, f"{SSM} (scale only)"), decide="the next row"),
+        Claim("the same, on fresh seeds", "thesis Fig. 3.27", "copying/recall/fresh_seeds", "mimetic - scale, 600 steps", less("copying/recall/fresh_seeds", SSM, f"{SSM} (scale only)")),
         Claim("and learn to sort better", "thesis Fig. 3.27", "copying/sorting", "800 steps", less("copying/sorting", SSM, "default")),
-        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/sorting", "mimetic - scale, 800 steps", less("copying/sorting", SSM, f"{SSM} (scale only)")),
-        Claim("and to copy in stack order", "thesis Fig. 3.27", "copying/stack_order", "800 steps", less("copying/stack_order", SSM, "default"), decide="fewer steps"),
-        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/stack_order", "mimetic - scale, 800 steps", less("copying/stack_order", SSM, f"{SSM} (scale only)"), decide="fewer steps"),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/sorting", "mimetic - scale, 800 steps", less("copying/sorting", SSM, f"{SSM} (scale only)"), decide="by its design a yes and a no: below +18"),
+        Claim("and copy strings of twice the length in stack order", "thesis Fig. 3.27", "copying/stack_order/longer", "mimetic - default, accuracy at 2x", less("copying/stack_order/longer", SSM, "default", "accuracy_2x")),
+        Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.27", "copying/stack_order/longer", "mimetic - scale, accuracy at 2x", less("copying/stack_order/longer", SSM, f"{SSM} (scale only)", "accuracy_2x"), decide="by its design a no: below +7"),
     ]  # fmt: skip
 
 

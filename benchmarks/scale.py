@@ -61,7 +61,7 @@ def read(part: Population, _: int) -> int:
 
 def covariance(population: Population, workers: int) -> list[np.ndarray]:
     """The joint covariance of all tensors."""
-    found = joint_covariance(population, workers=workers)
+    found = joint_covariance(population, workers=workers, keep_sums=False)
     return [found.matrix, found.mean]
 
 
@@ -69,7 +69,7 @@ def exchangeable(population: Population, workers: int) -> list[np.ndarray]:
     """The covariance averaged over permutations."""
     return [
         x
-        for found in exchangeable_covariance(population, workers=workers).types
+        for found in exchangeable_covariance(population, workers=workers, keep_sums=False).types
         for x in (found.covariance, found.errors)
     ]
 

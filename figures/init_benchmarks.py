@@ -12,7 +12,7 @@ from weightscope.benchmarking.statistics import summarise
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
-OTHERS = ("mimetic_beyond_scale",)
+OTHERS = ("convolution_biases", "mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
 NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 
@@ -46,4 +46,4 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     for study in [*sorted(ANALYSES.glob("*_inits")), *(ANALYSES / name for name in OTHERS)]:
-        main(study / "results.json", HERE / f"{study.name}.png")
+        main(study / "results.json", HERE / f"{study.relative_to(ANALYSES)}.png".replace("/", "_"))

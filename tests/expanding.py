@@ -203,22 +203,40 @@ def onnx_sizes(draw: Random, folder: Path) -> list[str]:
 @kind
 def holes(draw: Random, folder: Path) -> list[str]:
     """Files of terabytes that take no room on disk."""
-    ends = [".pt", ".npz", ".onnx", ".safetensors", ".h5", ".toml", ".csv", ".json", ".png"]
+    ends = [".pt", ".npz", ".onnx", ".safetensors", ".h5", ".toml", ".csv", ".parquet", ".json", ".png"]
     file = folder / f"a{draw.choice(ends)}"
     file.write_bytes(draw.choice([b"", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n", b"\x80\x02", b"\x89HDF\r\n\x1a\n"]))
     os.truncate(file, 2 ** draw.randint(32, 42))
     commands = {".h5": ["inspect", str(file)], ".toml": ["collect", str(file), "-o", "out.pop"]}
     table = ["import", str(file), "-o", "out.pop"]
-    commands |= {".csv": table, ".png": images(folder, file), ".json": ["inspect", str(file)]}
+    commands |= {".csv": table, ".parquet": table, ".png": images(folder, file), ".json": ["inspect", str(file)]}
     return commands.get(file.suffix) or reading(draw, file)
 
 
 @kind
 def table(draw: Random, folder: Path) -> list[str]:
-    """A CSV of separators, or of many rows."""
-    file, rows = folder / "a.csv", draw.randint(2**22, 2**25)
-    text = "path" + "," * (rows // 8) + "\n" if draw.randrange(2) else "path,loss\n" + "a,1\n" * (rows // 4 + 1)
-    file.write_text(text)
+    """Parquet that is compressed, or that repeats one value; a CSV of separators."""
+    file, rows = folder / "a.parquet", draw.randint(2**22, 2**25)
+    match draw.randrange(4):
+        case 0:
+            pyarrow = __import__("pyarrow", fromlist=["parquet"])
+            parquet = __import__("pyarrow.parquet", fromlist=["write_table"])
+            cells = pyarrow.DictionaryArray.from_arrays(pyarrow.array(np.zeros(rows, np.int8)), ["net.pt" * 20])
+            parquet.write_table(pyarrow.table({"path": cells}), file, compression="zstd")
+        case 1:
+            pyarrow = __import__("pyarrow")
+            parquet = __import__("pyarrow.parquet", fromlist=["write_table"])
+            long = pyarrow.array(["x" * 2**20] * 200)
+            writer = parquet.ParquetWriter(file, pyarrow.schema([("path", pyarrow.string())]), compression="zstd")
+            for _ in range(draw.randint(4, 8)):
+                writer.write_table(pyarrow.table({"path": long}))
+            writer.close()
+        case 2:
+            file = folder / "a.csv"
+            file.write_text("path" + "," * (rows // 8) + "\n")
+        case _:
+            file = folder / "a.csv"
+            file.write_text("path,loss\n" + "a,1\n" * (rows // 4 + 1))
     return ["import", str(file), "-o", "out.pop"]
 
 
@@ -446,7 +464,9 @@ def _run(arguments: list[str], folder: Path) -> None:
 
 def preload() -> None:
     """Import what commands do, so that only the growth by a case is measured."""
+    import pandas  # noqa: F401
     import PIL.Image  # noqa: F401
+    import pyarrow.parquet  # noqa: F401
     import torch
 
     import weightscope.analysis.attention_maps

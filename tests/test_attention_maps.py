@@ -413,6 +413,12 @@ def test_the_command_runs_a_network_of_a_population(folder, capsys):
     assert json.loads((folder / "maps.json").read_text()) == json.loads(json.dumps(expected))
 
 
+def test_the_command_draws_each_of_two_models_whose_names_no_file_can_have(folder, capsys, tmp_path):
+    names = [f"{(tmp_path / name).symlink_to(folder / 'vits.pop') or tmp_path / name}::0" for name in ("模型", "网络")]
+    assert run("attention-maps", *names, "--count", 5, "-o", tmp_path / "maps.png", capsys=capsys)[0] == 0
+    assert len([*tmp_path.glob("maps-*.png")]) == 2
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys, workers, tmp_path):
     names = [f"{folder / 'vits.pop'}::1", folder / "none", f"{folder / 'vits.pop'}::0"]
@@ -429,6 +435,10 @@ def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys
     alone = json.loads((tmp_path / "maps.json").read_text())
     del alone["written_by"]
     assert found["models"]["vits.pop::1"] == alone
+    code, text, err = run("attention-maps", folder / "none", folder / "neither", *out, capsys=capsys)
+    assert (code, text) == (3, "")
+    assert all(name in err for name in ("none: ", "; neither: "))
+    assert "shown" not in err
 
 
 def test_why_transformers_cannot_import_a_class_is_said(folder, monkeypatch):

@@ -73,7 +73,8 @@ HEADERS = {
     "number of 10,000 digits": (packed(b'{"a": ' + b"9" * 10_000 + b"}"), "not valid JSON"),
     "name that rewrites the terminal": (packed({"a\x1b[2Jb": F32}), r"not printable: 'a\\x1b"),
     "half a character": (packed(b'{"\\ud800": ' + json.dumps(F32).encode() + b"}"), "not printable"),
-    "name of nothing": (packed({"": F32}), "empty or not printable"),
+    "name of nothing": (packed({"": F32}), "empty, too long or not printable"),
+    "number that Python does not read": (packed({"layer." + "9" * 5000: F32}), "too long"),
 }
 
 

@@ -157,6 +157,9 @@ NUMERIC = [
     for value in NUMBERS
     if value not in MEANT.get(option.opts[-1], ())
 ]
+TEXTS = (("covariance", "--at"), ("products", "--rotary"), ("fit-init", "--gain"))  # numbers or words
+SETTINGS["--gain"] = (*GAIN[:3], "-o", "a.safetensors")
+NUMERIC += [(name, option, value) for name, option in TEXTS for value in ("\u00b2", "--3", 200 * HUGE)]
 
 
 @pytest.mark.parametrize(("name", "option", "value"), NUMERIC)

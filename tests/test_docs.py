@@ -44,7 +44,7 @@ NOT_RUN = {
     "tutorial.md": 3,
     "own-initialiser.md": 1,
     "own-networks-as-a-population.md": 3,
-    "clusters.md": 12,
+    "clusters.md": 13,
     "whole-network.md": 2,
 }
 

@@ -519,24 +519,25 @@ def test_integers_called_weight_masks_and_an_empty_source_are_refused(tmp_path):
     assert not (tmp_path / "b.pop").exists()
 
 
-def test_a_table_and_models_in_onnx(tmp_path):
+def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
     pandas, onnx = pytest.importorskip("pandas"), pytest.importorskip("onnx")
+    pytest.importorskip("pyarrow")
     found = states(3)
     for k, state in enumerate(found):
         tensors = [onnx.numpy_helper.from_array(v.numpy(), n) for n, v in state.items() if v.is_floating_point()]
         graph = onnx.helper.make_graph([], "net", [], [], tensors)
         onnx.save(onnx.helper.make_model(graph), tmp_path / f"{k}.onnx")
     table = pandas.DataFrame({"path": [f"{k}.onnx" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3})
-    table.to_csv(tmp_path / "zoo.csv", index=False)
+    table.to_parquet(tmp_path / "zoo.parquet")
     for options in ((), ("--by-reference",)):
         path = tmp_path / f"{len(options)}.pop"
-        assert "3 of 3 networks" in run("import", tmp_path / "zoo.csv", "-o", path, *options)
+        assert "3 of 3 networks" in run("import", tmp_path / "zoo.parquet", "-o", path, *options)
         population = Population(path)
         assert np.array_equal(population.weights(), rows_of(population, found))
         np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
-    table.assign(path=["0.onnx", None, "2.onnx"]).to_csv(tmp_path / "zoo.csv", index=False)
+    table.assign(path=["0.onnx", None, "2.onnx"]).to_parquet(tmp_path / "zoo.parquet")
     with pytest.raises(DataError, match="row 2 has no path"):
-        sources_of([str(tmp_path / "zoo.csv")])
+        sources_of([str(tmp_path / "zoo.parquet")])
 
 
 @pytest.mark.parametrize("by_reference", [False, True])

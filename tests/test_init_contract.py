@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, Family, built, rows, scramble, seeded
+from references_init import low_rank_product
 from torch import Tensor, nn
 
 from weightscope import anatomy
@@ -25,10 +26,9 @@ from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import INITIALISERS, get
 from weightscope.networks.sequences import CausalTransformer
 
-SIX = 6.0  # standard errors
 # Initialisers that need another network, and the one that does nothing.
 SOURCED = (
-    *("default", "select_weights", "transfer", "covariance_transfer"),
+    *("default", "select_weights", "transfer", "transfer_singular", "covariance_transfer"),
     *("ssm_from_attention", "repeat_layer"),
 )
 
@@ -153,6 +153,12 @@ def check_same_as_donor(before: nn.Module, after: nn.Module, loose: float) -> No
     for name, value in after.named_parameters():
         if name in wanted:
             torch.testing.assert_close(value.float(), wanted[name].float(), atol=1e-6 + loose, rtol=loose)
+
+
+def check_transfer_singular(before: nn.Module, after: nn.Module, loose: float) -> None:
+    for theirs, mine in zip(blocks_of(donor_of(before)), blocks_of(after), strict=True):
+        wanted = low_rank_product(theirs.flatten(1), 3).float()
+        torch.testing.assert_close(mine.flatten(1), wanted, atol=1e-4 + loose, rtol=loose)
 
 
 DONORS: dict[tuple[str, torch.dtype], nn.Module] = {}
@@ -323,6 +329,7 @@ CASES = [
     Case("layer_scale_identity", BRANCHES, touched_layer_scale, check_layer_scale, random=False),
     Case("permute", EVERY, touched_weights, check_permute),
     Case("transfer", FEW, touched_all, check_same_as_donor, donor="source"),
+    Case("transfer_singular", FEW, touched_weights, check_transfer_singular, {"rank": 3}, donor="source"),
     Case("select_weights", EVERY, touched_all, check_same_as_donor, {"components": "all"}, donor="teacher"),
 ]
 CASE = {case.name: case for case in reversed(CASES)}  # the first of each name

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import shims
@@ -8,7 +9,7 @@ from families import scramble, seeded
 from references_init import select_uniform
 
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.init import permute_, select_weights_, transfer_
+from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
@@ -86,6 +87,18 @@ def test_batch_norm_statistics_come_along():
     teacher.stem[2].running_var.copy_(torch.arange(8.0))
     select_weights_(small, teacher)
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_the_remainder_is_kept_outside_the_directions():
+    source, model = vit(), vit(seed=1)
+    old = model.blocks[1].mlp.fc1.weight.detach().clone()
+    transfer_singular_(model, source, fraction=0.25, remainder="keep", select="blocks.1.mlp.fc1.*")
+    u, s, vh = torch.linalg.svd(source.blocks[1].mlp.fc1.weight.detach(), full_matrices=False)
+    u, s, vh = u[:, :16], s[:16], vh[:16]
+    new = model.blocks[1].mlp.fc1.weight.detach()
+    torch.testing.assert_close(u.T @ new @ vh.T, torch.diag(s), atol=1e-4, rtol=1e-4)
+    outside = torch.eye(256) - u @ u.T, torch.eye(64) - vh.T @ vh
+    torch.testing.assert_close(outside[0] @ new @ outside[1], outside[0] @ old @ outside[1], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
@@ -247,6 +260,14 @@ SELECTED = [
     ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
     ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
 ]
+SINGULAR = [
+    ({}, "one of rank and fraction"),
+    ({"rank": 1, "fraction": 0.1}, "one of rank"),
+    ({"rank": 0}, "rank"),
+    ({"fraction": 1.5}, "fraction"),
+    ({"rank": 1, "remainder": "noise"}, "remainder"),
+    ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear"),
+]
 REFUSED = [
     *((select_weights_, student, {"teacher": vit()} | given, error, message) for given, error, message in SELECTED),
     (
@@ -256,10 +277,10 @@ REFUSED = [
         SpecError,
         r"filters of \(5, 5\) cannot be selected from \(7, 7\)",
     ),
+    *((transfer_singular_, vit, {"source": vit()} | given, UsageError, message) for given, message in SINGULAR),
     (transfer_, student, {"source": vit()}, SpecError, r"expected \(1, 16, 32\), found \(1, 16, 64\)"),
     (transfer_, student, {"source": {"pos_embed": torch.zeros(1, 16, 32)}}, SpecError, "the source has no"),
     (transfer_, vit, {"source": vit(), "select": "head*", "components": "mlp"}, UsageError, "that matches select="),
-    (permute_, vit, {"select": "*norm*"}, UsageError, "matches no weight of a linear"),
     (permute_, vit, {"mode": "heads"}, UsageError, "'entries', 'rows', 'columns'"),
 ]
 
@@ -273,7 +294,7 @@ def test_refusals_change_nothing(init, make, arguments, error, message):
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("init", [select_weights_, transfer_])
+@pytest.mark.parametrize("init", [select_weights_, transfer_, partial(transfer_singular_, rank=3)])
 @pytest.mark.parametrize(
     ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
 )

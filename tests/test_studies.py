@@ -202,6 +202,16 @@ def test_commands_in_readmes_name_files_that_exist(readme: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_a_difference_on_other_strings_is_that_of_the_networks() -> None:
+    study, noise = script("analyses/copying/other_strings.py"), np.random.default_rng(0)
+    one, other = noise.normal(50, 1, (2, 8, 500))
+    low, high = study.difference(one + 1, other)["ci95"]
+    assert 0 < low < 1 < high  # planted; an interval of 95 %, fixed seed
+    low, high = study.difference(one, other)["ci95"]
+    assert low < 0 < high
+    assert study.difference(one, other)["strings"] == pytest.approx((2 / 8 / 500) ** 0.5, rel=0.1)
+
+
 def test_the_page_of_claims_is_what_the_results_say() -> None:
     claims = script("analyses/claims.py")
     assert claims.table() in claims.PAGE.read_text(), "run python analyses/claims.py"

@@ -159,4 +159,4 @@ _RANK |= dict.fromkeys(("decoder", "vision_model", "encoder_attn", "multihead_at
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key: `layer.2` before `layer.10`, encoders before decoders, self- before cross-attention."""
     parts = [piece for word in name.split(".") for piece in re.split(r"(\d+)", word) if piece]
-    return [(0, int(p), "") if p.isdigit() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]
+    return [(0, int(p), "") if p.isdecimal() else (1, _RANK.get(p, 0), p if p not in _RANK else "") for p in parts]

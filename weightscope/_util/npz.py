@@ -49,5 +49,5 @@ def values(archive: zipfile.ZipFile, array: Stored) -> np.ndarray:
     with archive.open(array.entry) as stream:
         stream.read(array.start)
         for piece in np.array_split(flat.view(np.uint8), flat.nbytes // _PIECE + 1):
-            piece[:] = np.frombuffer(stream.read(len(piece)), np.uint8)
+            piece[:] = np.frombuffer(stream.read(len(piece)), np.uint8, len(piece))
     return flat.reshape(array.shape, order=array.order)

@@ -161,8 +161,10 @@ class Workers:
         return replace(self, count=number, gpu=device != "cpu", devices=devices)
 
 
-def chosen_workers(backend: str, workers: int | None, scheduler: str | None) -> Workers:
-    """The workers that arguments of `collect` name."""
+def chosen_workers(backend: str, workers: Workers | int | None, scheduler: str | None) -> Workers:
+    """The workers that arguments of `collect` name, or those that were chosen already."""
+    if isinstance(workers, Workers):
+        return workers
     choice("backend", backend, BACKENDS)
     if workers is not None and backend != "loky":
         raise UsageError(f"workers: expected none for backend {backend}, whose cluster has its own, found {workers}")
@@ -195,8 +197,7 @@ def in_order(
     Raises:
         WeightscopeError: if the workers of an item are lost, or a cluster.
     """
-    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
-    chosen = chosen.on_device("cpu", len(items))
+    chosen = chosen_workers("loky", workers, None).on_device("cpu", len(items))
     one = partial(_in_place, task, os.getcwd(), trusted())
     if not chosen.many:
         yield from map(one, items)

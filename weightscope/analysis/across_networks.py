@@ -209,7 +209,9 @@ def _matrix_statistics(
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
     Terms of each network are about the means of all networks; of a population of several parts about those of its first
-    4,096 usable ones, which standardise the correlations, too, so that terms need not be computed again when it grows.
+    4,096 usable ones, so that they need not be computed again when it grows. The sums are then those about all, and
+    correlations are standardised by the deviations of the first; where means or variances of these differ from all by
+    more than chance, as in an import that is sorted, terms are computed again.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -219,6 +221,11 @@ def _matrix_statistics(
     keep = Keep(terms.none, ("matrices", spec.to_json(), known.mean, known.squares)) if keep_sums else None
     found = over_parts(source, terms, workers, keep=keep)
     found.flush()
+    if terms.differ(found):
+        terms = _Terms(spec, terms.pairs, found.entries)
+        found = over_parts(source, terms, workers)
+        found.flush()
+    found.rows -= terms.of(spec.unpack((found.entries.mean - terms.mean)[None]))  # about the means of all
     ratios: dict[str, StripeResult] = {}
     pairs: dict[str, TransposedCorrelation] = {}
     problems: dict[str, dict[str, str]] = {"without_stripes": {}, "without_transposed": {}}
@@ -239,24 +246,44 @@ class _Terms:
     """Terms of the statistics of matrices, of each network of a part: four of each matrix, one of each pair of them."""
 
     def __init__(self, spec: WeightSpec, pairs: Sequence[tuple[str, str]], known: EntryMoments) -> None:
-        self.spec, self.pairs, self.mean = spec, pairs, known.mean
+        self.spec, self.pairs, self.known, self.mean = spec, pairs, known, known.mean
         self.scales = spec.unpack(known.deviation())
         nothing = spec.unpack(np.zeros((0, spec.size)))
         self.entries = [transposed_terms(*self._of(pair, nothing), *self._of(pair, self.scales))[1] for pair in pairs]
 
     def none(self) -> "_Rows":
         """Those of no network."""
-        return _Rows(4 * len(self.spec) + len(self.pairs))
+        return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size)
+
+    def differ(self, found: "_Rows") -> bool:
+        """Whether means or variances of the known networks are not those of a sample of all (p < 1e-4 in a tensor)."""
+        known, now = self.known, found.entries
+        if not known.n or ((known.squares > 0) != (now.squares > 0)).any():
+            return known.n > 0
+        for i, (name, shift) in enumerate(self.spec.unpack((now.mean - known.mean)[None]).items()):
+            part = self.spec.slices[name]
+            before, after = (x.squares[part].sum() / max(x.n - 1, 1) for x in (known, now))
+            terms = found.rows[:, 4 * i : 4 * i + 4]
+            chance = 4 * shift.size * terms[:, 0].std() / known.n**0.5  # of a sum of variances
+            if abs(after - before) > chance or (stripe_terms(shift) > 16 / known.n * terms.mean(axis=0)).any():
+                return True
+        return False
 
     def __call__(self, part: WeightSamples, _: int) -> "_Rows":
         out = self.none()
         for rows, excluded in finite_chunks(part, self.spec.names, BLOCK):
             out.excluded += excluded
-            tensors = self.spec.unpack(rows - self.mean)
-            columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
-            pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
-            out.more.append(np.column_stack([*columns, *pairs]))
+            if not len(rows):
+                continue
+            out.entries.update(rows)
+            out.more.append(self.of(self.spec.unpack(rows - self.mean)))
         return out
+
+    def of(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
+        """The terms (n, K) of deviations of n networks."""
+        columns = [stripe_terms(np.ascontiguousarray(tensors[name])) for name in self.spec.names]
+        pairs = [transposed_terms(*self._of(p, tensors), *self._of(p, self.scales))[0] for p in self.pairs]
+        return np.column_stack([*columns, *pairs])
 
     @staticmethod
     def _of(pair: tuple[str, str], tensors: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -264,12 +291,13 @@ class _Terms:
 
 
 class _Rows:
-    """Rows of numbers of consecutive networks, (N, K)."""
+    """Rows of numbers of consecutive networks, (N, K), and the moments of their D weights."""
 
-    summed = ("excluded", "rows")
+    summed = ("excluded", "rows", "entries")
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, size: int) -> None:
         self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
+        self.entries = EntryMoments(size)
 
     def flush(self) -> None:
         """Put what was added into `rows`."""
@@ -278,6 +306,7 @@ class _Rows:
     def __iadd__(self, other: "_Rows") -> "_Rows":
         self.excluded += other.excluded
         self.more += [other.rows, *other.more]
+        self.entries += other.entries
         return self
 
 

@@ -28,6 +28,7 @@ from weightscope.statistics.exchangeable import (
 )
 from weightscope.statistics.index_effects import IndexEffect, described
 from weightscope.statistics.kept import Keep
+from weightscope.statistics.moments import BLOCK
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.samples import WeightSamples, finite_chunks, over_parts
 
@@ -190,7 +191,7 @@ def exchangeable_covariance(
 
     spec = source.spec.select(select)
     own = permutations_of(source, permutations).restrict(spec.names)
-    centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names)), spec, own)
+    centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names, BLOCK)), spec, own)
     empty = partial(ExchangeableMoments, spec, own, centre=centre, index=False)
     keep = Keep(empty, ("exchangeable", spec.to_json(), own.views, centre)) if keep_sums else None
     moments = over_parts(source, partial(_moments, spec.names, empty), workers, keep=keep)

@@ -192,7 +192,7 @@ def numbered(names: Iterable[str]) -> list[str]:
     given = list(names)
     if given != sorted(given):
         return given
-    return sorted(given, key=lambda name: [(int(p) if p.isdigit() else -1, p) for p in re.split(r"(\d+)", name)])
+    return sorted(given, key=lambda name: [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d+)", name)])
 
 
 def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> NamedTensors:

@@ -119,10 +119,7 @@ def _signature(init: Any) -> Signature:
 
 
 def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> Found:
-    """The checks of one initialiser, or of a function with expectations.
-
-    What looks like its parts and is not read is an error if strict.
-    """
+    """The checks of one initialiser, or of a function with expectations."""
     function, signature = EXPECTATIONS.find(init), _signature(init)
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
     kinds = details.get("reads")

@@ -45,10 +45,8 @@ def select_weights_checks(source: NamedTensors, *, teacher: Any, elements: str, 
 
 
 def _check(name: str, block: int | None, mine: Tensor, expected: Tensor, power: dict[str, float]) -> Check:
-    """The share of entries that are the expected ones, rounded as the student's.
-
-    Untouched tensors are drawn from a density, so that they differ from the teacher's unless these are constant.
-    """
+    """The share of entries that are the expected ones, rounded as the student's."""
+    # Untouched tensors are drawn from a density, so that they differ from the teacher's unless these are constant.
     equal, decided = expected.to(mine) == mine, bool(expected.numel() and expected.min() < expected.max())
     powers = {UNTOUCHED: 1.0, **power} if decided else {}
     share = float(equal.double().mean())

@@ -123,10 +123,7 @@ def _without_training(recipe: Recipe) -> Recipe:
 
 
 def _probed(recipe: Recipe, folder: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
-    """The metrics of the networks of one arm; those that are not on disk are probed.
-
-    A file for each network, whose name has a hash of all that its result depends on.
-    """
+    """The metrics of the networks of one arm, each kept in a file that is named by a hash of all inputs."""
     images = recipe.images.load(data).to(device)
     text = json.dumps({**_identity(recipe), "images": images.fingerprint}, sort_keys=True)
     digest, count = hashlib.sha256(text.encode()).hexdigest()[:16], recipe.population.networks

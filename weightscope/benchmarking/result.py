@@ -281,10 +281,7 @@ def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") 
 
 
 def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, float] | None:
-    """The largest number of seeds and the best mean of the arms with so many.
-
-    None if no network has a finite value, or if there are too few seeds to compare any of them.
-    """
+    """The largest number of seeds, and the best mean of the arms with so many; None if none can be compared."""
     compared = [row["difference_ci_holm"] for row in column if row["difference"] is not None]
     if compared and not any(metric.tells(interval) for interval in compared):
         return None

@@ -344,7 +344,7 @@ class Design:
 
     def requests(
         self,
-        workers: int | None = None,
+        workers: Workers | int | None = None,
         backend: str = "loky",
         scheduler: str | None = None,
         device: str = "auto",
@@ -352,7 +352,8 @@ class Design:
         """The populations of the arms, checked once, and the workers that train them; nothing is written."""
         chosen, where = chosen_workers(backend, workers, scheduler), resolve_device(device)
         shared: dict[Any, Any] = {}
-        options: dict[str, Any] = {"data": self.data, "device": device, "cluster": backend != "loky", "shared": shared}
+        options: dict[str, Any] = {"data": self.data, "device": device, "cluster": chosen.backend != "loky"}
+        options["shared"] = shared
         out = []
         for arm in self.arms:
             path = self.folder / RUNS / arm.folder

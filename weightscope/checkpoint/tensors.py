@@ -31,6 +31,7 @@ SAFETENSORS_TYPES |= {"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_
 # Data types of tensors that count as weights.
 WEIGHTS = {dtype for dtype in SAFETENSORS_TYPES.values() if dtype.is_floating_point}
 _MAX_ENTRIES = 2**62
+_LONGEST_NAME = 4096  # characters
 _CHUNK = 1 << 22  # entries converted at once: peak memory is the result and 16 MB
 
 # Hints that the finders of anatomy ask for; a module keeps them as attributes where a file has them in its config.
@@ -95,9 +96,12 @@ def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
 
 
 def printable(name: Any, where: str) -> str:
-    """A tensor's name, checked: it is printed, and control characters could rewrite the terminal."""
-    if not isinstance(name, str) or not name.isprintable() or not name:
-        raise DataError(f"{where}: a tensor's name is empty or not printable: {ascii(name)[:100]}")
+    """A tensor's name, checked: it is printed, and control characters could rewrite the terminal.
+
+    Numbers in it are read, which Python does up to 4,300 digits.
+    """
+    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
+        raise DataError(f"{where}: a tensor's name is empty, too long or not printable: {ascii(name)[:100]}")
     return name
 
 

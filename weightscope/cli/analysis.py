@@ -223,7 +223,7 @@ def covariance(
 
     found: Any
     throughout, select = at == "all" and options["exchangeable"], options["select"]
-    if at is not None and not at.isdigit() and not throughout:
+    if at is not None and not (at.isdecimal() and len(at) < 16) and not throughout:
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
@@ -351,7 +351,7 @@ def products(
     from weightscope.analysis.attention_products import products as compute
 
     config = None if num_heads is None else {"num_attention_heads": num_heads}
-    position = int(rotary) if rotary.lstrip("-").isdigit() else rotary
+    position = int(rotary) if re.fullmatch(r"-?\d{1,9}", rotary) else rotary
     found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
     _show(found, out, json_file, view=view, heads=draw_heads, values=values)
     _refuse(found.failed, sources)
@@ -425,19 +425,21 @@ def attention_maps(
         _show(found, out, json_file, notes, **drawing)
         return
     failed, rows, values, names = {}, [], {}, labels_of([label_of(source) for source in sources], None)
-    for name, each in zip(names, in_order(one, sources, names, workers), strict=True):
+    files = labels_of([re.sub("[^A-Za-z0-9._-]+", "-", name) for name in names], None)
+    for name, file, each in zip(names, files, in_order(one, sources, names, workers), strict=True):
         if isinstance(each, WeightscopeError):
-            failed[name] = str(each)
+            failed[name] = str(each).removeprefix(f"{name}: ")
             continue
         found, notes = each
         click.echo(f"{name}:")
-        file = out.with_stem(f"{out.stem}-{re.sub('[^A-Za-z0-9._-]+', '-', name)}")
-        _show(found, file, None, notes, **drawing)
+        _show(found, out.with_stem(f"{out.stem}-{file}"), None, notes, **drawing)
         click.echo()
         values[name] = found.to_dict()
         numbers = {key for row in found.rows() for key, x in row.items() if isinstance(x, float)}
         means = {key: [row[key] for row in found.rows() if row[key] is not None] for key in sorted(numbers)}
         rows.append({"mean of": name} | {key: f"{sum(x) / len(x):.4g}" for key, x in means.items()})
+    if not rows:
+        raise DataError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     columns = list(dict.fromkeys(key for row in rows for key in row))
     click.echo(text_table(columns, [[row.get(key, "-") for key in columns] for row in rows]))
     for name, why in failed.items():

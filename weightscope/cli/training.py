@@ -130,7 +130,7 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 
     SOURCE is a file (.pt, .pth, .safetensors, .npz, .onnx), a pattern of files, a folder of files or of models, a
     folder of Ray Tune's trials as Model Zoos are published (result.json, checkpoint_000050/checkpoints: the results are
-    metrics, checkpoints before the last are snapshots), a .csv table with a column `path` and columns of
+    metrics, checkpoints before the last are snapshots), a .csv or .parquet table with a column `path` and columns of
     metrics, or models at the hub, in which {1..9} and {a,b} expand. Several revisions of one model at the hub are its
     snapshots.
 
@@ -286,8 +286,7 @@ def fit_init(
     from weightscope.fits.standalone import standalone_source
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
-    if workers is not None:
-        given["workers"] = workers
+    given |= {} if workers is None else {"workers": workers}
     if len(sources) > 1 and (partial or at is not None or gain == "auto"):
         option = "partial" if partial else "at" if at is not None else "gain auto"
         raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
@@ -308,8 +307,7 @@ def fit_init(
         from weightscope.benchmarking.gain import choose_gain
 
         fitting = {"joint": settings["joint"], **given, "options": options}
-        training = {key.removeprefix("gain_"): value for key, value in training.items()}
-        training |= _where(workers)
+        training = {key.removeprefix("gain_"): value for key, value in training.items()} | {"workers": workers}
         select = fitting.pop("select", settings["select"])
         choice = choose_gain(
             maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
@@ -337,13 +335,6 @@ def fit_init(
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 
 
-def _where(workers: Any) -> dict[str, Any]:
-    """Arguments of `bench` for the workers of an analysis."""
-    if workers is None or isinstance(workers, int):
-        return {} if workers is None else {"workers": workers}
-    return {"workers": workers.count, "backend": workers.backend, "scheduler": workers.scheduler}
-
-
 def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) -> float | None:
     """The number of --gain, None without one or with auto; the options of its trainings need --gain auto."""
     if gain is not None and structure != "exchangeable":
@@ -353,7 +344,7 @@ def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) ->
     if gain in (None, "auto"):
         return None
     try:
-        number = int(gain) if gain.isdigit() and len(gain) < 16 else float(gain)
+        number = int(gain) if gain.isdecimal() and len(gain) < 16 else float(gain)
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:

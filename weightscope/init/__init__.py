@@ -53,6 +53,7 @@ from weightscope.init.ssm import repeat_layer_ as repeat_layer_
 from weightscope.init.ssm import ssm_from_attention_ as ssm_from_attention_
 from weightscope.init.transfer import permute_ as permute_
 from weightscope.init.transfer import transfer_ as transfer_
+from weightscope.init.transfer import transfer_singular_ as transfer_singular_
 
 if TYPE_CHECKING:
     from weightscope.init.from_artifact import InitReport as InitReport

@@ -165,7 +165,7 @@ def numbered(names: Iterable[str]) -> dict[str, list[int]]:
     for name in names:
         words = name.split(".")
         for i, word in enumerate(words):
-            if word.isdigit():
+            if word.isdecimal():
                 found.setdefault(".".join(words[:i]), set()).add(int(word))
     return {path: sorted(numbers) for path, numbers in found.items()}
 
@@ -176,7 +176,7 @@ def _path(name: str, place: str, mine: Mapping[str, list[int]], large: Mapping[s
     there: list[str] = []
     for word in place.split("."):
         mapped = word
-        if word.isdigit():
+        if word.isdecimal():
             small, big = mine[".".join(here)], large.get(".".join(there), [])
             i = small.index(int(word))
             if len(small) > len(big):

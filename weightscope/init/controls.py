@@ -161,10 +161,7 @@ Parts = Callable[[nn.Module], Mapping[Any, Tensor]]
 
 
 def _effects(init: Initialiser, draw: Draw, parts: Parts) -> tuple[set[Any], set[Any]]:
-    """The parts that an initialiser changes, and those to which it adds what does not depend on their default.
-
-    It is applied with the same random numbers to the default weights of two networks.
-    """
+    """The parts that an initialiser changes, and those to which it adds numbers that do not depend on their default."""
     changes: dict[Any, list[Tensor]] = {}
     sizes: dict[Any, float] = {}
     for k in (0, 1):

@@ -182,10 +182,8 @@ def patchify(channels: int, width: int, patch_size: int) -> nn.Conv2d:
     return nn.Conv2d(channels, width, patch_size, stride=patch_size)
 
 
-def sinusoidal_positions(
-    rows: int, columns: int | None, width: int, temperature: float = TEMPERATURE, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """The sinusoidal codes of the cells of a grid, row by row, or of the positions of a sequence.
+def sinusoidal_positions(rows: int, columns: int | None, width: int, temperature: float = TEMPERATURE) -> Tensor:
+    """The sinusoidal codes of the cells of a grid, row by row, or of the positions of a sequence, (positions, width).
 
     With q frequencies `w_i = temperature^(-i/q)`, i = 0 .. q - 1, the codes are
 
@@ -199,7 +197,6 @@ def sinusoidal_positions(
         columns: of the grid; None for a sequence.
         width: d, length of a code; a multiple of 4 (grid) or 2 (sequence).
         temperature: about the ratio of the longest to the shortest wavelength, > 0.
-        dtype: of the result, (rows * columns, width) or (rows, width); codes are computed in float64.
 
     Source: Chen et al. 2021 (MoCo-v3) for grids, Vaswani et al. 2017 for sequences.
 
@@ -219,4 +216,4 @@ def sinusoidal_positions(
         y, x = torch.meshgrid(places[0], torch.arange(columns, dtype=torch.float64), indexing="ij")
         places = [x.reshape(-1), y.reshape(-1)]
     angles = [place[:, None] * frequencies for place in places]  # each (rows * columns, q)
-    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1).to(dtype)
+    return torch.cat([f(angle) for angle in angles for f in (torch.sin, torch.cos)], dim=1).float()

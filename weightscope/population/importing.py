@@ -347,7 +347,7 @@ def import_networks(
     elif network is not None:
         made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
     patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
-    chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
+    chosen = chosen_workers("loky", workers, None)
     run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, chosen)
     run.expect_network()
     with tqdm(total=count, desc="import", disable=None if progress else True) as bar:
@@ -606,7 +606,7 @@ def _moments(addresses: list[str]) -> dict[int, str]:
 
 def _at(path: Path) -> list[tuple[Any, dict[str, float]]]:
     """The networks in a path, each with its metrics."""
-    if path.suffix == ".csv":
+    if path.suffix in (".csv", ".parquet"):
         return _table(path)
     if is_population(path):
         raise UsageError(f"{path}: expected networks, found a population, which every command takes as it is")
@@ -660,32 +660,55 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def _longest(column: Any) -> int:
+    """The characters of the longest text of a column of a parquet file; 0 for numbers."""
+    parts = [part.dictionary for part in column.chunks if hasattr(part, "dictionary")]
+    return max((len(text or "") for part in parts for text in part.to_pylist()), default=0)
+
+
 def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
     try:
-        text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
-        read = (line for line in csv.reader(text, strict=True) if line)
-        header, *lines = list(islice(read, _MOST_ROWS + 2)) or [[]]
-        if len(lines) > _MOST_ROWS:
-            raise ValueError(f"expected at most {_MOST_ROWS:,} rows")
-        if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
-            raise ValueError(f"expected different names of columns, {len(header)} in each line")
-        rows = [dict(zip(header, line, strict=True)) for line in lines]
+        if file.suffix == ".parquet":
+            import pandas  # noqa: F401 - `to_pandas` needs it
+            from pyarrow.parquet import ParquetFile
+
+            about, many = ParquetFile(file).metadata, f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes"
+            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+            if about.num_rows > _MOST_ROWS or size > _MOST_TEXT:
+                raise ValueError(many)
+            table = ParquetFile(file, read_dictionary=ParquetFile(file).schema_arrow.names).read()  # each text once
+            if about.num_rows * max(map(_longest, table.columns), default=0) > _MOST_TEXT:
+                raise ValueError(many)
+            rows = table.to_pandas().to_dict("records")
+        else:
+            text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
+            read = (line for line in csv.reader(text, strict=True) if line)
+            header, *lines = list(islice(read, _MOST_ROWS + 2)) or [[]]
+            if len(lines) > _MOST_ROWS:
+                raise ValueError(f"expected at most {_MOST_ROWS:,} rows")
+            if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
+                raise ValueError(f"expected different names of columns, {len(header)} in each line")
+            rows = [dict(zip(header, line, strict=True)) for line in lines]
+    except ImportError as error:
+        raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
     except (OSError, ValueError, csv.Error) as error:
         raise DataError(f"{file}: cannot be read as a table: {error}") from error
     columns = list(rows[0]) if rows else []
     place = next((name for name in _PATHS if name in columns), None)
     if place is None:
-        raise DataError(f"{file}: expected a column {', '.join(_PATHS)}, found {joined(columns, 8) or 'no rows'}")
-    texts = [row[place] for row in rows]
+        raise DataError(
+            f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, columns), 8) or 'no rows'}"
+        )
+    texts = ["" if row[place] is None or row[place] != row[place] else str(row[place]) for row in rows]  # NaN: none
     if "" in texts:
         raise DataError(f"{file}: row {texts.index('') + 1} has no {place}")
     numbers = {}
     for name in columns:
-        with contextlib.suppress(ValueError):
-            numbers[name] = [float(row[name] or "nan") for row in rows]
+        with contextlib.suppress(ValueError, TypeError):
+            numbers[name] = [math.nan if row[name] in ("", None) else float(row[name]) for row in rows]
     if left := [name for name in columns if name not in numbers and name != place]:
-        _log.warning("%s: no column of numbers, left out: %s", file, joined(left, 8))
+        _log.warning("%s: no column of numbers, left out: %s", file, joined(map(str, left), 8))
     numbers.pop(place, None)
     paths = [text if text.startswith(_HUB) else str(file.parent / Path(text).expanduser()) for text in texts]
-    return [(path, {name: values[k] for name, values in numbers.items()}) for k, path in enumerate(paths)]
+    return [(path, {str(name): values[k] for name, values in numbers.items()}) for k, path in enumerate(paths)]

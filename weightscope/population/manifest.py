@@ -266,7 +266,7 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     return resized, False
 
 
-def kept(path: Path, wanted: Manifest) -> Manifest:
+def restored(path: Path, wanted: Manifest) -> Manifest:
     """The manifest there, which must be of the same population; the wanted one, if another run took the file away.
 
     A new population that fails is removed by the run that created it, while another run may have begun to train it.

@@ -1,6 +1,7 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -60,7 +61,7 @@ class Population(Result):
         self.path, self._trust = location(path), trust
         self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
-        self._verified: dict[int, Any] = {}
+        self.verified: dict[int, Any] = {}  # tile -> tag of the shard whose hash was verified, see `open_shard`
         self._unchanged: dict[str, Any] = {}  # sources read by reference, with signatures of their files
         self._rows: dict[int, int] = {}
         for tile in shards.tiles_on_disk(self.path, self.manifest):
@@ -149,14 +150,14 @@ class Population(Result):
         """The folder of sums over its first parts, and for k = 1, 2, ... a hash of the shards in the first k of them.
 
         Only of complete parts, which do not change when it grows; and not in an object store, nor of weights that are
-        read by reference. Hashes are those of SHA-256, inode, size and modification time.
+        read by reference. Hashes are those of inode, size and modification time, of shards and of their SHA-256.
         """
         imported, out, found = self.manifest.imported, list[str](), f"{self.moment}"
         if not isinstance(self.path, RemotePath) and not (imported and imported.by_reference):
-            whole = len(parts[0]._rows) * self.manifest.tile
+            known, whole = shards.signatures(self.path), len(parts[0]._rows) * self.manifest.tile
             for part in itertools.takewhile(lambda part: len(part) == whole, parts):
-                found = shards.fingerprint(self.path, part._rows, found)
-                out.append(found)
+                own = [found.encode(), *(known.get(tile, b"") for tile in part._rows)]
+                out.append(found := hashlib.sha256(b"\n".join(own)).hexdigest())
         return self.path / SUMS, out
 
     def _view(self, state: dict[str, Any]) -> "Population":
@@ -435,7 +436,7 @@ class Population(Result):
 
     def check_shards(self) -> list[tuple[str, str]]:
         """Name of each shard, and what is wrong with its SHA-256 or structure; empty if nothing is."""
-        self._verified.clear()
+        self.verified.clear()
         out = dict.fromkeys((shards.shard_file(self.path, tile).name for tile in self._rows), "")
         for name, tile in zip(out, shards.ahead(self.path, self.manifest, self._rows), strict=True):
             try:
@@ -484,7 +485,7 @@ class Population(Result):
         file = shards.shard_file(self.path, tile)
         try:
             least = self._rows.get(tile, 1)
-            with shards.open_shard(file, self.manifest, tile, verified=self._verified, least=least) as h5:
+            with shards.open_shard(file, self.manifest, tile, verified=self.verified, least=least) as h5:
                 yield h5
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None

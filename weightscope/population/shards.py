@@ -204,7 +204,7 @@ def contents(
     """
     if not least:  # there may be no folder
         return {}
-    known, listed = _read_index(path, manifest), _signatures(path)
+    known, listed = _read_index(path, manifest), signatures(path)
     known = {tile: each for tile, each in known.items() if each.signature == listed.get(tile)}
     found = {tile: known[tile] for tile, rows in least.items() if tile in known and len(known[tile].table) >= rows}
     fresh = [tile for tile in least if tile not in found]
@@ -234,17 +234,7 @@ def _read_contents(h5: h5py.File, signature: bytes) -> Contents:
     return Contents(signature, made.encode(), table)
 
 
-def fingerprint(path: Path, tiles: Iterable[int], before: str) -> str:
-    """A hash of the listed SHA-256 of some shards, of inode, size and modification time, and of what comes before."""
-    found = hashlib.sha256(before.encode())
-    for file in (shard_file(path, tile) for tile in tiles):
-        with contextlib.suppress(FileNotFoundError):  # reading it will say so
-            about = file.stat()
-            found.update(f"{file.name} {_listed(file)} {about.st_ino} {about.st_size} {about.st_mtime_ns}\n".encode())
-    return found.hexdigest()
-
-
-def _signatures(path: Path) -> dict[int, bytes]:
+def signatures(path: Path) -> dict[int, bytes]:
     """Inode (in a store, tag), size and modification time of the shards that have a hash, and of this."""
     folder, found = path / SHARDS, dict[str, str]()
     for entry in folder.glob("*.h5*") if isinstance(folder, RemotePath) else os.scandir(folder):

@@ -2,7 +2,7 @@
 
     sums/NAME-DIGEST.npz     arr_0, arr_1, ...: the numbers of the sums, in the order of `_places`
 
-NAME is a hash of the shards that were summed, of the statistic and of the code of this package; DIGEST is that of the
+NAME is a hash of the shards that were summed, of the statistic and of the code of weightscope; DIGEST is that of the
 arrays. Files with another one, or with arrays of other shapes or types, are removed and never used.
 """
 
@@ -21,6 +21,7 @@ from weightscope._util import atomic, npz
 from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 
+_OURS = f"{'[0-9a-f]' * 32}-{'[0-9a-f]' * 32}.npz"  # others in the folder are left alone
 BYTES = 1 << 30  # of all files of a population, at most; those used least recently go
 
 
@@ -43,7 +44,7 @@ class Kept:
 
     def read(self) -> tuple[int, Any]:
         """The sums over as many of the first parts as there are, and how many these are; 0 without any."""
-        files = {file.name.partition("-")[0]: file for file in self._folder.glob("*.npz")}
+        files = {file.name.partition("-")[0]: file for file in self._folder.glob(_OURS)}
         for count, name in reversed([*enumerate(self._names, 1)]):
             if name in files:
                 try:
@@ -74,7 +75,7 @@ class Kept:
             if self._old is not None:
                 self._old.unlink()
             left = BYTES
-            for file in sorted(self._folder.glob("*.npz"), key=lambda file: -file.stat().st_mtime_ns):
+            for file in sorted(self._folder.glob(_OURS), key=lambda file: -file.stat().st_mtime_ns):
                 left -= file.stat().st_size
                 if left < 0:
                     file.unlink()
@@ -122,8 +123,8 @@ def _digest(arrays: Sequence[np.ndarray]) -> str:
 
 @cache
 def _code() -> str:
-    """NumPy's version and the source of this package: other code may sum in another way."""
+    """NumPy's version and the source of weightscope: other code may sum in another way."""
     found = hashlib.sha256(np.__version__.encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()

@@ -123,7 +123,7 @@ def _put(file: BinaryIO, start: int, size: int, top: int, panel: np.ndarray) -> 
 
 
 _COLUMNS = 2048  # columns of the data that are centred at once
-_OVERSAMPLING = 16
+_OVERSAMPLING, _PASSES = 16, 4  # of the randomised iteration
 
 
 @dataclass(frozen=True)
@@ -144,21 +144,13 @@ class Eigenpairs:
         return self.values / self.total if self.total else np.zeros_like(self.values)
 
 
-def top_eigenpairs(
-    total: Total,
-    size: int,
-    rank: int,
-    *,
-    memory: int = 2 << 30,
-    power: int = 4,
-    seed: int = 0,
-) -> Eigenpairs:
+def top_eigenpairs(total: Total, size: int, rank: int, *, memory: int = 2 << 30) -> Eigenpairs:
     """The `rank` leading eigenpairs of C = X^T X / (n - 1), X the centred rows (n, D).
 
     If the rows fit into `memory` as float32 and n <= D, from the Gram matrix: `X X^T = U S^2 U^T` gives
     `V = S^-1 U^T X` (Sirovich's snapshots); exact to float64 on float32 rows. Otherwise by randomised subspace
-    iteration (Halko, Martinsson and Tropp 2011, Alg. 4.4) with one pass over the data for each power: the values are
-    then lower bounds, and close if the spectrum decays.
+    iteration (Halko, Martinsson and Tropp 2011, Alg. 4.4) with four passes over the data: the values are then
+    lower bounds, and close if the spectrum decays.
     """
     known = total(partial(EntryMoments, size))
     variance = float(known.variance().sum())
@@ -172,7 +164,7 @@ def top_eigenpairs(
     else:
         if fits:
             total = _over(held)
-        method, (values, vectors) = "randomised", _randomised(total, known, rank, power=power, seed=seed)
+        method, (values, vectors) = "randomised", _randomised(total, known, rank)
     vectors *= np.sign(vectors[np.arange(rank), np.abs(vectors).argmax(axis=1)])[:, None]
     return Eigenpairs(values, vectors, known.mean, variance, known.n, known.excluded, method)
 
@@ -211,14 +203,12 @@ def _image(mean: np.ndarray, basis: np.ndarray, blocks: Iterable[np.ndarray]) ->
     return image
 
 
-def _randomised(
-    total: Total, known: EntryMoments, rank: int, *, power: int, seed: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _randomised(total: Total, known: EntryMoments, rank: int) -> tuple[np.ndarray, np.ndarray]:
     size = len(known.mean)
     width = min(rank + _OVERSAMPLING, size)
-    basis = np.linalg.qr(np.random.default_rng(seed).standard_normal((size, width)))[0]
+    basis = np.linalg.qr(np.random.default_rng(0).standard_normal((size, width)))[0]
     image = basis
-    for _ in range(max(1, power)):
+    for _ in range(_PASSES):
         basis = np.linalg.qr(image)[0]
         image = total(partial(_image, known.mean, basis), basis.nbytes) / (known.n - 1)
     values, turn = np.linalg.eigh(basis.T @ image)  # Rayleigh-Ritz

@@ -17,7 +17,7 @@ from weightscope._util.workers import ClusterLost, TilesFailed, Workers, chosen_
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.kept import Keep, Kept
-from weightscope.statistics.moments import finite_rows
+from weightscope.statistics.moments import BLOCK, finite_rows
 
 LEAF = 4096  # networks of the parts over which statistics of populations are summed, at least
 LARGEST = 2 << 30  # bytes of a result above which a source is one part
@@ -94,7 +94,7 @@ def finite_chunks(
 def first_chunks(source: WeightSamples, names: Sequence[str]) -> Iterator[np.ndarray]:
     """Blocks of the first 4,096 networks of `finite_chunks`, and of all of a source that is one part."""
     left = LEAF if len(parts_of(source)) > 1 else sys.maxsize
-    for rows, _ in finite_chunks(source, names):
+    for rows, _ in finite_chunks(source, names, BLOCK):
         if len(rows):
             yield rows[:left]
         left -= len(rows)
@@ -170,7 +170,7 @@ def over_parts(
     results = spread(partial(_sent, task, parts), left, chosen, named=lambda i: str(parts[i].name))
     with contextlib.closing(results):
         try:
-            return merged((i, pickle.loads(value)) for i, value in results)
+            return merged(_received(parts, results))
         except TilesFailed as error:
             i, why = next(iter(error.errors.items()))
             raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
@@ -222,8 +222,20 @@ def _on_part(task: Callable[[Any, int], T], parts: Sequence[Any], i: int) -> T |
 
 
 def _sent(task: Callable[[Any, int], T], parts: Sequence[Any], i: int, **_: Any) -> bytes:
-    """A result as bytes: arrays that clusters return may be read-only, and merging changes them."""
-    return pickle.dumps(_on_part(task, parts, i), protocol=5)
+    """A result as bytes, since arrays that clusters return may be read-only; and which hashes were verified for it."""
+    verified = getattr(parts[i], "verified", {})
+    before, value = dict(verified), _on_part(task, parts, i)
+    new = {tile: tag for tile, tag in verified.items() if tag != before.get(tile) and isinstance(tag, tuple)}
+    return pickle.dumps((value, new), protocol=5)
+
+
+def _received(parts: Sequence[Any], results: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, Any]]:
+    """Results; workers of the next pass need not verify again what those of this one have."""
+    for i, sent in results:
+        value, verified = pickle.loads(sent)
+        if verified:
+            parts[i].verified.update(verified)
+        yield i, value
 
 
 def _merged(total: Any, at: int, keep: Callable[[int, Any], None] | None, values: Iterable[tuple[int, Any]]) -> Any:

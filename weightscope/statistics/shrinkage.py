@@ -79,7 +79,7 @@ def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
 _THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
 
 
-def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int = 500) -> np.ndarray:
+def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6) -> np.ndarray:
     """The correlation matrix nearest to a symmetric matrix in Frobenius norm.
 
     Alternating projections on the positive semi-definite matrices and on those with a unit diagonal, with Dykstra's
@@ -88,7 +88,7 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6, steps: int =
     y = np.array(matrix, dtype=np.float64)
     correction = np.zeros_like(y)
     with threadpool_limits(1 if len(y) < _THREADED else None):
-        for _ in range(steps):
+        for _ in range(500):
             r = y - correction
             values, vectors = np.linalg.eigh(r)
             x = (vectors * np.maximum(values, floor)) @ vectors.T
@@ -118,19 +118,17 @@ def eigenvalues_clipped(correlation: np.ndarray, samples: float) -> tuple[np.nda
     return cleaned, int((~noise).sum())
 
 
-def amplified(
-    correlation: np.ndarray, errors: np.ndarray, gain: float, *, threshold: float = 4.0, limit: float = 0.9
-) -> tuple[np.ndarray, dict[str, Any]]:
-    """I + gain * (correlations beyond `threshold` standard errors), clipped at +- `limit`, as nearest correlation.
+def amplified(correlation: np.ndarray, errors: np.ndarray, gain: float) -> tuple[np.ndarray, dict[str, Any]]:
+    """I + gain * (correlations beyond 4 standard errors), clipped at +-0.9, as nearest correlation.
 
     Also returns the numbers of pairs that were `kept`, `dropped` (set to zero) and `clipped`; `moved`, the Frobenius
     distance of the projection relative to the norm without the diagonal; and `realised`, the gain that is left of the
     one that was wanted, the slope sum r'r / sum r^2 of the result r' on the kept correlations r (0 if none is).
     """
-    beyond = np.abs(correlation) > threshold * errors
+    beyond = np.abs(correlation) > 4.0 * errors
     np.fill_diagonal(beyond, False)
     raw = np.where(beyond, gain * correlation, 0.0)
-    wanted = raw.clip(-limit, limit)
+    wanted = raw.clip(-0.9, 0.9)
     target = wanted + np.eye(len(raw))
     matrix = nearest_correlation(target)
     kept, norm = int(beyond.sum()) // 2, float(np.linalg.norm(wanted))
@@ -138,7 +136,7 @@ def amplified(
     return matrix, {
         "kept": kept,
         "dropped": len(raw) * (len(raw) - 1) // 2 - kept,
-        "clipped": int((np.abs(raw) > limit).sum()) // 2,
+        "clipped": int((np.abs(raw) > 0.9).sum()) // 2,
         "moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0,
         "realised": float((matrix * correlation)[beyond].sum()) / squares if squares else 0.0,
     }

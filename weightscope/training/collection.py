@@ -226,7 +226,7 @@ def train_shard(
     request = requests[at]
     path, manifest = request.path, request.manifest
     # Another process may have changed the population's size in the meantime; the shard then holds more networks.
-    manifests.kept(path, manifest)
+    manifests.restored(path, manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
         shards.tidy_hash(shards.shard_file(path, tile))
         return time.perf_counter() - begun
@@ -242,17 +242,14 @@ def train_shard(
             kernels=kernels.kernels,
             data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
         )
-        there = manifests.kept(path, manifest)
+        there = manifests.restored(path, manifest)
         larger = there if there.networks > manifest.networks else manifest
         shards.save(path, larger, trained, device, kernels.checked)
     return time.perf_counter() - begun
 
 
 def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
-    """The tiles to train, missing, short or damaged ones, and the number of networks in the others.
-
-    Removes what killed processes left: temporary files, and marks of tiles whose shards are complete.
-    """
+    """The tiles to train, and the number of networks in the others; removes what killed processes left."""
     path, manifest = request.path, request.manifest
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
