@@ -296,11 +296,12 @@ def test_norms_of_code_that_is_not_known_are_refused(name: str) -> None:
                 unit_offset(named_tensors(state, config), name)
         else:
             assert unit_offset(named_tensors(state, config), name) == 0
-        assert [unit_offset(named_tensors(state, config | {"norm_offset": c}), name) for c in (0, 1)] == [0, 1]
+        assert [unit_offset(named_tensors(state, config | {"norm_offset": c}), name) for c in (0, 1, True)] == [0, 1, 1]
     assert unit_offset(named_tensors(state, remote | {"model_type": "gemma3_text"}), name) == 1
     assert unit_offset(named_tensors(state, remote | {"model_type": "llama"}), name) == 0
-    with pytest.raises(DataError, match="found norm_offset 2"):
-        unit_offset(named_tensors(state, {"norm_offset": 2}), name)
+    for wrong in (2, "1", [1]):
+        with pytest.raises(DataError, match=rf"found norm_offset {re.escape(repr(wrong))}"):
+            unit_offset(named_tensors(state, {"model_type": "llama", "norm_offset": wrong}), name)
 
 
 def test_a_norm_of_ones_own_is_measured() -> None:

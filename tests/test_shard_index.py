@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import fake_training as fake
@@ -75,6 +76,37 @@ def test_a_shard_that_was_changed_is_damaged(indexed: Path, change: str) -> None
     assert kinds(indexed) == ["done", "damaged", "done"]
     with pytest.raises(DataError, match=r"00001\.h5"):
         _ = Population(indexed).metrics
+
+
+def moved(values: dict[str, np.ndarray]) -> None:
+    values["rows"][:2] -= 1, -1
+
+
+def of_another_type(values: dict[str, np.ndarray]) -> None:
+    table = values["table"]
+    values["table"] = table.astype(
+        [(name, "f8" if name == "diverged" else table.dtype[name]) for name in table.dtype.names]
+    )
+
+
+def unprintable(values: dict[str, np.ndarray]) -> None:
+    values["made"] = np.array([b"\xff\x1b[2J"] * len(values["made"]))
+
+
+def negative(values: dict[str, np.ndarray]) -> None:
+    values["rows"][0] *= -1
+
+
+@pytest.mark.parametrize("change", [negative, moved, of_another_type, unprintable])
+def test_an_index_of_wrong_content_changes_no_metric(indexed: Path, change: Callable[..., None]) -> None:
+    with np.load(indexed / shards.INDEX) as stored:
+        values = dict(stored)
+    expected = Population(indexed).diverged
+    change(values)
+    np.savez(indexed / shards.INDEX, **values)
+    found = Population(indexed)
+    np.testing.assert_array_equal(found.diverged, expected, strict=True)
+    assert "".join(found.provenance()).isprintable()
 
 
 def test_a_foreign_pair_of_shard_and_hash_is_refused(indexed: Path, tmp_path: Path) -> None:

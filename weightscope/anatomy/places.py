@@ -119,7 +119,7 @@ def unit_offset(tensors: NamedTensors, name: str) -> int:
     norm, _, key = name.rpartition(".")
     if isinstance(tensors, ModuleTensors):
         return _measured_offset(tensors.module.get_submodule(norm), key, norm)
-    if (given := tensors.hint(norm, ("norm_offset",), (int, float, str))) in (0, 1):
+    if (given := tensors.hint(norm, ("norm_offset",), (bool, int, float, str, list, dict))) in (0, 1):
         return int(given)
     kind = (tensors.hint(norm, ("model_type",), str) or "").removesuffix("_text")
     unknown = "auto_map" in tensors.config or re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm)

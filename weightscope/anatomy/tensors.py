@@ -183,8 +183,9 @@ def _of_stage(value: Any, path: str) -> Any:
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """isinstance, without counting a bool as an integer."""
-    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+    """isinstance, without counting a bool as a number."""
+    asked = bool in kind if isinstance(kind, tuple) else kind is bool
+    return isinstance(value, kind) and (asked or not isinstance(value, bool))
 
 
 def numbered(names: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.data.metrics import PER_EPOCH, at_end
-from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
+from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError, one_line
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Import
@@ -461,7 +461,8 @@ class Population(Result):
         joined = {name: np.concatenate([table[name] for table in tables]) for name in expected}
         for array in joined.values():
             array.flags.writeable = False
-        return joined.pop(shards.SEED), joined, Counter(each.made.decode() for each in found.values())
+        made = (one_line(each.made.decode("ascii", "replace")) for each in found.values())
+        return joined.pop(shards.SEED), joined, Counter(made)
 
     def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
         """The tensors of `sub` of these rows, shape (len(rows), D') float32."""

@@ -263,7 +263,11 @@ def _read_index(path: Path, manifest: Manifest) -> dict[int, Contents]:
             found = {name: npz.values(archive, entry) for name, entry in entries.items()}
         if found["recipe.npy"].item() != manifest.fingerprint.encode():
             return {}
-        tables = np.split(found["table.npy"], found["rows.npy"].cumsum()[:-1])
+        table, rows = found["table.npy"], found["rows.npy"]
+        kinds = table.dtype[SEED], table.dtype["diverged"]
+        if rows.min() < 1 or rows.max() > manifest.tile or rows.sum() != len(table) or kinds != ("u8", "?"):
+            return {}
+        tables = np.split(table, rows.cumsum()[:-1])
         tiles, signatures, made = (found[f"{name}.npy"].tolist() for name in ("tile", "signature", "made"))
         return dict(zip(tiles, map(Contents, signatures, made, tables), strict=True))
     except (DataError, OSError, ValueError, LookupError, TypeError, RuntimeError, zipfile.BadZipFile):
