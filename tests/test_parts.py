@@ -150,6 +150,13 @@ def test_a_damaged_shard_is_the_same_error_in_a_worker(small, tmp_path, workers)
         joint_covariance(Population(tmp_path / "a.pop"), workers=workers)
 
 
+def test_a_shard_that_a_worker_has_verified_is_known(path, small):
+    population = Population(path)
+    assert len(population.verified) < 2
+    joint_covariance(population, workers=2, keep_sums=False)
+    assert sorted(population.verified) == [*population._rows]
+
+
 def test_tiles_keep_their_part_when_a_population_grows(path, tmp_path):
     fake.write_population(tmp_path / "a.pop", fake.recipe(networks=60, tile=TILE), tiles=[0, 2, 4, 6, 7])
     parts = Population(tmp_path / "a.pop", partial=True).parts(20)

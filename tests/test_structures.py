@@ -141,12 +141,12 @@ def test_order_of_networks_changes_nothing(cls, options, spec, fitted):
 @contract
 def test_streaming_equals_fitting_at_once(cls, options, spec, fitted):
     data = data_of(spec)
-    accumulator = cls.accumulator(spec, **options)
+    sums, made = cls.accumulator(spec, **options)
     for part in np.split(data, [1, 9, 30]):
         rows = part.copy()
-        accumulator.update(rows)
+        sums.update(rows)
         rows[...] = np.nan  # a block belongs to the caller again
-    streamed = accumulator.finish()
+    streamed = made(sums)
     assert (streamed.parameters, streamed.diagnostics.keys()) == (fitted.parameters, fitted.diagnostics.keys())
     np.testing.assert_allclose(streamed.mean, fitted.mean, rtol=0, atol=1e-12)
     np.testing.assert_allclose(streamed.covariance(), fitted.covariance(), rtol=0, atol=1e-11)

@@ -351,9 +351,8 @@ class Design:
     ) -> tuple[list[Request], Workers]:
         """The populations of the arms, checked once, and the workers that train them; nothing is written."""
         chosen, where = chosen_workers(backend, workers, scheduler), resolve_device(device)
-        shared: dict[Any, Any] = {}
         options: dict[str, Any] = {"data": self.data, "device": device, "cluster": chosen.backend != "loky"}
-        options["shared"] = shared
+        options["shared"] = shared = dict[Any, Any]()
         out = []
         for arm in self.arms:
             path = self.folder / RUNS / arm.folder

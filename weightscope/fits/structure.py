@@ -24,14 +24,6 @@ class Accumulator(NamedTuple):
     sums: Any
     made: Callable[[Any], Any]  # the structure fitted to all rows of the sums; errors as `Structure.fit`
 
-    def update(self, rows: np.ndarray) -> None:
-        """Take rows up."""
-        self.sums.update(rows)
-
-    def finish(self) -> Any:
-        """The structure fitted to all rows."""
-        return self.made(self.sums)
-
 
 class _Samples:
     """All rows."""
@@ -100,9 +92,9 @@ class Structure(ABC):
         """
         if cls.needs_samples:
             raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
-        accumulator = cls.accumulator(spec, *args, **options)
-        accumulator.update(checked_data(data, spec))
-        return accumulator.finish()
+        sums, made = cls.accumulator(spec, *args, **options)
+        sums.update(checked_data(data, spec))
+        return made(sums)
 
     @classmethod
     def accumulator(cls, spec: WeightSpec, *args: Any, **options: Any) -> Accumulator:

@@ -61,7 +61,7 @@ class Kept:
 
     def write(self, count: int, sums: Any) -> None:
         """Keep the sums over the first parts, if there are so many complete ones and the folder can be written."""
-        if not count or count != len(self._names):
+        if count != len(self._names):
             return
         if hasattr(sums, "flush"):
             sums.flush()
