@@ -40,7 +40,7 @@ def two_workers(backend):
             yield Workers("loky", 2)
         elif backend == "dask":
             distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-            with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=None) as cluster:
+            with distributed.LocalCluster(n_workers=2, threads_per_worker=2, dashboard_address=":0") as cluster:
                 cluster.adapt(minimum=2, maximum=2)  # a worker that is killed while it starts is not started again
                 yield Workers("dask", scheduler=cluster.scheduler_address)
         else:

@@ -473,14 +473,17 @@ def test_options_of_a_structure(models, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("MIXER",), "'auto' needs a population .*is one network: filters, conv_schedule"),
+        (("MIXER",), "'auto' needs a population .*for one network .*: filters, conv_schedule"),
         (("MIXER", "--structure", "dense"), "'dense' needs a population"),
         (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "select: for populations"),
         (("MIXER", "--structure", "filters", "--standalone", "x.py"), "--standalone requires a population"),
         (("MIXER", "--structure", "identity_product"), "expected attention"),
         (("none.safetensors", "--structure", "filters"), "none.safetensors"),
-        (("POP", "--structure", "filters"), "'filters' is fitted to one network, and .* is a population: auto, iso"),
+        (
+            ("POP", "--structure", "filters"),
+            "'filters' is fitted to one network; for a population .*: auto, iso",
+        ),
     ],
 )
 def test_the_wrong_kind_of_source_is_one_line(models, tmp_path, arguments, message, capsys):

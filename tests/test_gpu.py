@@ -246,7 +246,7 @@ def test_a_population_of_two_gpus_has_the_bits_of_one(tmp_path):
 def test_clusters_give_each_tile_a_gpu(tmp_path, monkeypatch):
     """Of dask's workers only those that say that they have one."""
     distributed = pytest.importorskip("distributed", reason="the extra `dask` is not installed")
-    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": None, "processes": False}
+    options = {"n_workers": 1, "threads_per_worker": 1, "dashboard_address": ":0", "processes": False}
     task = recording(tmp_path)
     with distributed.LocalCluster(**options, resources={"GPU": 1}) as cluster:
         assert len(dict(spread(task, range(3), Workers("dask", scheduler=cluster.scheduler_address, gpu=True)))) == 3

@@ -4,7 +4,7 @@ import references_statistics as naive
 from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics.gram import _TorchGram
+from weightscope.statistics.gram import _TorchGram, new_gram
 from weightscope.statistics.moments import BLOCK, Moments, finite_rows
 from weightscope.statistics.shrinkage import shrunk_covariance
 
@@ -198,6 +198,8 @@ def test_bad_input(rows):
         _ = Moments(2).update([[np.nan, 0.0]]).mean
     with pytest.raises(DataError, match="at least 2 finite rows, found 1"):
         Moments(2).update([0.0, 1.0]).covariance()
+    with pytest.raises(UsageError, match="10,000,000 x 10,000,000 entries, 745,058 GiB: select fewer"):
+        new_gram(10_000_000, "float64", None)
     assert Moments(3).n == 0
 
 

@@ -57,7 +57,7 @@ def test_borders_leave_room_for_the_values_between_them() -> None:
     named = ax.get_yticks()
     assert named[0] == 500
     assert np.diff(named).min() >= 0.02 * 1200
-    assert f"{201 - len(named)} small blocks have no label" in label_of(ax)
+    assert f"small blocks without a label: {201 - len(named)}" in label_of(ax)
 
 
 def test_the_picture_shows_the_matrix_itself_when_it_fits() -> None:

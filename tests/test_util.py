@@ -14,7 +14,7 @@ import pytest
 
 import weightscope
 from weightscope._util import atomic, checks, plugins
-from weightscope._util.names import listing, matching, nearest_first, shortened, unknown, unwrapped
+from weightscope._util.names import label_of, listing, matching, nearest_first, shortened, unknown, unwrapped
 from weightscope._util.results import Result, html_table, text_table, tidy
 from weightscope._util.sources import is_population
 from weightscope.data import SourceConfig, load
@@ -417,3 +417,10 @@ def test_a_message_is_a_line_that_can_be_printed_whatever_it_quotes() -> None:
         assert message.isprintable()
         assert len(message) <= 1510
         assert str(UsageError(message)) == message
+
+
+@pytest.mark.parametrize(
+    ("source", "label"), [("runs@lr=0.1/a.pt", "a"), ("runs@1/model.pt", "runs@1"), ("hf://org/name@refs/pr/1", "name")]
+)
+def test_a_label_is_the_last_part_of_a_path_without_the_revision_of_a_hub(source: str, label: str) -> None:
+    assert label_of(source) == label

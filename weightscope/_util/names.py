@@ -102,7 +102,8 @@ def label_of(source: Any) -> str:
     source = address if isinstance(address, str | Path) else source
     if not isinstance(source, str | Path):
         return "state dict" if isinstance(source, Mapping) else type(source).__name__
-    path = Path(str(source).removeprefix("hf://").partition("@")[0])
+    text = str(source)
+    path = Path(text.removeprefix("hf://").partition("@")[0] if text.startswith("hf://") else text)
     stem = path.stem if path.suffix in (".safetensors", ".pt", ".pth", ".bin") else path.name
     return path.absolute().parent.name if stem in _PLAIN else stem or str(source)
 

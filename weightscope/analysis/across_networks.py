@@ -59,7 +59,7 @@ class PopulationCovariance(Result):
     matrix: np.ndarray  # (D', D'), in the precision of accumulation
     mean: np.ndarray  # (D',) float64
     n: int  # networks used
-    excluded: int  # networks left out because they diverged or contain a non-finite number
+    excluded: int  # networks left out: diverged, equal to an earlier one, or not finite
     spec: WeightSpec  # names and shapes of the D' coordinates; its slices are the blocks of the matrix
     kind: Kind  # `"covariance"` (divisor n - 1) or `"correlation"`
     # `precision`, `folded_norms`, `constant` (coordinates without variance; their correlations are NaN), `rank_bound`,
@@ -111,7 +111,7 @@ class PopulationCovariance(Result):
             ends = f"{x.value:+.4f} ({x.ci95[0]:+.4f} to {x.ci95[1]:+.4f})"
             out.append(f"mean correlation of fc1[i, j] with fc2[j, i] of {name} over networks: {ends}")
         if self.excluded:
-            out.append(f"{self.excluded} networks are left out: they diverged or contain non-finite numbers")
+            out.append(f"left out: {self.excluded}, diverged, not finite, or equal to an earlier network")
         if constant := self.diagnostics.get("constant"):
             out.append(f"{constant} coordinates do not vary over the networks")
         for key, what in (("transposed", "correlation of fc1 and fc2"), ("stripes", "stripe ratios")):

@@ -146,8 +146,8 @@ class ProductsResult(Result):
         negative, surely_negative = sum(row["beta"] < 0 for row in rows), sum(value < -_SURE for value in z)
         return Count(len(rows), positive, sure, negative, surely_negative, *means)
 
-    def finding(self, source: str) -> str:
-        """One line: how many diagonals of a model are positive."""
+    def finding(self, source: str | None = None) -> str:
+        """One line: how many diagonals of a model, or of all, are positive."""
         found = []
         if self.select("qk", source):
             qk, vo = self.count("qk", source), self.count("vo", source, layers=True)
@@ -221,7 +221,7 @@ class ProductsResult(Result):
         if source is not None:
             labels = [choice("source", source, labels)]
         if title is None:
-            title = f"{labels[0]}: {self.finding(labels[0])}"
+            title = f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding(source)}"
         rows = [row for row in self.records if row["source"] in labels]
         if view == "depth" or (view == "auto" and len(labels) > 1):
             figure = plots.products_by_depth(rows, title=title)

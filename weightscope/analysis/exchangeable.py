@@ -89,14 +89,14 @@ class ExchangeableCovariance(Result):
         if not shown:
             none = "no pair of tensors is correlated (p < 0.05, adjusted for the number of pairs)"
             return "\n".join([*lines, "", none])
-        lines += ["", f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), largest effect first:"]
+        lines += ["", f"correlated pairs (p < 0.05, adjusted for {len(self._pairs)} pairs), by standard errors (z):"]
         pairs = []
         for pair in shown:
             r, (low, high) = pair.correlation, pair.ci95
-            value = f"{r:+.3f}" if pair.signed else f"{r:.3f} (canonical)"
+            value, words = (f"{r:+.3f}", "") if pair.signed else (f"{r:.3f}", " (canonical)")
             errors = f"{pair.z:+.1f}" if math.isfinite(pair.z) else "no spread over networks"
-            pairs.append((self.words(pair), value, f"{low:+.3f} to {high:+.3f}", errors))
-        lines.append(text_table(("", "correlation", "95 % interval", "standard errors"), pairs))
+            pairs.append((value, f"{low:+.3f} to {high:+.3f}", errors, self.words(pair) + words))
+        lines.append(text_table(("correlation", "95 % interval", "z", "pair"), pairs, left=(3,)))
         return "\n".join(lines)
 
     def words(self, pair: Pair) -> str:

@@ -184,7 +184,7 @@ class NetworkCovariances(Result):
         elif len(found) == 1:
             known = [x.focus for x in self.layers if x.focus is not None and math.isfinite(x.focus.relative_spread)]
             near = sum(f.relative_spread + 1.96 * f.relative_spread_se < 1 for f in known)
-            layers = f"{near} of {len(known)} layers (95 % intervals)"
+            layers = f"{near} of {len(known)} layer{'s' * (len(known) != 1)} (95 % intervals)"
             return f"{self.labels[0]}: variance is nearer the centre than even in {layers}"
         medians = []
         for name, rows in found:

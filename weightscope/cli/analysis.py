@@ -360,7 +360,8 @@ def products(
 def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     """The error of models that are left out, after the others were shown."""
     if failed:
-        raise DataError(f"{len(failed)} of {len(sources)} models failed: {', '.join(failed)}; the others are shown")
+        others = "; the others are shown" * (len(failed) < len(sources))
+        raise DataError(f"{len(failed)} of {len(sources)} models failed: {', '.join(failed)}{others}")
 
 
 @command("attention-maps")

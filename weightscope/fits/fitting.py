@@ -519,7 +519,7 @@ def fit_init(
                 raise UsageError(f"scale: for checkpoints, and {source} is a population, whose scale is always kept")
             if name in NETWORK_FITS:
                 known = ", ".join(("auto", *STRUCTURES))
-                raise UsageError(f"structure: {name!r} is fitted to one network, and {source} is a population: {known}")
+                raise UsageError(f"structure: {name!r} is fitted to one network; for a population ({source}): {known}")
             return fit(source, structure=structure, options=options, **settings)
         if name == "exchangeable":
             from weightscope.fits.pretrained import fit_pretrained
@@ -534,7 +534,7 @@ def fit_init(
             )
         if name == "auto" or name in STRUCTURES or isinstance(structure, type):
             shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
-            raise UsageError(f"structure: {shown!r} needs a population (`import`), {source} is one network: {known}")
+            raise UsageError(f"structure: {shown!r} needs a population (`import`); for one network ({source}): {known}")
         if settings:
             raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
         return fit_network(source, structure, **(options or {}))

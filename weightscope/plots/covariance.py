@@ -141,7 +141,7 @@ def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[in
     level = max(map(inches, short)) + 0.08 <= np.diff(at).min(initial=np.inf) * side / size
     for axis, rotation in ((ax.yaxis, 0), (ax.xaxis, 0 if level else 90)):
         axis.set_ticks(at, short, rotation=rotation)
-    left = f"{len(names) - len(named)} small blocks have no label" if len(named) < len(names) else ""
+    left = f"small blocks without a label: {len(names) - len(named)}" if len(named) < len(names) else ""
     return "; ".join(filter(None, [remark, left]))
 
 

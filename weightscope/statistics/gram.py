@@ -8,6 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy.linalg import blas
 
+from weightscope.errors import UsageError
+
 # NumPy and SciPy have separate BLAS libraries with separate threads, which keep spinning for a while after a
 # call: a NumPy product just before `syrk` slows it by half. So the streaming loop uses SciPy's only.
 
@@ -71,7 +73,8 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
     try:
         pages = mmap.mmap(-1, count * dtype.itemsize)
     except OSError as error:
-        raise MemoryError(f"no memory for {size} x {size} {dtype}: {error}") from error
+        needs = f"no memory for {size:,} x {size:,} entries, {count * dtype.itemsize / 2**30:,.0f} GiB"
+        raise UsageError(f"{needs}: select fewer tensors, or average over units (--exchangeable)") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages, which affect speed only
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype, count).reshape((size, size), order="F")

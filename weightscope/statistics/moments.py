@@ -70,7 +70,7 @@ class EntryMoments:
     def variance(self) -> np.ndarray:
         """The variances with divisor n - 1, (D,); DataError if there are fewer than 2 rows."""
         if self.n < 2:
-            raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded as not finite)")
+            raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded)")
         return self.squares / (self.n - 1)
 
     def deviation(self) -> np.ndarray:
@@ -214,10 +214,8 @@ class Moments:
         self._alive()
         self.flush()
         if self._entries.n < least:
-            raise DataError(
-                f"expected at least {least} finite rows, found {self._entries.n} ({self.excluded} excluded as not "
-                "finite)"
-            )
+            n = self._entries.n
+            raise DataError(f"expected at least {least} finite rows, found {n} ({self.excluded} excluded)")
         return self._entries
 
     def flush(self) -> None:

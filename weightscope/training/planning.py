@@ -95,7 +95,7 @@ class Plan(Result):
         unit = "GPU-hours" if self.device.startswith("cuda") else "core-hours"
         values = {
             "networks": f"{self.networks:,}",
-            "tiles": f"{self.tiles:,} of {self.tile}, {self.done:,} done",
+            "tiles": f"{self.tiles:,} of {self.tile} networks each, {self.done:,} done",
             "files": f"{self.files:,}",
             "bytes on disk": f"{self.bytes_on_disk:,}",
             "workers": self.workers,

@@ -239,7 +239,8 @@ def status(path: str | Path) -> Status:
         except DataError as error:
             found.append(Status(each, 0, 0, 0, 1, [], {}, [str(error)]))
     if not found:
-        raise UsageError(f"{path}: expected a population's folder, or a benchmark's, found none in it")
+        what = "none in it" if path.is_dir() else "no such folder"
+        raise UsageError(f"{path}: expected a population's folder, or a benchmark's, found {what}")
     return Status.together(path, found)
 
 
