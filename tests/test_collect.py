@@ -543,7 +543,7 @@ def test_a_plan_trains_nothing_and_is_near_the_truth(tmp_path):
     again = plan(recipe, path, workers=1)
     assert (again.done, again.hours) == (1, pytest.approx(2 * again.tile_seconds[0] / 3600))
     assert before == times(path)
-    for part in ("tiles", "3 of 4, 1 done", "bytes on disk", "time left", "measured"):
+    for part in ("tiles", "3 of 4 networks each, 1 done", "bytes on disk", "time left", "measured"):
         assert part in again.text()
     with pytest.raises(RecipeError, match=r"training.epochs: 40 -> 3"):
         plan(recipe.replace({"training.epochs": 3}), path)

@@ -346,7 +346,7 @@ class LocalPool(Pool):
         device, worker = self._idle.pop(0), None
         for other in [each for each in _spare if each.device == device]:
             _spare.remove(other)
-            if other.process.is_alive():
+            if other.process.is_alive() and other.environment == os.environ:  # credentials may have been set since
                 worker = other
                 break
             other.end()
@@ -392,7 +392,7 @@ class _Process:
         from joblib.externals.loky.backend import resource_tracker  # a quarter of a second
         from joblib.externals.loky.backend.process import LokyProcess
 
-        self.device = device
+        self.device, self.environment = device, dict(os.environ)
         self.connection, theirs = Pipe()
         environment = _ONE_THREAD | ({"CUDA_VISIBLE_DEVICES": device} if device else {})  # before torch is imported
         self.process = LokyProcess(target=_serve, args=(theirs,), daemon=True, env=environment)
