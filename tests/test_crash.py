@@ -99,7 +99,7 @@ def test_two_at_once_on_one_folder_are_harmless(whole, tmp_path):
         processes = [start(path, RECIPE, "large") for _ in range(3)]
         for process in processes:
             process.join(_LONGEST)
-            assert process.exitcode == 0
+            assert process.exitcode == 0, path.with_suffix(".log").read_text()
         assert fake.files(path) == fake.files(whole[0])
 
 
