@@ -38,6 +38,16 @@ def test_sweeping_spares_what_is_being_written(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b"whole"
 
 
+def test_a_swept_file_is_gone_before_its_lock_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that waits for the lock would else keep a file that is removed a moment later."""
+    stale, close, there = tmp_path / ".a.weightscope-7-0123456789abcdef.tmp", os.close, []
+    stale.write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic.os, "close", lambda descriptor: [there.append(stale.exists()), close(descriptor)])
+        assert atomic.sweep(tmp_path) == [stale]
+    assert there == [False]
+
+
 def test_every_writer_sweeps_what_a_killed_one_left(tmp_path: Path) -> None:
     """Of any file in the folder, and nothing but weightscope's own temporary files."""
     stale = tmp_path / ".figure.png.weightscope-7-0123456789abcdef.tmp"

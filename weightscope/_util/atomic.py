@@ -150,8 +150,7 @@ def sweep(folder: Path) -> list[Path]:
     for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
         # Removed meanwhile, or the file of another user in a folder such as /tmp.
         with contextlib.suppress(FileNotFoundError, PermissionError):
-            if _abandoned(path):
-                path.unlink()
+            if _removed(path):
                 swept.append(path)
     return swept
 
@@ -188,16 +187,20 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
         file.close()
 
 
-def _abandoned(path: Path) -> bool:
+def _removed(path: Path) -> bool:
+    """Remove a temporary file unless it is being written; a writer that waits for the lock then finds it gone."""
     if not stat.S_ISREG(path.lstat().st_mode):  # a pipe, a link, a folder: not ours
         return False
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return time.time() - os.fstat(descriptor).st_mtime > _STALE_SECONDS
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            if time.time() - os.fstat(descriptor).st_mtime <= _STALE_SECONDS:
+                return False
+        path.unlink()
+        return True
     finally:
         os.close(descriptor)
-    return True
