@@ -19,7 +19,7 @@ from weightscope.cli import cli
 from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import Population
 from weightscope.training.collection import collect
-from weightscope.training.status import RUNNING, marked, status
+from weightscope.training.status import RUNNING, forget, marked, status
 
 
 def age(path: Path, tile: int, seconds: float):
@@ -111,6 +111,22 @@ def test_marks_that_are_none(folder):
         (marks / f"{i:05d}.json").write_text(text)
     os.mkfifo(marks / "00050.json")
     assert [row["tile"] for row in status(folder).rows()] == [2]
+
+
+def test_another_worker_removes_the_folder_while_it_is_listed(folder, monkeypatch):
+    (folder / RUNNING).mkdir()
+    scan = os.scandir
+
+    def scandir(path="."):
+        if Path(path).name == RUNNING and Path(path).exists():
+            Path(path).rmdir()
+        return scan(path)
+
+    for reads in (forget, status):
+        monkeypatch.setattr(os, "scandir", scandir)
+        reads(folder)
+        assert not (folder / RUNNING).exists()
+        (folder / RUNNING).mkdir()
 
 
 def test_a_damaged_shard_is_named(folder):

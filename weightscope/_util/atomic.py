@@ -147,11 +147,12 @@ def sweep(folder: Path) -> list[Path]:
     swept = []
     if isinstance(folder, RemotePath):  # which has no temporary files
         return swept
-    for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
-        # Removed meanwhile, or the file of another user in a folder such as /tmp.
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            if _removed(path):
-                swept.append(path)
+    # Files and the folder itself may be removed meanwhile, or a file is of another user in a folder such as /tmp.
+    with contextlib.suppress(FileNotFoundError):
+        for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                if _removed(path):
+                    swept.append(path)
     return swept
 
 

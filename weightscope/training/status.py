@@ -245,9 +245,11 @@ def status(path: str | Path) -> Status:
 
 
 def _marks(path: Path) -> list[dict[str, Any]]:
-    out = {}
+    out, files = {}, []
     unread = OSError, ValueError, KeyError, TypeError, OverflowError  # removed meanwhile, or not a mark
-    for file in sorted((path / RUNNING).glob("*.json")):
+    with contextlib.suppress(FileNotFoundError):  # the folder, removed meanwhile
+        files = sorted((path / RUNNING).glob("*.json"))
+    for file in files:
         with contextlib.suppress(*unread):
             mark = json.loads(read_regular(file, _LARGEST))
             beat = file.stat().st_mtime
