@@ -205,17 +205,27 @@ def in_order(
     tiles = ((i, cloudpickle.dumps(item)) for i, item in enumerate(items))
     waiting = deque(itertools.islice(tiles, _WAITING * (chosen.count or 16)))
     held, at = dict[int, bytes](), 0
+
+    def named(tile: tuple[int, bytes]) -> str:
+        return names[tile[0]]
+
+    with contextlib.closing(spread(partial(_sent, one), waiting, chosen, named=named)) as results, lost_named(named):
+        for (i, _), value in results:
+            held[i] = value
+            while at in held:
+                yield pickle.loads(held.pop(at))
+                at += 1
+                waiting.extend(itertools.islice(tiles, 1))
+
+
+@contextlib.contextmanager
+def lost_named(named: Callable[[Any], str]) -> Iterator[None]:
+    """The errors of `spread` in one line that names what the lost workers had."""
     try:
-        with contextlib.closing(spread(partial(_sent, one), waiting, chosen, named=lambda t: names[t[0]])) as results:
-            for (i, _), value in results:
-                held[i] = value
-                while at in held:
-                    yield pickle.loads(held.pop(at))
-                    at += 1
-                    waiting.extend(itertools.islice(tiles, 1))
+        yield
     except TilesFailed as error:
-        (i, _), why = next(iter(error.errors.items()))
-        raise WeightscopeError(f"{names[i]}: {why}; run the same command again, with fewer workers") from why
+        tile, why = next(iter(error.errors.items()))
+        raise WeightscopeError(f"{named(tile)}: {why}; run the same command again, with fewer workers") from why
     except ClusterLost as error:
         raise WeightscopeError(f"{error}; run the same command again") from error
 

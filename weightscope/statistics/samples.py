@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from weightscope._util.environment import available_memory, single_threaded
-from weightscope._util.workers import ClusterLost, TilesFailed, Workers, chosen_workers, spread
+from weightscope._util.workers import Workers, chosen_workers, lost_named, spread
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.kept import Keep, Kept
@@ -167,15 +167,10 @@ def over_parts(
             chosen = Workers(count=most)
     if chosen == Workers(count=1) or not left:
         return merged((i, _on_part(task, parts, i)) for i in left)
-    results = spread(partial(_sent, task, parts), left, chosen, named=lambda i: str(parts[i].name))
-    with contextlib.closing(results):
-        try:
-            return merged(_received(parts, results))
-        except TilesFailed as error:
-            i, why = next(iter(error.errors.items()))
-            raise WeightscopeError(f"{parts[i].name}: {why}; run the same command again, with fewer workers") from why
-        except ClusterLost as error:
-            raise WeightscopeError(f"{error}; run the same command again") from error
+    named = [str(part.name) for part in parts].__getitem__
+    results = spread(partial(_sent, task, parts), left, chosen, named=named)
+    with contextlib.closing(results), lost_named(named):
+        return merged(_received(parts, results))
 
 
 def parts_of(source: WeightSamples, networks: int | None = None, size: int = 0) -> list[Any]:
