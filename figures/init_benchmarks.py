@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from weightscope import plots
-from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope._util.arms import epochs_text
+from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.pictures import finding
 from weightscope.benchmarking.statistics import summarise
@@ -47,5 +47,8 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for study in [*sorted(ANALYSES.glob("*_inits/results.json")), *(ANALYSES / name / "results.json" for name in OTHERS)]:
+    for study in [
+        *sorted(ANALYSES.glob("*_inits/results.json")),
+        *(ANALYSES / name / "results.json" for name in OTHERS),
+    ]:
         main(study, HERE / f"{study.parent.relative_to(ANALYSES)}.png".replace("/", "_"))
