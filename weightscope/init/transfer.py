@@ -13,7 +13,6 @@ from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.anatomy.places import Source, places
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._trained import chosen, layers_of
 from weightscope.init.base import INITIALISERS, Generator, M, put
 
 
@@ -23,7 +22,7 @@ def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: s
     missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
-    kernels = layers_of(module, nn.Conv2d)
+    kernels = _trained.layers_of(module, nn.Conv2d)
     out = {}
     for name, value in wanted.items():
         shape, found = tuple(value.shape), there.read(mine[name], tuple(value.shape))
@@ -91,7 +90,7 @@ def transfer_(
         >>> transfer_(new, trained, components="attention")
     """
     choice("filters", filters, ("exact", "pad", "resample"))
-    wanted = chosen(module, components, select)
+    wanted = _trained.chosen(module, components, select)
     for name, value in _taken(module, source, wanted, filters).items():
         put(wanted[name], value)
     return module
@@ -147,7 +146,7 @@ def transfer_singular_(
 
 def _matrices(module: nn.Module, select: str, components: str | Sequence[str]) -> list[Matrix]:
     """The selected weights of linear and convolutional layers."""
-    everything, wanted = matrices(module), chosen(module, components, select)
+    everything, wanted = matrices(module), _trained.chosen(module, components, select)
     found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:
         raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
