@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from weightscope._util.checks import flag
+from weightscope._util.checks import chosen, flag
 from weightscope._util.names import joined
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
@@ -235,17 +235,7 @@ def chosen_layers(parts: Sequence[L], layers: int | Iterable[int] | None) -> lis
 
     UsageError if the model has no such layer, or none is selected.
     """
-    known = sorted({part.layer for part in parts})
     if layers is None:
         return list(parts)
-    out = set()
-    for layer in [layers] if isinstance(layers, int) else layers:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise UsageError(f"layers: expected integers, found {layer!r}")
-        number = layer + known[-1] + 1 if layer < 0 else layer
-        if number not in known:
-            raise UsageError(f"layers: expected some of {known}, found {layer}")
-        out.add(number)
-    if not out:
-        raise UsageError("layers: expected at least one layer, found none")
-    return [part for part in parts if part.layer in out]
+    numbers = chosen("layers", layers, (part.layer for part in parts))
+    return [part for part in parts if part.layer in numbers]

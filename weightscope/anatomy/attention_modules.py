@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import chosen
 from weightscope.anatomy.tensors import (
     InSlots,
     NamedTensors,
@@ -126,12 +127,9 @@ class AttentionPart(InSlots):
         """The key/value head that query head `head` uses."""
         return head // (self.heads // self.kv_heads)
 
-    def only(self, heads: Sequence[int]) -> "AttentionPart":
+    def only(self, heads: int | Sequence[int]) -> "AttentionPart":
         """The part in some query heads, negative ones counted from the end, with the key heads that these use."""
-        wanted = [head + self.heads if isinstance(head, int) and head < 0 else head for head in heads]
-        if not wanted or any(isinstance(h, bool) or h not in range(self.heads) for h in wanted):
-            raise UsageError(f"heads: expected some of 0 to {self.heads - 1} in `{self.name}`, found {list(heads)}")
-        numbers = sorted(set(wanted))
+        numbers = chosen(f"heads of `{self.name}`", heads, range(self.heads))
         groups = sorted({self.kv_head(h) for h in numbers})
         if len(numbers) * self.kv_heads != len(groups) * self.heads:
             each = self.heads // self.kv_heads
@@ -145,9 +143,9 @@ class AttentionPart(InSlots):
 
         weights = {part: some(part, slot) for part, slot in self._weights.items()}
         biases = {part: slot if part == "o" else some(part, slot) for part, slot in self._biases.items()}
-        chosen = tuple(self.numbers[h] for h in numbers)
         sizes = {"heads": len(numbers), "kv_heads": len(groups)}
-        return replace(self, **sizes, numbers=chosen, _weights=weights, _biases=biases)  # type: ignore[arg-type]
+        own = tuple(self.numbers[h] for h in numbers)
+        return replace(self, **sizes, numbers=own, _weights=weights, _biases=biases)  # type: ignore[arg-type]
 
     def _sizes(self, part: str) -> tuple[int, int]:
         """The number of heads, and the width of one."""
@@ -188,10 +186,7 @@ class AttentionPart(InSlots):
 
 def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | None) -> list[AttentionPart]:
     """The parts reduced to some heads: all for None, one number, or several; see `AttentionPart.only`."""
-    if heads is None:
-        return list(parts)
-    wanted = [heads] if isinstance(heads, int) else heads
-    return [part.only(wanted) for part in parts]
+    return list(parts) if heads is None else [part.only(heads) for part in parts]
 
 
 _CROSS = re.compile(

@@ -221,19 +221,16 @@ _STARTS = 4  # draws of what an untouched table starts from
 
 
 @EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
-def sinusoidal_positions_checks(
-    source: NamedTensors, *, gamma: float, special: str, temperature: float
-) -> Iterator[Check]:
+def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float) -> Iterator[Check]:
     """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
     An untouched table is the one that its module's `reset_parameters` makes, else a random one. Where the former has
     the same codes, as in the package's ViT, the audit is undecidable; so it is for fixed tables and tables called
     `pos_embed` without a module, of which only the network's constructor knows what they start from.
     """
-    choice("special", special, ("keep", "zero"))
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
-        codes = table_codes(table, temperature).double()
+        codes = table_codes(table).double()
         scale, distance = _likeness(value[table.prefix :], codes)
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
         scaled, apart = map(predicted, zip(*starts, strict=True)) if starts else (abs(gamma), 0.0)
@@ -242,8 +239,6 @@ def sinusoidal_positions_checks(
             row("gamma", scale, abs(gamma), wrong, slack=0.01 * abs(gamma)),
             row("distance of inner products", distance, (0.0, 0.01), {UNTOUCHED: apart}),
         ]
-        if special == "zero" and table.prefix:
-            rows.append(row("special tokens", float(value[: table.prefix].abs().max()), 0.0))
         yield from checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
 
 

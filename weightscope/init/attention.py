@@ -6,12 +6,12 @@ import math
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice, number, positive
+from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
-from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
 _DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
@@ -243,20 +243,13 @@ def write_value_output(part: AttentionPart, construction: str, alpha: float, bet
 
 
 @INITIALISERS.register("sinusoidal_positions", source="attention paper, section 5.1", needs="position embeddings")
-def sinusoidal_positions_(
-    module: M,
-    *,
-    gamma: float = 1.0,
-    special: str = "keep",
-    temperature: float = TEMPERATURE,
-    generator: Generator = None,
-) -> M:
+def sinusoidal_positions_(module: M, *, gamma: float = 1.0, generator: Generator = None) -> M:
     """Set every position embedding to gamma times the sinusoidal codes, 2-D for images and 1-D for sequences.
+
+    Rows of class, distillation and register tokens are kept.
 
     Args:
         gamma: scale; about 2 with mimetic attention on CIFAR, 1 on ImageNet.
-        special: rows of class, distillation and register tokens: "keep" or "zero".
-        temperature: of the frequencies.
 
     Raises:
         UsageError: if the width is not a multiple of 4 (2 for a sequence).
@@ -264,23 +257,19 @@ def sinusoidal_positions_(
     Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
 
     Example:
-        >>> sinusoidal_positions_(vit, gamma=2.0, special="zero")
+        >>> sinusoidal_positions_(vit, gamma=2.0)
     """
     number("gamma", gamma)
-    positive("temperature", temperature)
-    choice("special", special, ("keep", "zero"))
     tables = positions(module)
-    codes = [table_codes(table, temperature) for table in tables]
+    codes = [table_codes(table) for table in tables]
     for table, code in zip(tables, codes, strict=True):
         value = table.read()
         value[table.prefix :] = gamma * code.to(value)
-        if special == "zero":
-            value[: table.prefix] = 0
         table.write(value)
     return module
 
 
-def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> Tensor:
+def table_codes(table: PositionEmbedding) -> Tensor:
     """The unscaled sinusoidal codes of a table's ordinary tokens, float32 (tokens - prefix, d)."""
     rows, columns = table.grid or (table.tokens - table.prefix, None)
-    return sinusoidal_positions(rows, columns, table.width, temperature)
+    return sinusoidal_positions(rows, columns, table.width)

@@ -135,6 +135,10 @@ class PopulationInit(FittedInit):
             self._last = spec, resized_fit(self.result, spec)
         return self._last[1]
 
+    def __repr__(self) -> str:
+        kinds = sorted({group.label for group in self.result.groups})
+        return f"PopulationInit({len(self.result.spec)} tensors: {', '.join(kinds)})"
+
 
 class NetworkInit(FittedInit):
     """Applies a fit to one network to any network that has the part: `init(module, generator=g) -> module`.
@@ -164,6 +168,9 @@ class NetworkInit(FittedInit):
             touched = [name for part in depthwise(module) if part.square for name in part.parameters]
         others = tuple(name for name, _ in module.named_parameters() if name not in touched)
         return InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
+
+    def __repr__(self) -> str:
+        return f"NetworkInit({self.result.numbers.structure} of {len(self.result.numbers.layers)} layers)"
 
 
 def load_init(
