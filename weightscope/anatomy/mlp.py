@@ -182,16 +182,6 @@ class FilterMLP:
     filters: DepthwisePart
     mlp: MLPPart
 
-    @property
-    def name(self) -> str:
-        """The path of the convolution."""
-        return self.filters.name
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the tensors that `write_centres` touches."""
-        return self.filters.parameters
-
     def diagonal(self) -> Tensor:
         """diag(W2 W1), (C,), float64: what the MLP, without its activation, does to each channel itself."""
         return torch.einsum("cp,pc->c", self.mlp.read("fc2").double(), self.mlp.read("fc1").double())
@@ -209,7 +199,7 @@ class FilterMLP:
     def _centre(self) -> tuple[slice, int, int]:
         height, width = self.filters.kernel
         if height % 2 == 0 or width % 2 == 0:
-            raise UsageError(f"`{self.name}`: expected filters of odd side, found {height} x {width}")
+            raise UsageError(f"`{self.filters.name}`: expected filters of odd side, found {height} x {width}")
         return slice(None), height // 2, width // 2
 
 

@@ -274,10 +274,7 @@ class OneTensor:
 
     _tensors: NamedTensors
     _tensor: str
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    _shape: tuple[int, ...]
 
     @property
     def parameters(self) -> tuple[str, ...]:

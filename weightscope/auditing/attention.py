@@ -46,7 +46,7 @@ from weightscope.auditing.intervals import (
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import PARTS, numbers, query_key, same_random, table_codes
+from weightscope.init.attention import PARTS, numbers, query_key, table_codes
 
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
@@ -103,14 +103,12 @@ class Null:
     def draw(self, g: torch.Generator) -> dict[str, float]:
         """Statistics of one product, by the initialiser's own construction."""
         d, r = self.width, self.rank
-        if self.construction == "svd":
-            a, b = query_key(d, r, self.group, self.alpha, self.beta, g)
-        elif self.construction == "same-random":
-            a, b = same_random(d, r, self.beta, g)
-        else:  # with the norm of a correct product, which is the hardest to tell
+        if self.construction == "independent":  # with the norm of a correct product, which is the hardest to tell
             a, b = torch.randn(2, d, r, generator=g)
             a, b = torch.stack([a, b]) * (math.sqrt(d) * math.hypot(self.alpha, self.beta) / (a @ b.T).norm()) ** 0.5
-        a = a.reshape(-1, d, r)
+            a = a[None]
+        else:
+            a, b = query_key(d, r, self.group, self.alpha, self.beta, g, self.construction)
         return product_statistics(a[0], b, imbalance(a, b[None]))
 
 

@@ -135,7 +135,7 @@ def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers:
     for part, r, size in zip(parts, found, sizes, strict=True):
         if size > 4:
             alone = _correlations([r], [size], correlation, "channels")
-            yield from checks_of(name, what, part.layer, None, part.name, [(*alone[:3], {})])
+            yield from checks_of(name, what, part.layer, None, part.filters.name, [(*alone[:3], {})])
 
 
 @EXPECTATIONS.register("mimetic_first_last_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}))

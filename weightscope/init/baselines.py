@@ -1,5 +1,6 @@
 """Baselines: the constructor's weights, independent entries, and residual branches that start at zero or small."""
 
+import functools
 import math
 import re
 from typing import Any
@@ -111,11 +112,8 @@ def trunc_normal_(
     """
     positive("std", std)
     number("cut", cut, least=std)
-
-    def fill(block: Tensor) -> Tensor:
-        return truncated(*block.shape, std=std, cut=cut, generator=generator)
-
-    return each_matrix(module, select, fill, bias, generator)
+    draw = functools.partial(truncated, std=std, cut=cut, generator=generator)
+    return each_matrix(module, select, lambda block: draw(*block.shape), bias, generator)
 
 
 def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tensor:
