@@ -225,7 +225,7 @@ def test_biases_that_would_bend_the_map_become_zero():
         ({"offsets": "all"}, "'random', 'cycle'"),
         ({"offsets": [(0, 9)]}, "outside the 8 x 8 tokens"),
         ({"offsets": [(0, 1, 2)]}, "pairs"),
-        ({"offsets": [(0, 0.5)]}, "integers"),
+        ({"offsets": [(0, 0.5)]}, "pairs of integers"),
         ({"offsets": []}, "at least one"),
         ({"pseudo_input": "images"}, "positions"),
         ({"following": "images"}, "positions"),

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import attention, mlps, named_tensors
-from weightscope.anatomy import positions as position_tables
+from weightscope.anatomy import named_tensors
 from weightscope.anatomy.places import Source
 from weightscope.errors import SpecError
 from weightscope.init import _trained
@@ -105,7 +104,9 @@ def matched(
     teacher = _trained.open_network(teacher)
     source, (blocks, uneven) = Source(_trained.tensors(teacher)), _packed(student)
     filters = _trained.layers_of(student, *_trained.CONVOLUTIONS)
-    mine, theirs = ({p.name: p for p in _trained.found_parts(position_tables, model)} for model in (student, teacher))
+    mine, theirs = (
+        {p.name: p for p in _trained.found_parts("position embeddings", model)} for model in (student, teacher)
+    )
     theirs = {source.places[name].name: table for name, table in theirs.items()}
     for name, place in _trained.counterparts(wanted, _trained.weights(student), source, layers).items():
         shape = tuple(wanted[name].shape)
@@ -135,11 +136,11 @@ def matched(
 
 def _packed(student: Any) -> tuple[dict[str, int], set[str]]:
     """Tensors that pack several matrices, with their number, and those of which these are not equal blocks of rows."""
-    blocks, uneven, layers = dict[str, int](), set[str](), _trained.found_parts(attention, student)
+    blocks, uneven, layers = dict[str, int](), set[str](), _trained.found_parts("attention modules", student)
     for part in layers:
         if (name := _uneven(part, student)) is not None:
             uneven |= {name, name.removesuffix("weight") + "bias"}
-    for part in [*layers, *_trained.found_parts(mlps, student)]:
+    for part in [*layers, *_trained.found_parts("MLPs", student)]:
         for named in (part.parameters, part.bias_parameters):
             inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
             blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
