@@ -104,15 +104,14 @@ def matched(
     teacher = _trained.open_network(teacher)
     source, (blocks, uneven) = Source(_trained.tensors(teacher)), _packed(student)
     filters = _trained.layers_of(student, *_trained.CONVOLUTIONS)
-    mine, theirs = (
-        {p.name: p for p in _trained.found_parts("position embeddings", model)} for model in (student, teacher)
-    )
-    theirs = {source.places[name].name: table for name, table in theirs.items()}
+    tables = (_trained.found_parts("position embeddings", model) for model in (student, teacher))
+    mine, theirs = ({table.name: _trained.token_grid(table) for table in some} for some in tables)
+    theirs = {source.places[name].name: grid for name, grid in theirs.items()}
     for name, place in _trained.counterparts(wanted, _trained.weights(student), source, layers).items():
         shape = tuple(wanted[name].shape)
         tensor = source.read(place, shape)
         if tensor.ndim == len(shape) and name in mine and place.name in theirs:
-            grids = _trained.token_grid(mine[name]), _trained.token_grid(theirs[place.name])
+            grids = mine[name], theirs[place.name]
             if grids[0] != grids[1] and positions == "interpolate":
                 tensor = _trained.interpolated(name, tensor, *grids[::-1])
             elif grids[0] != grids[1]:
