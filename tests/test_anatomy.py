@@ -2,7 +2,6 @@
 
 import functools
 import math
-from pathlib import Path
 
 import pytest
 import references_sequences as reference
@@ -29,7 +28,6 @@ KINDS = {
 NAMES = ("attention modules", "depthwise convolutions", "MLPs", "patch embeddings", "position embeddings")
 NAMES += ("state-space layers",)
 DEIT = ("timm-deit", "timm-eva", "hf-deit", "hf-dinov2")
-REAL = Path(__file__).resolve().parents[2] / "shared" / "models" / "vit-small-patch14"
 
 
 def ids(families: list[Family]) -> dict:
@@ -410,24 +408,6 @@ def test_a_state_dict_with_its_config_gives_the_same_parts_in_any_order(family):
                 assert torch.equal(read(), other())
             for fact in ("layer", "kind", "rotary", "scale", "stage", "version", "state", "groups"):
                 assert getattr(a, fact, None) == getattr(b, fact, None), fact
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="needs ../shared/models")
-def test_a_real_checkpoint_read_lazily():
-    checkpoint = Checkpoint(REAL)
-    before = checkpoint.bytes_read
-    parts = anatomy.attention(checkpoint)
-    assert checkpoint.bytes_read == before, "finding the parts must read no tensor"
-    assert [(p.layer, p.name.split(".")[2]) for p in parts] == [(i, str(i)) for i in range(12)]
-    assert {(p.heads, p.kv_heads, p.width, p.head_width) for p in parts} == {(6, 6, 384, 64)}
-    diagonals = torch.stack([(p.read("q") * p.read("k")).sum((1, 2)) for p in parts])  # traces, (12, 6)
-    assert int((diagonals > 0).sum()) == 65
-    traces = torch.stack([(p.read("v") * p.read("o").mT).sum() for p in parts])
-    assert int((traces < 0).sum()) == 8
-    (table,) = anatomy.positions(checkpoint)
-    assert (table.prefix, table.grid) == (1, (37, 37))
-    with pytest.raises(DataError, match="cannot be written"):
-        parts[0].write("q", parts[0].read("q"))
 
 
 def test_tied_layers_are_one_part():

@@ -10,7 +10,6 @@ from references_init import select_uniform
 
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
-from weightscope.init._trained import end_to_end, spaced
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
 
@@ -25,14 +24,6 @@ def vit(width=64, depth=4, heads=4, image=16, classes=10, seed=0, **options):
 
 def student(**options):
     return vit(**{"width": 32, "depth": 2, "heads": 2, "seed": 1} | options)
-
-
-def test_spacing_is_that_of_the_papers_example():
-    assert spaced(4, 2).tolist() == [0, 2]
-    assert spaced(6, 3).tolist() == [0, 2, 4]
-    assert spaced(10, 4).tolist() == [0, 2, 5, 7]
-    assert end_to_end(6, 3).tolist() == [0, 2, 5]
-    assert end_to_end(6, 1).tolist() == [0]
 
 
 def test_uniform_selection_equals_the_papers_algorithm_on_every_tensor():
