@@ -248,7 +248,7 @@ def test_a_state_dict_with_its_config():
     wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=seeded(0))
     found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=0.5)
     assert found.passed
-    assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
+    assert found.outcomes == {"mimetic_attention": "passed", "mimetic_mlp": "passed"}
     with_code = audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=0.5)
     assert found.unconfirmed == ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert "without the code of a module to confirm the order of rows: `blocks.0.attn.qkv.weight`" in str(found)
@@ -269,8 +269,8 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
     model = wi.get(name, **parameters)(make(0), generator=seeded(0))
     found = audit(model)
     assert found.passed
-    assert found.verdicts[name]
-    others = {n for n, passed in found.verdicts.items() if passed} - {name}
+    assert found.outcomes[name] == "passed"
+    others = {n for n, outcome in found.outcomes.items() if outcome == "passed"} - {name}
     # What else these models have: the positions and default entries of our constructor.
     assert others <= {"sinusoidal_positions", "kaiming_uniform"}
     assert f"{name}: passed" in str(found)
@@ -322,7 +322,7 @@ def test_expectations_of_ones_own(init):
     assert audit(model.state_dict(), init, limit=0.6).passed
     if isinstance(init, str):
         found = audit(model, f"mimetic_attention + {init}", limit=1e-3, layers=1)
-        assert found.verdicts == {"mimetic_attention": True, "small_head": False}
+        assert found.outcomes == {"mimetic_attention": "passed", "small_head": "failed"}
 
 
 BAD_INPUT = [

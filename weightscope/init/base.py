@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Generator: TypeAlias = torch.Generator | None
 
 
-class Initialiser(Protocol):
-    """A function that sets weights of a module in place and returns the module."""
-
-    def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
-        """Initialise the module."""
-        ...
+Initialiser: TypeAlias = Callable[..., nn.Module]
+"""`init(module, *, generator=None)`: sets weights of a module in place and returns the module."""
 
 
 def check_generator(generator: Generator) -> None:
