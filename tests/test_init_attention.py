@@ -7,7 +7,6 @@ import torch
 from families import FAMILIES, seeded
 from programs import script
 from references_init import low_rank_product, product_statistics
-from torch import nn
 
 from weightscope.anatomy import attention
 from weightscope.auditing import audit
@@ -176,33 +175,6 @@ def test_heads_that_share_a_key_are_chosen_together():
 def test_impulses_are_refused_where_positions_enter_the_map(kind):
     with pytest.raises(UsageError, match="gates, convolutions or biases of positions enter"):
         impulse_attention_(ViT(16, 4, 48, 1, 4, 10, attention=kind))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"alpha_qk": -0.1}, "alpha_qk: expected a number >= 0"),
-        ({"beta_vo": float("inf")}, "beta_vo: expected a finite number"),
-        ({"preset": "audio"}, "'vision', 'language'"),
-        ({"preset": "language", "beta_qk": 0.1}, "leave them out"),
-        ({"construction": "qr"}, "'svd', 'same-random'"),
-        ({"construction": "same-random", "alpha_vo": 0.2}, "leave out the alphas"),
-        ({"parts": "q"}, "'both', 'qk', 'vo'"),
-        ({"layers": 5}, r"expected some of \[0, 1\], found 5"),
-        ({"layers": []}, r"layers: expected some of \[0, 1\], found none"),
-        ({"layers": [True]}, "found True"),
-        ({"heads": 3}, r"heads of `blocks.0.attn`: expected some of \[0, 1, 2\], found 3"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        mimetic_attention_(vit(), **arguments)
-
-
-def test_cross_attention_alone_is_refused():
-    layer = nn.ModuleDict({"multihead_attn": nn.MultiheadAttention(48, 3, kdim=20, vdim=28)})
-    with pytest.raises(UsageError, match="cross-attention only"):
-        mimetic_attention_(layer)
 
 
 def test_class_tokens_are_kept():

@@ -9,11 +9,10 @@ from families import FAMILIES, seeded
 from torch import nn
 
 from weightscope import anatomy, audit
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import UsageError
 from weightscope.init import (
     delta_orthogonal_,
     layer_scale_identity_,
-    mimetic_conv_mlp_,
     mimetic_first_last_mlp_,
     mimetic_mlp_,
     mimetic_ssm_,
@@ -70,35 +69,6 @@ def test_rows_of_the_last_mlp_move_as_a_whole():
     mimetic_first_last_mlp_(model, correlation=-1.0)
     both = torch.stack([old[0].flatten(), anatomy.mlps(model)[2].read("fc2").flatten()])
     assert torch.corrcoef(both)[0, 1].item() == pytest.approx(-1, abs=1e-5)
-
-
-def test_layers_of_different_shapes_and_equal_weights_are_refused():
-    stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
-    with pytest.raises(
-        AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"
-    ):
-        mimetic_first_last_mlp_(stages)
-    mimetic_first_last_mlp_(stages, layers=[0, 1])
-    with pytest.raises(UsageError, match=r"expected two different layers, found \[0, 0\]"):
-        mimetic_first_last_mlp_(stages, layers=[0, 0])
-    with pytest.raises(UsageError, match="expected two layers"):
-        mimetic_first_last_mlp_(stages, layers=[0])
-    with pytest.raises(AnatomyError, match="at least two MLPs"):
-        mimetic_first_last_mlp_(convnext(8, depth=1))
-    with pytest.raises(UsageError, match=r"correlation: expected a number in \[-1, 1\], found -1.5"):
-        mimetic_conv_mlp_(stages, correlation=-1.5)
-    nn.init.ones_(stages.stages[0].blocks[0].conv_dw.weight)
-    with pytest.raises(UsageError, match="expected entries that vary"):
-        mimetic_conv_mlp_(stages)
-    with pytest.raises(UsageError, match="expected filters of odd side, found 4 x 4"):
-        mimetic_conv_mlp_(EvenBlock())
-
-
-class EvenBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8)
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
 
 
 def test_the_identity_convolution_passes_the_current_token():

@@ -217,28 +217,6 @@ def test_biases_that_would_bend_the_map_become_zero():
     assert layer.self_attn.in_proj_bias.tolist() == [0.0] * 96 + [1.0] * 48
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"filter_size": 4}, "odd"),
-        ({"filter_size": 0}, "filter_size"),
-        ({"offsets": "all"}, "'random', 'cycle'"),
-        ({"offsets": [(0, 9)]}, "outside the 8 x 8 tokens"),
-        ({"offsets": [(0, 1, 2)]}, "pairs"),
-        ({"offsets": [(0, 0.5)]}, "pairs of integers"),
-        ({"offsets": []}, "at least one"),
-        ({"pseudo_input": "images"}, "positions"),
-        ({"following": "images"}, "positions"),
-        ({"grid": (8, 8)}, "leave it out"),
-        ({"layers": [7]}, "expected some of"),
-        ({"adam_steps": 0}, "adam_steps: expected an integer >= 1"),
-    ],
-)
-def test_refusals(arguments, message):
-    with pytest.raises(UsageError, match=message):
-        impulse_attention_(vit(), **arguments)
-
-
 def test_no_positions_need_a_grid_and_codes_must_fit():
     layer = nn.TransformerEncoderLayer(48, 3, 96, batch_first=True)
     with pytest.raises(AnatomyError, match=r"give grid="):

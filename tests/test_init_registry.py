@@ -198,21 +198,3 @@ def test_a_matrix_shared_with_an_embedding_is_left_alone():
     before = table.weight.detach().clone()
     wi.xavier_(model, generator=seeded())
     assert torch.equal(table.weight, before)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: wi.xavier_(m, distribution="cauchy"), "'uniform', 'normal'"),
-        (lambda m: wi.kaiming_uniform_(m, slope=-1), "slope"),
-        (lambda m: wi.trunc_normal_(m, std=1.0, cut=0.5), "cut"),
-        (lambda m: wi.trunc_normal_(m, bias="ones"), "bias"),
-        (lambda m: wi.mimetic_mlp_(m, mode="columns"), "'scalar', 'rows', 'anticorrelated'"),
-        (lambda m: wi.mimetic_mlp_(m, b="0.1"), "finite number"),
-        (lambda m: wi.constant_mlp_bias_(m, value=float("nan")), "value: expected a finite number"),
-        (lambda m: wi.zero_init_(m, parts="all"), "'attention', 'mlp', 'both'"),
-    ],
-)
-def test_argument_refusals(call, message):
-    with pytest.raises(UsageError, match=message):
-        call(vit())

@@ -226,52 +226,6 @@ def test_filters_are_padded_or_resampled(k, size):
             transfer_(module, source)
 
 
-SELECTED = [
-    ({"layers": "last"}, UsageError, "'first', 'spaced', 'linspace'"),
-    ({"elements": "best"}, UsageError, "'uniform'"),
-    ({"components": "attn"}, UsageError, "'all' or some of embedding, attention"),
-    ({"components": []}, UsageError, "at least one"),
-    ({"components": "head", "exclude": "head*"}, UsageError, "the module has no tensor of head after exclude="),
-    ({"exclude": "posembed"}, UsageError, "exclude: no tensor matches 'posembed'"),
-    ({"teacher": student(width=16)}, SpecError, "is the student larger"),
-    ({"teacher": vit(depth=1)}, SpecError, "the student has 2 layers in `blocks`, the teacher 1"),
-    ({"teacher": {}}, SpecError, "the student has 2 layers in `blocks`, the teacher 0"),
-    ({"teacher": {}, "components": "embedding"}, SpecError, "no counterpart of `pos_embed`"),
-    ({"teacher": 7}, UsageError, "expected a module, a mapping of tensors, or a path"),
-]
-SINGULAR = [
-    ({}, "one of rank and fraction"),
-    ({"rank": 1, "fraction": 0.1}, "one of rank"),
-    ({"rank": 0}, "rank"),
-    ({"fraction": 1.5}, "fraction"),
-    ({"rank": 1, "select": "*norm*"}, "matches no weight of a linear"),
-]
-REFUSED = [
-    *((select_weights_, student, {"teacher": vit()} | given, error, message) for given, error, message in SELECTED),
-    (
-        select_weights_,
-        lambda: ConvNeXt((8,), (1,), kernel_size=5),
-        {"teacher": ConvNeXt((8,), (1,))},
-        SpecError,
-        r"filters of \(5, 5\) cannot be selected from \(7, 7\)",
-    ),
-    *((transfer_singular_, vit, {"source": vit()} | given, UsageError, message) for given, message in SINGULAR),
-    (transfer_, student, {"source": vit()}, SpecError, r"expected \(1, 16, 32\), found \(1, 16, 64\)"),
-    (transfer_, student, {"source": {"pos_embed": torch.zeros(1, 16, 32)}}, SpecError, "the source has no"),
-    (transfer_, vit, {"source": vit(), "select": "head*", "components": "mlp"}, UsageError, "that matches select="),
-    (permute_, vit, {"mode": "heads"}, UsageError, "'entries', 'rows', 'columns'"),
-]
-
-
-@pytest.mark.parametrize(("init", "make", "arguments", "error", "message"), REFUSED)
-def test_refusals_change_nothing(init, make, arguments, error, message):
-    module = make()
-    before = copy.deepcopy(module)
-    with pytest.raises(error, match=message):
-        init(module, **arguments)
-    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), before.parameters(), strict=True))
-
-
 @pytest.mark.parametrize("init", [select_weights_, transfer_, partial(transfer_singular_, rank=3)])
 @pytest.mark.parametrize(
     ("value", "message"), [(float("nan"), "expected finite values"), (1e6, "the values overflow in torch.float16")]
