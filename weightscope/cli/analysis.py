@@ -154,7 +154,7 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @click.option(
     "--part",
     type=Named("parts", files=False),
-    help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
+    help="Within networks: filters, mlp-rows, mlp-columns or patch.  [default: the first that exists]",
 )
 @choice_option(
     "--picture",
