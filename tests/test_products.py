@@ -212,7 +212,6 @@ BAD_OPTIONS = [
     (lambda: products(vit(), clip=0), "clip: expected"),
     (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of \[0, 1\], found 7"),
     (lambda: products(vit()).plot(view="pie"), "view: expected"),
-    (lambda: products(vit()).plot(source="x"), "source: expected"),
     (lambda: products(vit(), clip=None).plot(), "clip=64"),
 ]
 
@@ -291,7 +290,7 @@ def test_several_models_in_one_table_and_figure(tmp_path):
         lines[0][1].get_ydata(),
         [np.mean([r["beta"] for r in found.select("qk", "ViT (2)") if r["layer"] == layer]) for layer in (0, 1)],
     )
-    found.plot(tmp_path / "grid.png", "grid", source="ViT")
+    found.plot(tmp_path / "grid.png", "grid")
     assert (tmp_path / "grid.png").stat().st_size > 10_000
 
 

@@ -193,32 +193,26 @@ class ProductsResult(Result):
         path: str | Path | None = None,
         view: View = "auto",
         *,
-        source: str | None = None,
         title: str | None = None,
     ) -> "Figure":
         """Draw the products; the file (.png, .pdf, .svg) is written if there is a path.
 
         Views are `"grid"`, corners of the products of at most 8 heads of each model above those of W_V W_O of whole
         layers, layers across (thesis Fig. 3.17 and 3.23); `"depth"`, alpha and beta against depth, models compared;
-        `"auto"`, the grid for one model, else depth. `source` is the label of a single model to draw.
+        `"auto"`, the grid for one model, else depth.
         """
         from weightscope import plots
 
         choice("view", view, get_args(View))
         labels = [info.label for info in self.sources]
-        if source is not None:
-            labels = [choice("source", source, labels)]
-        if title is None:
-            title = f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding(source)}"
-        rows = [row for row in self.records if row["source"] in labels]
+        title = title or f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding()}"
         if view == "depth" or (view == "auto" and len(labels) > 1):
-            figure = plots.products_by_depth(rows, title=title)
+            figure = plots.products_by_depth(self.records, title=title)
         elif not self.corners:
             raise UsageError("no corners were kept: compute the products with clip=64, or draw view='depth'")
         else:
-            corners = {key: value for key, value in self.corners.items() if key.source in labels}
-            widths = {row["width"] for row in rows}
-            figure = plots.product_grid(corners, widths=sorted(widths), title=title)
+            widths = sorted({row["width"] for row in self.records})
+            figure = plots.product_grid(self.corners, widths=widths, title=title)
         return plots.finished(figure, path)
 
     def _table(self, info: SourceInfo) -> str:
