@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from weightscope import plots
+from weightscope._util.arms import epochs_text
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.pictures import finding
@@ -27,23 +28,30 @@ def main(results: Path, out: Path) -> None:
     numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
     title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, arms, strict=True)], result.metric)
-    figure, ((left, right),) = plots.subplots(1, 2, width=14, height=5.6, title=title)
+    lengths = sorted({row["epochs"] for row in rows})
+    figure, (axes,) = plots.subplots(1, 2 if axis is None else len(lengths), width=14, height=5.6, title=title)
     if axis is None:
-        plots.convergence(rows, left)
-        plots.paired_differences(seed_differences(runs), right)
+        plots.convergence(rows, axes[0])
+        plots.paired_differences(seed_differences(runs), axes[1])
     else:
-        for ax, epochs in zip((left, right), sorted({row["epochs"] for row in rows}), strict=True):
-            plots.metric_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=f"{epochs} epochs")
+        for ax, epochs in zip(axes, lengths, strict=True):
+            plots.metric_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=epochs_text(epochs))
     plots.save(figure, out)
 
 
 def _in_words(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with fields that vary together as one, initialisers without what they share, and CIFAR-10's chance."""
+    """The row with fields that vary together as one, and initialisers without what they share."""
     cell, named = row.get("cell", {}), {key: row[key] for key in ("init", "reference", *NAMED) if row.get(key)}
-    named = {key: re.sub(r" \((preset|teacher)=[^()]*\)|mode=rows, ", "", label) for key, label in named.items()}
-    return {**row, **named, "chance": 0.1, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
+    named = {
+        key: re.sub(r" \((preset=[^()]*|teacher=teacher[^()]*)\)|mode=rows, ", "", label)
+        for key, label in named.items()
+    }
+    return {"chance": 0.1, **row, **named, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
 
 
 if __name__ == "__main__":
-    for study in [*sorted(ANALYSES.glob("*_inits")), *(ANALYSES / name for name in OTHERS)]:
-        main(study / "results.json", HERE / f"{study.relative_to(ANALYSES)}.png".replace("/", "_"))
+    for study in [
+        *sorted(ANALYSES.glob("*_inits/results.json")),
+        *(ANALYSES / name / "results.json" for name in OTHERS),
+    ]:
+        main(study, HERE / f"{study.parent.relative_to(ANALYSES)}.png".replace("/", "_"))

@@ -81,6 +81,10 @@ class ExchangeableCovariance(Result):
         kinds = [(found.kind, found.samples) for found in self.types]
         cells = [(kind.label, kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
         lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
+        lines.append(
+            "a type is what varies with these units alone; each of its dimensions is a sample in every network"
+        )
+        lines.append("copies are the rows of its covariance, one for each fixed entry of its tensors")
         if line := described(self.index_effects):
             lines += [line]
         if self.constant:
