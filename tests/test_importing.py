@@ -199,14 +199,6 @@ def test_equal_and_nan_networks_are_left_out_of_statistics(tmp_path, caplog, by_
     assert (estimate.n, estimate.excluded) == (6, 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_are_read_as_float32(tmp_path, dtype):
-    found = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()} for state in states(3)]
-    population = Population.of(saved(tmp_path / "zoo", found), tmp_path / "zoo.pop")
-    wide = [{k: v.float() for k, v in state.items()} for state in found]
-    assert np.array_equal(population.weights(), rows_of(population, wide))
-
-
 def test_a_source_by_reference_that_changes_is_found_by_its_digest(tmp_path):
     found = states(4)
     files = saved(tmp_path / "zoo", found)

@@ -101,13 +101,6 @@ def test_pooling_equals_the_mean_over_each_pair_of_groups(
             assert found[a, b] == pytest.approx(np.mean(values) if values else np.nan, abs=1e-15, nan_ok=True)
 
 
-def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
-    ax = plots.covariance_map(spd(90).astype(np.float32), {"a": slice(0, 41), "b": slice(41, 90)}, cells=30)
-    assert ax.images[0].get_array().shape <= (30, 30)
-    assert "each cell is a mean over 4 × 4" in ax.get_xlabel()
-    assert borders_of(ax) == [41]
-
-
 def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
     """fc1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
     g = np.random.default_rng(3)
@@ -209,19 +202,6 @@ def test_short_names_stay_different_and_explain_themselves() -> None:
     endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
     assert text.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
     assert len(set(text.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0.0, "0"), (0.00123, "0.00123"), (-1.5, "−1.5"), (12345.0, "12,345"), (1.2e-7, "1.2×10⁻⁷"), (2e9, "2×10⁹")],
-)
-def test_numbers_are_written_for_people(value: float, words: str) -> None:
-    assert text.number(value) == words
-
-
-def test_a_rounded_limit_is_never_smaller() -> None:
-    for value in 10 ** np.random.default_rng(0).uniform(-9, 9, 500):
-        assert value <= text.rounded_up(value) * (1 + 1e-9) <= value * 1.11
 
 
 def panels_of(figure: Figure) -> list[Axes]:

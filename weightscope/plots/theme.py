@@ -246,9 +246,9 @@ def colour_limit(values: np.ndarray, quantile: float, everything: np.ndarray | N
     return rounded_up(limit or float(sizes.max(initial=0)) or float(more.max(initial=0)) or 1.0)
 
 
-def colours(limit: float, missing: str = GREY) -> dict[str, Any]:
+def colours(limit: float) -> dict[str, Any]:
     """Colour map and a scale from -limit to limit, centred at zero, as keyword arguments of `imshow`."""
-    return {"cmap": matplotlib.colormaps[DIVERGING].with_extremes(bad=missing), "norm": CenteredNorm(0.0, limit)}
+    return {"cmap": matplotlib.colormaps[DIVERGING].with_extremes(bad=GREY), "norm": CenteredNorm(0.0, limit)}
 
 
 def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, height: float, beyond: bool) -> None:
