@@ -132,7 +132,7 @@ MEANT = {
     "--price": {"0", "1000000000", HUGE},
     "--epochs": {"1000000000"},
     "--gain-epochs": {"1000000000"},
-    **{option: {"1000000000", HUGE} for option in ("--workers", "--keep", "--clip", "--draw-heads")},
+    **{option: {"1000000000", HUGE} for option in ("--workers", "--keep", "--clip")},
     "--filter-size": {HUGE},
 }
 GAIN = ("tiny.pop", "--structure", "exchangeable", "--gain", "auto", "-o", "a.safetensors")
@@ -157,7 +157,7 @@ NUMERIC = [
     for value in NUMBERS
     if value not in MEANT.get(option.opts[-1], ())
 ]
-TEXTS = (("covariance", "--at"), ("products", "--rotary"), ("fit-init", "--gain"))  # numbers or words
+TEXTS = (("covariance", "--at"), ("fit-init", "--gain"))  # numbers or words
 SETTINGS["--gain"] = (*GAIN[:3], "-o", "a.safetensors")
 NUMERIC += [(name, option, value) for name, option in TEXTS for value in ("\u00b2", "--3", 200 * HUGE)]
 

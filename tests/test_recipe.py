@@ -55,7 +55,6 @@ WRONG = [
     ("[training]\nepochs = 1\nengine = 'loop'\nkernels = 'compiled'", "engine 'loop' runs plain PyTorch"),
     ("[data]\nname = 'digit'", "data.name: no data set 'digit'; did you mean 'digits'"),
     ("[data]\nname = 'copyy'\nlength = 4", "'copy'.*'package.module:name'[^;]*$"),
-    ("[data]\nname = 'digits'\ntrain = 5000", "train may be at most 1437"),
     ("[population]\nnetworks = 0", "population.networks: input should be greater"),
     ("[population]\nlr = 0", "population.lr: unknown key, there are networks, seed, tile"),
     ("[init]\nname = 'default'\nb = inf", "init.0: b must be finite"),
