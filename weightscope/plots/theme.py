@@ -14,7 +14,6 @@ from typing import Any
 
 import matplotlib.style
 import numpy as np
-import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.colors import CenteredNorm
 from matplotlib.figure import Figure, SubFigure
@@ -33,7 +32,7 @@ _PAD = 0.08  # inches around what is drawn
 GREY = "#b4b9bf"  # missing values; not a colour of any map
 DIVERGING = "RdBu_r"
 # Seaborn's colour-blind safe palette in an order of distinct neighbours, without its pale pink and yellow.
-PALETTE = tuple(sns.color_palette("colorblind").as_hex()[i] for i in (0, 1, 2, 3, 4, 9, 5, 7))
+PALETTE = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#56b4e9", "#ca9161", "#949494")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1, 1, 1, 1, 1)))
 
@@ -54,7 +53,10 @@ _METADATA: dict[str, dict[str, str | None]] = {
 }
 
 _SETTINGS: dict[str, Any] = {
-    **sns.axes_style("ticks"),
+    "axes.axisbelow": True,
+    "lines.solid_capstyle": "round",
+    "patch.edgecolor": "w",
+    "patch.force_edgecolor": True,
     "font.family": FONT,
     "font.size": LABEL,
     "axes.labelsize": LABEL,
