@@ -93,7 +93,7 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     pairs = []
     for part in parts:
         (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
-        pairs.append((Computed("center", part.parameters), Computed("diag", (fc2, fc1))))
+        pairs.append((Computed("center", part.filters.parameters), Computed("diag", (fc2, fc1))))
     read = source.spec.select([name for pair in pairs for one in pair for name in one.tensors])
     values: list[list[list[np.ndarray]]] = []
     excluded = 0
@@ -106,9 +106,9 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     n = len(blocks[0][0])
     if n < 3:
         raise DataError(f"expected at least 3 networks for a standard error, found {n} ({excluded} excluded)")
-    sums = [_sums(part.name, *block) for part, block in zip(parts, blocks, strict=True)]
+    sums = [_sums(part.filters.name, *block) for part, block in zip(parts, blocks, strict=True)]
     sizes = [part.filters.channels for part in parts]
-    found = [_correlation(part.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
+    found = [_correlation(part.filters.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
     total = _correlation("all blocks", sum(sizes), np.sum(sums, axis=0))
     return FilterMLPCorrelation(total, tuple(found), n, excluded)
 
