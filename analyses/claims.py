@@ -76,6 +76,12 @@ def selected(labels: str, control: str = "") -> np.ndarray:
     return np.mean([accuracy("selection_labels_inits", arm, name=name) for arm, name in arms], 0)
 
 
+def teachers(init: str, numbers: str) -> np.ndarray:
+    """Accuracies in % by seed (n,) of networks with matrices of a trained one, the mean over two of these."""
+    arms = [f"{init} (source=teacher.pop::{k}, {numbers})" for k in (0, 1)]
+    return np.mean([accuracy("transfer_parts_inits", arm) for arm in arms], 0)
+
+
 def entry(network: str, scheme: str, block: str) -> tuple[float, ...]:
     """A row of the table of one structure: value, interval, number of networks."""
     rows = load("one_structure/table.json")[network]
@@ -163,6 +169,9 @@ def claims() -> list[Claim]:
         Claim("More than the scale of its weights (not claimed, implied)", "selection paper, Table 3", "selection_labels_inits", "other labels - their scale", selected("other") - selected("other", " (scale only)")),
         Claim("and better than mimetic attention", "selection paper, Table 10", "selection_inits", "selection - mimetic on sinusoidal positions, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "sinusoidal_positions+mimetic_attention", alpha=0, epochs=10), 3.7, decide="a teacher that saw other labels, 16 seeds"),
         Claim("Distillation adds to selection", "selection paper, Table 3", "selection_inits", "with - without distillation, 10 epochs", accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=1, epochs=10) - accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=0, epochs=10), 2.5),
+        Claim("Trained matrices are a good start for other data, beyond their scale", "thesis 4.1, proposed", "transfer_parts_inits", "copied - entries permuted, 4 epochs", teachers("transfer_singular", "fraction=1, select=blocks.*") - teachers("permuted_", "mode=entries")),
+        Claim("A quarter of their singular directions is enough", "thesis 4.1, proposed", "transfer_parts_inits", "a quarter - copied, within 2 points", teachers("transfer_singular", "fraction=0.25, remainder=keep, select=blocks.*") - teachers("transfer_singular", "fraction=1, select=blocks.*"), sign=0, margin=2),
+        Claim("What each unit reads is worth something without the units' order", "thesis 4.1, proposed", "transfer_parts_inits", "rows permuted - entries permuted", teachers("permuted_", "mode=rows") - teachers("permuted_", "mode=entries")),
         Claim("Mimetic Mambas learn to copy", "thesis Fig. 3.24", "copying/start", "width 32, 600 steps", less("copying/start", SSM, "default", width=32, epochs=12)),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.24", "copying/start", "mimetic - scale, width 32, 600 steps", less("copying/start", SSM, f"{SSM} (scale only)", width=32, epochs=12)),
         Claim("and copy strings of twice the length", "thesis Fig. 3.24", "copying/start", "accuracy at 2x, width 32, against 50 %", accuracy("copying/start", SSM, "accuracy_2x", width=32, epochs=12), null=50, decide="strings of varying length, Mamba-2"),
