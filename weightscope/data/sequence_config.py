@@ -102,7 +102,7 @@ class SequenceConfig(Task):
     def sizes(self) -> dict[str, int]:
         """`vocabulary`; of a text whose vocabulary is not recorded, the files are read."""
         recorded = getattr(self, "vocabulary", None)
-        return {"vocabulary": self.load().vocabulary if recorded is None else int(recorded)}
+        return {"vocabulary": self.load().corpus.vocabulary if recorded is None else int(recorded)}
 
     def input_shape(self) -> tuple[int, ...]:
         """(n,), of a short sequence."""
@@ -265,7 +265,7 @@ class TextConfig(SequenceConfig):
         """The section with the vocabulary of its text."""
         if self.vocabulary is not None:
             return self
-        return self.model_copy(update={"vocabulary": self.load(root).vocabulary})
+        return self.model_copy(update={"vocabulary": self.load(root).corpus.vocabulary})
 
     def absolute(self, root: str | Path | None = None) -> "TextConfig":
         """The section with the absolute path of its folder."""
