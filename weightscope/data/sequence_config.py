@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from weightscope._util.checks import count
-from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.registry import first_place, places
 from weightscope.data.section import Count, FromList, Positive, Seed
@@ -42,8 +41,6 @@ TASK_SIZES = {
 
 def check_task(name: str, length: int, vocabulary: int) -> None:
     """Refuse sizes for which a task has no sequences, or the same answer to all of them."""
-    if name not in TASK_SIZES:
-        raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
     size = TASK_SIZES[name]
     count("length", length, size.step)
     if length % size.step:
