@@ -4,6 +4,7 @@
 """
 
 import argparse
+import importlib.util
 import io
 import json
 import os
@@ -466,7 +467,6 @@ def preload() -> None:
     """Import what commands do, so that only the growth by a case is measured."""
     import pandas  # noqa: F401
     import PIL.Image  # noqa: F401
-    import pyarrow.parquet  # noqa: F401
     import torch
 
     import weightscope.analysis.attention_maps
@@ -475,6 +475,8 @@ def preload() -> None:
     import weightscope.population.importing
     import weightscope.training.collection  # noqa: F401
 
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet  # noqa: F401
     torch.set_num_threads(1)
 
 
