@@ -32,7 +32,7 @@ from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training.devices import keep_freed_memory
+from weightscope.training.devices import freed_memory_kept
 from weightscope.training.engine import TileRun
 from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
@@ -169,14 +169,14 @@ PEERS = [name for name in CONTENDERS if name not in OURS]
 def worker(case: str, name: str, threads: int, seconds: float, barrier: Any, results: Any) -> None:
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
-    keep_freed_memory()  # for every contender alike
     make, options = CONTENDERS[name]
-    work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
-    work(), work()
-    barrier.wait()
-    done, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        done += work()
+    with freed_memory_kept():  # for every contender alike
+        work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
+        work(), work()
+        barrier.wait()
+        done, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            done += work()
     results.put(done / (time.perf_counter() - start))
 
 

@@ -1,7 +1,5 @@
 """Data and helpers for the tests of benchmarks and figures."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,8 @@ from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from weightscope.recipe import Recipe
+from weightscope.benchmarking import BenchResult
+from weightscope.benchmarking.run import Design
 
 LONG = [f"stages.0.blocks.{b}.mlp.{fc}.weight" for b in range(2) for fc in ("fc1", "fc2")]
 INIT = "mimetic_attention (alpha_qk=0.7, beta_qk=0.7)+sinusoidal_positions"
@@ -31,25 +30,18 @@ def runs_of(init: str, values: Any, key: str = "accuracy", **more: Any) -> list[
     return [place | {"seed": k, key: float(value)} | more for k, value in enumerate(values)]
 
 
-class Collector:
-    """Stands in for `collect`: initialisers other than the default are better; the last network of four diverged."""
-
-    def __init__(self) -> None:
-        self.recipes: list[Recipe] = []
-        self.folders: list[Path] = []
-
-    def __call__(self, recipe: Recipe, path: Path, **options: Any) -> Any:
-        self.recipes.append(recipe)
-        self.folders.append(path)
-        path.mkdir(parents=True, exist_ok=True)
-        n, better = recipe.population.networks, recipe.init[0].name != "default"
+def fake_bench(recipe: Any, inits: Any = (), out: Any = None, **given: Any) -> BenchResult:
+    """`bench` of made-up networks: initialisers other than the default are better, the last of four diverged."""
+    design, measured = Design.of(recipe, inits, out, **given), []
+    for arm in design.arms:
+        n, better = arm.recipe.population.networks, arm.recipe.init[0].name != "default"
         accuracy = np.linspace(0.8, 0.9, n) + better * np.linspace(0.01, 0.02, n)
         bits = 2.0 + 0.1 * np.arange(n) - better * (0.1 + 0.01 * np.arange(n)) + np.where(np.arange(n) == 3, np.inf, 0)
         metrics = {"test_accuracy": accuracy, "test_bits": bits, "test_loss": bits * np.log(2)}
-        curves = {f"{name}_per_epoch": values[:, None] for name, values in metrics.items()}
-        return SimpleNamespace(
-            metrics=metrics | curves | {"diverged": ~np.isfinite(bits)}, environment={"device": "none"}, hits=None
-        )
+        metrics |= {f"{name}_per_epoch": values[:, None] for name, values in metrics.items()}
+        measured.append((metrics | {"diverged": ~np.isfinite(bits)}, {"device": "none"}, None, None))
+        (design.folder / "runs" / arm.folder).mkdir(parents=True, exist_ok=True)
+    return design.result(measured)
 
 
 def spd(size: int) -> np.ndarray:

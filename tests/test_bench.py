@@ -13,7 +13,7 @@ import pytest
 import tomli_w
 import torch
 from fake_training import recipe, write_population
-from pictures import ON_CPU, PLAIN, Collector, runs_of
+from pictures import ON_CPU, PLAIN, fake_bench, runs_of
 from safetensors.torch import save_file
 from scipy import stats
 
@@ -21,6 +21,7 @@ from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.pictures import finding
+from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import above_chance, holm, mean_interval
 from weightscope.data.metrics import ACCURACY
 from weightscope.data.sequences import TASKS
@@ -233,10 +234,9 @@ def test_a_function_is_recorded_by_reference_and_labelled_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightscope.benchmarking.run.resolve", lambda config: None)
-    fake = Collector()
-    result = bench(RECIPE, ["default", scaled_init], tmp_path / "b", collector=fake)
+    result = fake_bench(RECIPE, ["default", scaled_init], tmp_path / "b")
     assert [row["init"] for row in result.arms] == ["default", "scaled_init"]
-    reference = fake.recipes[1].init[0].name
+    reference = plan_arms(RECIPE, [scaled_init])[0].recipe.init[0].name
     assert reference == f"{__name__}:scaled_init"
     assert imported(reference) is scaled_init
 
@@ -295,17 +295,15 @@ def test_the_recipe_may_be_a_name_a_path_or_a_population_and_names_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    fake = Collector()
     Path("tiny.toml").write_text(tomli_w.dumps(PLAIN))
     write_population(tmp_path / "old.pop", recipe(networks=4))
-    for given in ("tiny.toml", tmp_path / "old.pop", RECIPE, "digits-convnext"):
-        bench(given, ["default"], seeds=2, collector=fake)
-    assert fake.folders[0] == Path("tiny-bench/runs/default-1-epochs.pop")
-    names = ["old-bench", "convnext-digits-bench", "digits-convnext-bench"]
-    assert [folder.parts[0] for folder in fake.folders[1:]] == names
-    assert (fake.recipes[0].network, fake.recipes[1].data) == (RECIPE.network, recipe().data)
+    given = ("tiny.toml", tmp_path / "old.pop", RECIPE, "digits-convnext")
+    tiny, old, *others = (Design.of(each, ["default"], seeds=2) for each in given)
+    names = ["tiny-bench", "old-bench", "convnext-digits-bench", "digits-convnext-bench"]
+    assert [str(design.folder) for design in (tiny, old, *others)] == names
+    assert (tiny.recipe.network, old.recipe.data) == (RECIPE.network, recipe().data)
     with pytest.raises(UsageError, match="did you mean 'digits-convnext'"):
-        bench("digit-convnext", ["default"], collector=fake)
+        Design.of("digit-convnext", ["default"])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -321,7 +319,7 @@ def test_no_results_are_lost_in_silence(seed: int, tmp_path: Path) -> None:
         given = {"epochs": some([1, 2]), "seeds": choose.choice([2, 3]), "metric": choose.choice([None, "test_loss"])}
         vary = choose.choice([{}, {"data.train": some([32, 64])}])
         inits = some(["default", "mimetic_mlp", scaled_init])
-        runs = bench(recipe, inits, tmp_path, collector=Collector(), vary=vary, **given).runs
+        runs = fake_bench(recipe, inits, tmp_path, vary=vary, **given).runs
         return [(recipe.network.depth, run["init"], str(run["cell"]), run["epochs"], run["seed"]) for run in runs]
 
     first, before = run(), (tmp_path / "results.json").read_bytes()
@@ -346,7 +344,7 @@ def test_a_folder_of_something_else_is_refused_before_anything_runs(there: str, 
 
 def test_the_result_is_for_further_work(tmp_path: Path) -> None:
     four = RECIPE.replace({"population.networks": 4})
-    result = bench(four, ["default", "mimetic_mlp"], tmp_path / "b", epochs=[1, 2], collector=Collector())
+    result = fake_bench(four, ["default", "mimetic_mlp"], tmp_path / "b", epochs=[1, 2])
     assert repr(result) == "<BenchResult: 4 arms, 16 networks on digits>"
     lines = str(result).splitlines()
     assert lines[0].split()[:3] == ["initialiser", "epochs", "n"]

@@ -355,7 +355,7 @@ def test_ticks_are_where_their_labels_say() -> None:
         assert labels == pytest.approx(list(100 * ax.get_yticks()), abs=1e-9)
 
 
-def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> None:
+def test_a_map_is_centred_at_zero(swept: BenchResult) -> None:
     axes = ("mimetic_attention.alpha_qk", "mimetic_attention.beta_qk")
     mine = [row for row in swept.arms if row["cell"] == {"network.kernel_size": 7}]
     ax = plots.difference_map(mine, axes)
@@ -366,8 +366,6 @@ def test_a_map_is_centred_at_zero_and_frames_the_best(swept: BenchResult) -> Non
     }
     expected = [[found[a, b] for a in (0.0, 0.5, 1.0)] for b in (0, 1)]
     np.testing.assert_allclose(np.asarray(image.get_array()), expected)
-    frame = next(patch for patch in ax.patches if patch.get_gid() == "largest")
-    assert frame.get_xy() == (0.5, 0.5)  # type: ignore[attr-defined]
     with pytest.raises(UsageError, match="expected one row at"):
         plots.difference_map(swept.arms, axes)
     with pytest.raises(UsageError, match="expected rows with"):

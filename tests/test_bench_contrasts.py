@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pictures import PLAIN, Collector
+from pictures import PLAIN, fake_bench
 from scipy import stats
 
-from weightscope.benchmarking import BenchResult, Contrast, bench, plan_bench
+from weightscope.benchmarking import BenchResult, Contrast, plan_bench
 from weightscope.benchmarking.contrasts import contrast_tests
 from weightscope.benchmarking.statistics import paired
 from weightscope.data.metrics import ACCURACY, LOSS
@@ -148,16 +148,16 @@ def test_a_benchmark_states_its_contrast_and_what_was_added_to_results_is_post_h
         "tested at 5 %; all other comparisons are exploratory, adjusted for one another (Holm)",
     ]
     assert plan.to_dict()["contrasts"] == [first]
-    result = bench(RECIPE, inits, tmp_path / "a", contrast=first, collector=Collector())
+    result = fake_bench(RECIPE, inits, tmp_path / "a", contrast=first)
     (row,) = result.contrasts
     assert (row["contrast"], row["declared"], row["pairs"]) == (first, True, 3)
     assert row["p"] == pytest.approx(result.arms[1]["p"])
     assert result.text().startswith("declared contrast")
     assert json.loads((tmp_path / "a" / "results.json").read_text())["contrasts"] == [row]
     assert BenchResult.load(tmp_path / "a").contrasts == [row]
-    again = bench(RECIPE, inits, tmp_path / "a", contrast=[first, second], collector=Collector())
+    again = fake_bench(RECIPE, inits, tmp_path / "a", contrast=[first, second])
     assert [found["declared"] for found in again.contrasts] == [True, False]
     assert "post hoc" in again.text()
     assert result.contrast(first) == row | {"declared": False}
     table = RECIPE.replace({"bench": {"init": inits, "contrast": first}})
-    assert bench(table, out=tmp_path / "b", collector=Collector()).contrasts == [row]
+    assert fake_bench(table, out=tmp_path / "b").contrasts == [row]

@@ -120,38 +120,12 @@ def test_spatial_mixing_of_convmixers_equals_torch(case, dtype):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kernels", ["torch", "c"])
-def test_shapes_that_a_kernel_would_read_beyond_are_refused(kernels):
-    x, gain, filters, bias = (torch.ones(*shape) for shape in ((2, 3, 5), (2, 3), (6, 3, 3), (6,)))
-    weights = (torch.ones(2, 4, 3), torch.ones(2, 4)), (torch.ones(2, 3, 4), gain)
-    images, norm = torch.ones(6, 4, 4, 2), (gain, gain)
-
-    def refused(message, function, *arguments, **options):
-        with pytest.raises(ValueError, match=message):
-            function(*arguments, **options)
-
-    chosen = {"kernels": kernels}
-
-    for shape in ((6, 4, 4), (5, 3, 3), (6, 3, 5)):
-        refused("odd square kernels", functions.depthwise_conv2d, images, torch.ones(shape), bias, **chosen)
-    for wrong in (gain[:1], gain[:, :2], gain[0]):
-        for pair in ((wrong, gain), (gain, wrong)):
-            refused("gain and shift", functions.layer_norm, x, pair, 1e-6, **chosen)
-            refused("gain and shift", functions.gelu_batch_norm, x, pair, 1e-6, **chosen)
-            refused("gain and shift", functions.convmixer_mixing, images, (filters, bias), pair, 1e-6)
-    refused("residual", functions.gelu_batch_norm, x, norm, 1e-6, x[:1, :, :1], **chosen)
-    refused("expected x", functions.norm_mlp, x[..., None], norm, *weights, 1e-6)
-    refused("expected weights of shapes", functions.norm_mlp, x[:1], norm, *weights, 1e-6)
-    refused("positive eps", functions.norm_mlp, x, norm, *weights, 0.0)
-    block = (torch.ones(7, 3, 3), torch.ones(7)), norm, *weights
-    refused("as many channels", functions.convnext_blocks, torch.ones(7, 4, 4, 2), (block,), 1e-6)
-    refused("queries", functions.attention, torch.ones(2, 2, 2, 4, 5, 3), **chosen)
-    if kernels == "c":
-        refused("of one type", functions.depthwise_conv2d, images.bfloat16(), filters, bias, **chosen)
-        blocks = tuple(((torch.ones(6, k, k), bias), norm, *weights) for k in (3, 5))
-        refused("blocks of equal sizes", functions.convnext_blocks, images, blocks, 1e-6)
-        with pytest.raises(UsageError, match="'c' on a CPU"):
-            BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
+def test_types_and_devices_that_kernels_do_not_have_are_refused():
+    images, filters, bias = (torch.ones(*shape) for shape in ((6, 4, 4, 2), (6, 3, 3), (6,)))
+    with pytest.raises(ValueError, match="of one type"):
+        functions.depthwise_conv2d(images.bfloat16(), filters, bias, kernels="c")
+    with pytest.raises(UsageError, match="'c' on a CPU"):
+        BatchedNetworks(ViT(16, 4, 8, 1, 2, 5), 2, "meta", kernels="c")
 
 
 @needs_compiler
@@ -161,19 +135,6 @@ def test_a_second_derivative_is_refused():
     (first,) = torch.autograd.grad(y, x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["convnext", "vit"])
-def test_weights_take_the_type_of_the_images(name):
-    torch.manual_seed(0)
-    template = ConvNeXt(8, 1, 3, 2, 5, in_channels=1) if name == "convnext" else ViT(8, 4, 8, 1, 2, 5, in_channels=1)
-    images, logits = draw(2, 3, 1, 8, 8, dtype=torch.float64), []
-    for kernels in ("torch", "c"):
-        batched = BatchedNetworks(template, 2, kernels=kernels)
-        batched.weights.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
-        logits.append(batched(images))
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
 
 
 @needs_compiler

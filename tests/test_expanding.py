@@ -14,5 +14,5 @@ def test_a_random_input_that_expands(kind, tmp_path, monkeypatch):
         pytest.importorskip(package)
     preload()
     for seed in range(int(os.environ.get("CASES", "1"))):
-        _, verdict = outcome(seed, tmp_path / str(seed), kind)
+        verdict = outcome(seed, tmp_path / str(seed), kind)
         assert not verdict.startswith("WRONG"), verdict

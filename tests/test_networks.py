@@ -17,7 +17,7 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvNeXtConfig, NetworkConfig, ViTConfig
+from weightscope.recipe import ConvNeXtConfig, ViTConfig
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -419,25 +419,6 @@ def test_multiply_adds_by_hand() -> None:
     assert model.training
     assert all(not layer._forward_hooks for layer in model.modules())
     assert torch.equal(model.stem[2].running_mean, torch.zeros(h))
-
-
-class Pooled(nn.Module):
-    def __init__(self, in_channels: int, num_classes: int, width: int) -> None:
-        super().__init__()
-        self.sizes = in_channels, num_classes, width
-
-
-class PooledConfig(NetworkConfig):
-    takes = "images"
-    network = f"{__name__}:Pooled"
-
-    type: Literal["pooled"]
-    width: int = 4
-
-
-def test_a_network_may_do_without_patches_and_image_size() -> None:
-    built = networks.build(PooledConfig(type="pooled"), in_channels=3, image_size=9, num_classes=7)
-    assert built.sizes == (3, 7, 4)
 
 
 @pytest.mark.parametrize("name", SECTIONS)

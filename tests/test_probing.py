@@ -64,9 +64,9 @@ def test_heads_equal_torchs_layers_one_by_one() -> None:
         torch.testing.assert_close(probe.biases[t], network[1].bias, rtol=1e-4, atol=1e-6)
         expected = network.eval()(features[t])
         torch.testing.assert_close(probe.logits(features)[t], expected, rtol=1e-4, atol=1e-5)
-    loss, accuracy = probe.evaluate(features, labels[0])
+    loss, right = probe.evaluate(features, labels[0])
     assert loss[0] == pytest.approx(F.cross_entropy(plain[0](features[0]), labels[0]).item(), rel=1e-4)
-    assert accuracy[0] == pytest.approx((plain[0](features[0]).argmax(1) == labels[0]).float().mean().item())
+    np.testing.assert_array_equal(right[0], plain[0](features[0]).argmax(1) == labels[0])
 
 
 def test_features_are_the_inputs_of_the_classifier_in_evaluation_mode() -> None:
@@ -137,10 +137,15 @@ def test_a_probe_resumes_without_repeating_a_network(tmp_path: Path, monkeypatch
     before = {path: path.stat().st_mtime_ns for path in out.glob("probes/*/[0-9]-*.json")}
     assert len(before) == 3, "of the first arm"
     assert not (out / "results.json").exists()
-    runs = [linear_probe(RECIPE, arms, folder, **given).runs for folder in (out, tmp_path / "whole")]
+    resumed, whole = (linear_probe(RECIPE, arms, folder, **given) for folder in (out, tmp_path / "whole"))
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert len(runs[0]) == 9
-    assert runs[0] == runs[1], "to the last bit"
+    assert len(resumed.runs) == 9
+    assert (resumed.runs, resumed.arms) == (whole.runs, whole.arms), "to the last bit"
+    for arm in resumed.arms[1:]:
+        inner, outer = arm["difference_ci95"], arm["difference_ci_images"]
+        assert outer[0] <= inner[0] < inner[1] <= outer[1]
+        accuracies = [run["accuracy"] for run in resumed.runs if run["init"] == arm["init"]]
+        np.testing.assert_allclose(resumed.hits["{}", 3, arm["init"]].mean(1), accuracies)
 
 
 @pytest.mark.slow

@@ -114,23 +114,18 @@ def test_all_keys_are_asked_for_in_random_order():
 @pytest.mark.parametrize(
     ("task", "length", "vocabulary", "match"),
     [
-        ("copy", 3, 1, "vocabulary: expected an integer >= 2, found 1"),
+        ("copy", 3, 2, "vocabulary: expected an integer >= 3, found 2"),
         ("copy", 0, 5, "length: expected an integer >= 1, found 0"),
-        ("sort", 5, 5, "sorting 5 different tokens needs at least 6 with the separator, found 5"),
-        ("associative_recall", 6, 6, "need at least 7, found 6"),
+        ("sort", 5, 6, "vocabulary: expected an integer >= 7, found 6"),
+        ("associative_recall", 6, 6, "vocabulary: expected an integer >= 7, found 6"),
         ("associative_recall", 5, 20, "expected an even number, two tokens for each pair, found 5"),
-        ("selective_copy", 5, 2, "vocabulary: expected an integer >= 3, found 2"),
+        ("selective_copy", 5, 3, "vocabulary: expected an integer >= 4, found 3"),
     ],
 )
 def test_wrong_sizes_are_one_line_errors(task, length, vocabulary, match):
     with pytest.raises(UsageError, match=match) as error:
         TASKS[task](seeded(), 2, length, vocabulary)
     assert "\n" not in str(error.value)
-
-
-def test_the_smallest_sizes_work():
-    for task, length, vocabulary in (("sort", 5, 6), ("associative_recall", 6, 7), ("selective_copy", 1, 3)):
-        assert TASKS[task](seeded(), 2, length, vocabulary).mask.any()
 
 
 def test_metrics_count_the_answer_only():

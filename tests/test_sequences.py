@@ -6,7 +6,7 @@ import shims
 import torch
 from torch import Tensor, nn
 
-from weightscope.anatomy import attention, ssms
+from weightscope.anatomy import ssms
 from weightscope.errors import UsageError
 from weightscope.networks.sequences import (
     CausalTransformer,
@@ -64,15 +64,6 @@ def test_scans_and_their_gradients_are_those_of_the_recurrence(tokens, scan, rec
     inputs = make(tokens)
     for mine, theirs in zip(_with_gradients(scan, inputs, **option), _with_gradients(recurrence, inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
-
-
-def test_scans_name_shapes_that_do_not_fit():
-    x, delta, a, b, c = _scan_inputs(5)
-    with pytest.raises(UsageError, match=r"expected delta, A, B, C of .*found"):
-        selective_scan(x, delta, a, b[:, :4], c)
-    x, delta, a, b, c = _block_inputs(5)
-    with pytest.raises(UsageError, match="groups that divide the 4 heads"):
-        block_scan(x, delta, a, b[:, :, [0, 1, 0]], c[:, :, [0, 1, 0]])
 
 
 def _theirs(version: int) -> nn.Module:
@@ -160,12 +151,6 @@ def test_rotated_products_depend_on_relative_positions():
     products = rotated(q) @ rotated(k).T
     torch.testing.assert_close(products[3:, 3:], products[:-3, :-3])
     assert (products[0] - products[0, 0]).abs().max() > 0.1
-
-
-def test_anatomy_reads_the_transformer():
-    for positions in ("sinusoidal", "rotary"):
-        parts = attention(CausalTransformer(9, 16, 2, heads=2, positions=positions))
-        assert [(part.heads, part.rotary, part.causal) for part in parts] == [(2, positions == "rotary", True)] * 2
 
 
 def test_mamba_starts_from_s4d_rates_and_log_uniform_steps():

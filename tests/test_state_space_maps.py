@@ -147,7 +147,7 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     code, text, _ = run("attention-maps", path, "--tokens", "copy:5", *out, capsys=capsys)
     assert (code, "of 10 tokens" in text) == (0, True)
     for arguments, message in (
-        (("--size", "3"), "sequences: --images and --size are for images only"),
+        (("--size", "3"), "--images and --size are for a model's folder only"),
         (("--kind", "offsets"), "--kind: expected maps for a network with state-space layers, found offsets"),
     ):
         code, _, err = run("attention-maps", path, *arguments, *out, capsys=capsys)

@@ -54,10 +54,8 @@ def runnable(
         raise UsageError("network: this source is a single model; the option applies to populations")
     section: Any = None if population is None else population.recipe.data
     sequences = tokens is not None or (section is not None and section.what == "sequences")
-    if sequences and (images is not None or size is not None):
-        raise UsageError("sequences: --images and --size are for images only")
-    if population is not None and (images is not None or size is not None):
-        raise UsageError("a population's networks take the images of its recipe; leave out --images and --size")
+    if (sequences or population is not None) and (images is not None or size is not None):
+        raise UsageError("--images and --size are for a model's folder only, which is run on images")
     notes: list[str] = []
     if population is not None:
         model = population.network(network or 0)

@@ -45,7 +45,7 @@ _HEAD_STD = 0.01
 _EPS = 1e-6  # of BatchNorm
 _GROUP = 8  # networks whose heads are trained together
 _IMAGES = 250
-_METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged")
+_METRICS = ("test_accuracy", "test_accuracy_per_epoch", "test_loss", "diverged", "hits")  # hits: by image
 
 
 def linear_probe(
@@ -105,7 +105,7 @@ def linear_probe(
     where = resolve_device(device)
     folders = [(design.folder / PROBES / arm.folder).with_suffix("") for arm in design.arms]
     found = (_probed(arm.recipe, folder, data, where) for arm, folder in zip(design.arms, folders, strict=True))
-    return design.result((metrics, environment(str(where)), None, None) for metrics in found)
+    return design.result((metrics, environment(str(where)), None, metrics["hits"]) for metrics in found)
 
 
 def _ignored(axis: Axis) -> str | None:
@@ -125,7 +125,7 @@ def _without_training(recipe: Recipe) -> Recipe:
 def _probed(recipe: Recipe, folder: Path, data: str | Path | None, device: torch.device) -> dict[str, np.ndarray]:
     """The metrics of the networks of one arm, each kept in a file that is named by a hash of all inputs."""
     images = recipe.images.load(data).to(device)
-    text = json.dumps({**_identity(recipe), "images": images.fingerprint}, sort_keys=True)
+    text = json.dumps({**_identity(recipe), "images": images.fingerprint, "metrics": _METRICS}, sort_keys=True)
     digest, count = hashlib.sha256(text.encode()).hexdigest()[:16], recipe.population.networks
     files = [folder / f"{k}-{digest}.json" for k in range(count)]
     atomic.make_folder(folder)
@@ -148,7 +148,7 @@ def _stored(path: Path) -> dict[str, np.ndarray] | None:
         if not path.exists():
             return None
         values = json.loads(read_regular(path, _LARGEST))
-        return {name: np.array(values[name], bool if name == "diverged" else float) for name in _METRICS}
+        return {name: np.array(values[name], bool if name in ("diverged", "hits") else float) for name in _METRICS}
     except (OSError, KeyError, TypeError, ValueError, RecursionError):
         _log.warning("%s: damaged; the network is probed again", path)
         return None
@@ -166,7 +166,7 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
 
 
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
-    """Train the classifiers of some networks; returns `_METRICS`, each (T,) or (T, E)."""
+    """Train the classifiers of some networks; returns `_METRICS`: (T,), by epoch (T, E), by test image (T, n)."""
     weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
     with seeded(0):
         network = build_for(recipe).to(device)
@@ -183,9 +183,9 @@ def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.devi
         for step, index in enumerate(torch.from_numpy(order).to(device).split(batch, dim=1)):
             factor = schedule_factor("cosine", epoch * steps + step, epochs * steps, _WARMUP)
             probe.step(train[slot, index], data.train_labels[index], rate * factor)
-        loss, accuracy = probe.evaluate(test, data.test_labels)
-        curve.append(accuracy)
-    return dict(zip(_METRICS, (curve[-1], np.stack(curve, axis=1), loss, ~np.isfinite(loss)), strict=True))
+        loss, right = probe.evaluate(test, data.test_labels)
+        curve.append(right.mean(1))
+    return dict(zip(_METRICS, (curve[-1], np.stack(curve, axis=1), loss, ~np.isfinite(loss), right), strict=True))
 
 
 @torch.no_grad()
@@ -249,8 +249,7 @@ class Probe:
 
     @torch.no_grad()
     def evaluate(self, features: Tensor, labels: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Loss and accuracy, each (T,), on features (T, n, d) with labels (n,)."""
+        """Loss (T,) and whether each prediction is right (T, n), on features (T, n, d) with labels (n,)."""
         logits = self.logits(features)
         loss = -F.log_softmax(logits, dim=2)[:, torch.arange(len(labels), device=labels.device), labels].mean(1)
-        right = hits(logits, labels).double().mean(1)
-        return loss.double().cpu().numpy(), right.cpu().numpy()
+        return loss.double().cpu().numpy(), hits(logits, labels).bool().cpu().numpy()

@@ -66,7 +66,6 @@ def bench(
     metric: str | None = None,
     overwrite: bool = False,
     data: str | Path | None = None,
-    collector: Callable[..., Any] | None = None,
     progress: bool = True,
     on_tile: Callable[[TileResult], None] | None = None,
     trust: bool = False,
@@ -81,7 +80,7 @@ def bench(
     `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
     exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
     `data`, `progress`, `on_tile`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of
-    `collect`, and `collector`, a function with its signature, trains the arms one after the other in its place.
+    `collect`.
 
     `out` is the folder of the arms' populations and the results, named after the recipe if None; calling again resumes.
     Results that would lose arms or seeds, or are of another recipe, are only replaced with `overwrite`.
@@ -101,15 +100,8 @@ def bench(
     given: dict[str, Any] = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control}
     given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
     with trusting(trust):
-        if collector is None:
-            return plan_bench(recipe, inits, out, **where, **given, measure=False).run(
-                progress=progress, on_tile=on_tile
-            )
-        design = Design.of(recipe, inits, out, **given)
-    design.check()
-    options = {**where, "data": data, "progress": progress} | ({"on_tile": on_tile} if on_tile else {})
-    populations = [collector(arm.recipe, design.folder / RUNS / arm.folder, **options) for arm in design.arms]
-    return design.result([(found.metrics, found.environment, None, found.hits) for found in populations])
+        plan = plan_bench(recipe, inits, out, **where, **given, measure=False)
+        return plan.run(progress=progress, on_tile=on_tile)
 
 
 @dataclass(frozen=True, repr=False)

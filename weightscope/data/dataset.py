@@ -1,6 +1,6 @@
 """`Dataset` and `load`: registered data sets and users' own, as tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -114,7 +114,7 @@ class Dataset:
         return hash_of((self.train_images, self.train_labels, self.test_images, self.test_labels))
 
 
-ImageSource = str | SourceConfig | Dataset | Sequence[Any] | Callable[[], Any]
+ImageSource = str | SourceConfig | Callable[[], Any]
 
 
 def load(
@@ -131,9 +131,9 @@ def load(
     and in /usr/share/datasets, in this order; then on the Hugging Face Hub, if pyarrow is installed.
 
     `source` is a registered name (`weightscope list datasets`); `"package.module:factory"` or a function without
-    arguments, which returns (train_images, train_labels, test_images, test_labels) or a `Dataset`; such four arrays,
-    see `Dataset.from_arrays`; a `Dataset`; or a recipe's [data] section: a `SourceConfig` for a folder of images or
-    another size, a `SequenceConfig` for a `SequenceSource`.
+    arguments, which returns (train_images, train_labels, test_images, test_labels), see `Dataset.from_arrays`, or a
+    `Dataset`; or a recipe's [data] section: a `SourceConfig` for a folder of images or another size, a `SequenceConfig`
+    for a `SequenceSource`.
 
     `train` and `test` take only the first so many images, of mixed classes. The last `validation` of these training
     images take the place of the test images. UsageError if there are not as many or no such data set; DataError if
@@ -151,13 +151,11 @@ def load(
 
 
 def _read(source: Any, root: Path | None, train: int | None, test: int | None) -> Dataset:
-    if isinstance(source, Dataset):
-        return source.first(train, test)
     if isinstance(source, str):
         source = source_of(source)
-    if not isinstance(source, SourceConfig):
-        name = reference_to(source) if callable(source) else "arrays"
-        arrays = made_by(source, name) if callable(source) else checked(source, name)
+    if callable(source):
+        name = reference_to(source)
+        arrays = made_by(source, name)
     elif is_reference(name := source.name):
         arrays = _resized(made_by(DATASETS.find(name), name), source.size, name)
     elif name == FOLDER:

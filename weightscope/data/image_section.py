@@ -115,20 +115,6 @@ class DataConfig(Task, SourceConfig):
             raise ValueError(unknown("data set", value, names, "'package.module:name' for one of your own"))
         return value
 
-    @model_validator(mode="after")
-    def _sizes(self) -> "DataConfig":
-        if is_reference(self.name) or self.name == FOLDER:
-            return self
-        info = dataset_info(self.name)
-        for field, there in (("train", info.train), ("test", info.test)):
-            wanted = getattr(self, field)
-            if wanted is not None and wanted > there:
-                raise ValueError(f"{field} may be at most {there} for {self.name}, found {wanted}")
-        left = (info.train if self.train is None else self.train) - 1
-        if self.validation is not None and self.validation > left:
-            raise ValueError(f"validation may be at most {left} of the training images, found {self.validation}")
-        return self
-
     @property
     def metrics(self) -> tuple[Metric, ...]:
         """Accuracy and loss."""

@@ -12,7 +12,7 @@ import io
 import re
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,16 @@ from weightscope.errors import DataError
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-class Layout(NamedTuple):
-    """One arrangement of a data set's files."""
-
-    folder: str  # its usual name; the files may also be in the searched folder itself
-    files: tuple[str, ...]  # any of which identifies the data set
+Layout = tuple[str, tuple[str, ...]]
+"""A data set's usual folder, whose files may also be in the searched one itself, and files that identify it."""
 
 
 def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
     """The first folder with a data set in one of the layouts, or None."""
     for place in places(root):
         for layout in layouts:
-            for folder in (place / layout.folder, place):
-                if any((folder / file).is_file() for file in layout.files):
+            for folder in (place / layout[0], place):
+                if any((folder / file).is_file() for file in layout[1]):
                     return folder, layout
     return None
 
@@ -110,7 +107,7 @@ _HOW = "unpack the official files so that one of these contains"
 @DATASETS.register("cifar10", **_SIZES, classes=10, how_to_get=f"{_HOW} `cifar-10-batches-bin/data_batch_1.bin`")
 def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """CIFAR-10 or CIFAR-100; only the files that hold the images are read."""
-    versions = {Layout(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
+    versions = {(version[0], (*version[1], version[2])): version for version in _CIFAR[info.name]}
     found = find(root, *versions)
     if found is None:
         return _from_hub(info, root, train, test)
@@ -177,7 +174,7 @@ def digits(info: DatasetInfo, root: Path | None, train: int, test: int) -> Array
 
 _IDX = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 _IDX_NAMES = tuple(name + ending for name in _IDX for ending in ("", ".gz"))
-_FASHION = Layout("fashion-mnist", _IDX_NAMES), Layout("FashionMNIST/raw", _IDX_NAMES)  # Debian's, torchvision's
+_FASHION = ("fashion-mnist", _IDX_NAMES), ("FashionMNIST/raw", _IDX_NAMES)  # Debian's, torchvision's
 _UBYTE = 0x08  # the IDX type code of unsigned bytes
 
 
@@ -247,7 +244,7 @@ def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.n
 )
 def stl10(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """STL-10; the unlabelled images are not read."""
-    folder = located(info, root, Layout("stl10_binary", ("train_X.bin", "test_X.bin")))
+    folder = located(info, root, ("stl10_binary", ("train_X.bin", "test_X.bin")))
 
     def part(name: str, count: int, most: int) -> Part:
         """Of pixels (n, 3, column, row) and labels from 1."""
@@ -276,7 +273,7 @@ _SVHN = ("train_32x32.mat", "test_32x32.mat")
 )
 def svhn(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
     """SVHN; class i is the digit i."""
-    folder = located(info, root, Layout("svhn", _SVHN), Layout("SVHN", _SVHN))
+    folder = located(info, root, ("svhn", _SVHN), ("SVHN", _SVHN))
     paths = [existing(folder / name, info) for name in _SVHN]
     return *_read_svhn(paths[0], info, train, info.train), *_read_svhn(paths[1], info, test, info.test)
 
@@ -322,7 +319,7 @@ def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -
 
     Class i is the i-th name of wnids.txt in alphabetical order. Grey images become colour ones.
     """
-    folder = located(info, root, Layout("tiny-imagenet-200", ("wnids.txt",)))
+    folder = located(info, root, ("tiny-imagenet-200", ("wnids.txt",)))
     names = sorted(_lines(folder / "wnids.txt", info))
     if len(set(names)) != info.classes or not all(map(_NAME.fullmatch, names)):
         raise DataError(f"{folder / 'wnids.txt'}: expected {info.classes} different names, found {len(set(names))}")
@@ -365,19 +362,10 @@ _PARQUET_ROWS = 16  # of which the images are in memory at once: equal ones are 
 TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
 
 
-class Location(NamedTuple):
-    """A data set on the Hub: `organisation/name`, the folder of its two files, the columns of images and labels."""
-
-    repository: str
-    folder: str
-    image: str
-    label: str
-
-
-LOCATIONS = {
-    "fashion-mnist": Location("zalando-datasets/fashion_mnist", "fashion_mnist", "image", "label"),
-    "cifar10": Location("uoft-cs/cifar10", "plain_text", "img", "label"),
-    "cifar100": Location("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
+LOCATIONS = {  # organisation/name, the folder of its two files, the columns of images and labels
+    "fashion-mnist": ("zalando-datasets/fashion_mnist", "fashion_mnist", "image", "label"),
+    "cifar10": ("uoft-cs/cifar10", "plain_text", "img", "label"),
+    "cifar100": ("uoft-cs/cifar100", "cifar100", "img", "fine_label"),
 }
 
 
@@ -385,24 +373,21 @@ def _from_hub(info: DatasetInfo, root: Path | None, train: int, test: int) -> Ar
     """The first training and test images in the order of the Hub's files, which its client keeps in its cache."""
     if importlib.util.find_spec("pyarrow") is None:
         raise missing(info, root, "or `pip install pyarrow` to download it from the Hugging Face Hub")
-    location = LOCATIONS[info.name]
+    repository, folder, *columns = LOCATIONS[info.name]
     try:
-        paths = [_download(location, part) for part in ("train", "test")]
+        paths = [_download(repository, f"{folder}/{part}-00000-of-00001.parquet") for part in ("train", "test")]
     except OSError as error:
         reason = shortened(" ".join(str(error).split()), 200)
         raise missing(info, root, f"downloading from the Hugging Face Hub failed ({reason})") from error
-    return (
-        *_read_parquet(paths[0], location, info, info.train, train),
-        *_read_parquet(paths[1], location, info, info.test, test),
-    )
+    first = _read_parquet(paths[0], columns, info, info.train, train)
+    return *first, *_read_parquet(paths[1], columns, info, info.test, test)
 
 
-def _download(location: Location, part: str) -> Path:
+def _download(repository: str, file: str) -> Path:
     """The path of one file in the Hub client's cache, downloaded if necessary; OSError if it cannot be."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    repository, file = location.repository, f"{location.folder}/{part}-00000-of-00001.parquet"
     # The HTTP client and its errors differ between versions of huggingface_hub.
     failures: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
     with contextlib.suppress(LocalEntryNotFoundError):
@@ -415,16 +400,15 @@ def _download(location: Location, part: str) -> Path:
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 
-def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, count: int) -> Part:
+def _read_parquet(path: Path, columns: list[str], info: DatasetInfo, rows: int, count: int) -> Part:
     """The first images and labels of one file, whose header is compared with what is expected before it is read."""
     from pyarrow import parquet
 
-    columns = [location.image, location.label]
     with reading(path, "Parquet", "delete it to download it again"), parquet.ParquetFile(path) as file:
         meta, names = file.metadata, file.schema_arrow.names
         if meta.num_rows != rows or not {*columns} <= {*names}:
             raise DataError(
-                f"{path}: expected {rows} rows of {location.image!r} and {location.label!r}, "
+                f"{path}: expected {rows} rows of {columns[0]!r} and {columns[1]!r}, "
                 f"found {meta.num_rows} of {listing(names)}"
             )
         held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
@@ -433,8 +417,8 @@ def _read_parquet(path: Path, location: Location, info: DatasetInfo, rows: int, 
         labels = np.empty(count, np.int64)
         batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
         for i, row in zip(range(count), (row for batch in batches for row in batch.to_pylist()), strict=False):
-            images[i] = _decoded(row[location.image], info, f"{path}: row {i}")
-            labels[i] = row[location.label]
+            images[i] = _decoded(row[columns[0]], info, f"{path}: row {i}")
+            labels[i] = row[columns[1]]
     return checked_part(images, labels, info, path)
 
 

@@ -17,7 +17,7 @@ from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, a
 from weightscope.data.registry import first_place, places
 from weightscope.data.section import Count, FromList, Positive, Seed
 from weightscope.data.task import SECTIONS, Task
-from weightscope.errors import RecipeError, UsageError
+from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -27,43 +27,28 @@ class TaskSize(NamedTuple):
     """Sizes of a task as functions of the string's length."""
 
     answer: Callable[[int], int] = lambda length: length  # tokens of the answer
-    vocabulary: Callable[[int], int] = lambda length: 2  # the fewest tokens, the separator included
-    varied: Callable[[int], int] = lambda length: 3  # the fewest with which sequences have different answers
-    why: Callable[[int, int], str] | None = None  # what needs so many; takes the length and this number
+    vocabulary: Callable[[int], int] = lambda length: 3  # the fewest, with the separator, whose answers differ
     step: int = 1  # what the length is a multiple of
 
 
 TASK_SIZES = {
     "copy": TaskSize(),
     "copy_reversed": TaskSize(),
-    "sort": TaskSize(
-        vocabulary=lambda length: length + 1,
-        varied=lambda length: length + 2,
-        why=lambda length, least: f"sorting {length} different tokens needs at least {least} with the separator",
-    ),
-    "associative_recall": TaskSize(
-        vocabulary=lambda length: length + 1,
-        varied=lambda length: max(length + 1, 4),
-        why=lambda n, least: f"{n // 2} different keys, as many values and the separator need at least {least}",
-        step=2,
-    ),
-    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 3, lambda length: 4),
+    "sort": TaskSize(vocabulary=lambda length: length + 2),
+    "associative_recall": TaskSize(vocabulary=lambda length: max(length + 1, 4), step=2),
+    "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 4),
 }
 
 
 def check_task(name: str, length: int, vocabulary: int) -> None:
-    """Refuse sizes for which a task has no sequences."""
+    """Refuse sizes for which a task has no sequences, or the same answer to all of them."""
     if name not in TASK_SIZES:
         raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
     size = TASK_SIZES[name]
     count("length", length, size.step)
     if length % size.step:
         raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
-    least = size.vocabulary(length)
-    if size.why is None:
-        count("vocabulary", vocabulary, least)
-    elif count("vocabulary", vocabulary, 2) < least:
-        raise UsageError(f"vocabulary: {size.why(length, least)}, found {vocabulary}")
+    count("vocabulary", vocabulary, size.vocabulary(length))
 
 
 def sequence_length(name: str, length: int) -> int:
@@ -218,18 +203,6 @@ class TaskConfig(SequenceConfig):
                 beside = ", besides the begin and stop tokens" * (self.begin or self.stop)
                 raise ValueError(f"{error}{beside}{at}") from None
         return self
-
-    def check_new(self) -> None:
-        """Refuse a vocabulary so small that all sequences have the same answer, at any length that is evaluated."""
-        for multiple in self.lengths:
-            least = TASK_SIZES[self.name].varied(multiple * self.length)
-            least += self.vocabulary - self.task_vocabulary
-            if self.vocabulary < least:
-                at = f" at {multiple} times the length (see `data.lengths`)" if multiple > 1 else ""
-                raise RecipeError(
-                    f"data.vocabulary: expected at least {least}, found {self.vocabulary}, with which all sequences of "
-                    f"{self.name} have the same answer{at}"
-                )
 
     @property
     def metrics(self) -> tuple[Metric, ...]:

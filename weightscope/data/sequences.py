@@ -129,7 +129,7 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
         torch.Size([2, 6])
     """
-    _check("copy", batch, length, vocabulary)
+    check_task("copy", length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string, vocabulary)
 
@@ -137,7 +137,7 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
 def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string in stack order, last token first: `a b c | c b a`."""
-    _check("copy_reversed", batch, length, vocabulary)
+    check_task("copy_reversed", length, vocabulary)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string.flip(1), vocabulary)
 
@@ -145,7 +145,7 @@ def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabular
 @TASKS.register("sort", source="thesis 3.3.3")
 def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Sort the string, whose tokens are all different: `c a b | a b c`; there are at least `length` tokens."""
-    _check("sort", batch, length, vocabulary)
+    check_task("sort", length, vocabulary)
     string = _permutations(generator, batch, vocabulary - 1, length)
     return _joined(string, string.sort(1).values, vocabulary)
 
@@ -157,7 +157,7 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
     All keys are asked for, in random order. The length is even, and there are at least as many keys as pairs.
     """
-    _check("associative_recall", batch, length, vocabulary)
+    check_task("associative_recall", length, vocabulary)
     pairs, keys = length // 2, (vocabulary - 1) // 2
     key = _permutations(generator, batch, keys, pairs)
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
@@ -175,17 +175,12 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
 
     Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1, so v >= 3.
     """
-    _check("selective_copy", batch, length, vocabulary)
+    check_task("selective_copy", length, vocabulary)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
     places = _permutations(generator, batch, length, kept).sort(1).values
     string = torch.full((batch, length), vocabulary - 2, device=generator.device).scatter(1, places, answer)
     return _joined(string, answer, vocabulary)
-
-
-def _check(name: str, batch: int, length: int, vocabulary: int) -> None:
-    count("batch", batch)
-    check_task(name, length, vocabulary)
 
 
 def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -> Tensor:

@@ -102,9 +102,6 @@ class Task(Section):
     def check(self, recipe: Any) -> None:
         """Raise ValueError for what of a recipe does not go with this task."""
 
-    def check_new(self) -> None:
-        """Raise RecipeError for what is refused in new populations only, since older ones may have it."""
-
     def chance(self, metric: Metric, root: str | Path | None = None) -> tuple[float, int] | None:
         """The chance level c < 1 of an accuracy, and the number of examples that it is taken over.
 

@@ -1,5 +1,6 @@
 """ConvNeXt: depthwise convolution, LayerNorm and an MLP in each block (Liu et al. 2022), as in the MLP paper."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -47,31 +48,10 @@ class ConvNeXtBlock(nn.Module):
         return x + self.drop_path(y).permute(0, 3, 1, 2)
 
 
-class ConvNeXtStage(nn.Module):
+def _stage(before: int | None, width: int, blocks: Iterable[Callable[[int], nn.Module]]) -> nn.Sequential:
     """Blocks of one width: (B, before, S, S) to (B, d, S/2, S/2), and to (B, d, S, S) in the first stage."""
-
-    def __init__(self, before: int | None, width: int, blocks: Iterable[Callable[[int], nn.Module]]) -> None:
-        super().__init__()
-        self.downsample = (
-            nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
-        )
-        self.blocks = nn.Sequential(*(block(width) for block in blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(self.downsample(x))
-
-
-class ConvNeXtHead(nn.Module):
-    """Average over space, LayerNorm, linear classifier: (B, d, S, S) to logits (B, n)."""
-
-    def __init__(self, width: int, num_classes: int) -> None:
-        super().__init__()
-        self.global_pool = SpatialMean()
-        self.norm = nn.LayerNorm(width, eps=1e-6)
-        self.fc = nn.Linear(width, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(self.norm(self.global_pool(x)))
+    reduced = nn.Identity() if before is None else nn.Sequential(LayerNorm2d(before), patchify(before, width, 2))
+    return nn.Sequential(OrderedDict(downsample=reduced, blocks=nn.Sequential(*(block(width) for block in blocks))))
 
 
 class ConvNeXt(nn.Module):
@@ -129,8 +109,9 @@ class ConvNeXt(nn.Module):
         }  # fmt: skip
         blocks = (partial(ConvNeXtBlock, drop_path=path, **options) for path in drop_paths(drop_path, sum(depths)))
         stages = zip((None, *widths), widths, depths, strict=False)
-        self.stages = nn.Sequential(*(ConvNeXtStage(before, here, islice(blocks, n)) for before, here, n in stages))
-        self.head = ConvNeXtHead(widths[-1], num_classes)
+        self.stages = nn.Sequential(*(_stage(before, here, islice(blocks, n)) for before, here, n in stages))
+        norm, classifier = nn.LayerNorm(widths[-1], eps=1e-6), nn.Linear(widths[-1], num_classes)
+        self.head = nn.Sequential(OrderedDict(global_pool=SpatialMean(), norm=norm, fc=classifier))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(x)))

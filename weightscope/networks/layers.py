@@ -10,7 +10,6 @@ Every layer with its own parameters has `reset_parameters()`, like those of `tor
 """
 
 import warnings
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ from torch.nn import functional as F
 from weightscope._util.checks import divided
 from weightscope.errors import UsageError
 
+# Torch says once in a process that such kernels may need a padded copy.
+warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
 TEMPERATURE = 10_000.0  # of position codes: Vaswani et al. 2017, section 3.5; also in MoCo-v3 and simple ViT
 
 
@@ -164,17 +165,8 @@ def depthwise(width: int, kernel_size: int, dilation: int = 1) -> nn.Conv2d:
     Even kernels, which have no central pixel, have torch's padding "same": one more pixel after the image than before.
     """
     if kernel_size % 2 == 0:
-        _told_of_even_kernels()
         return nn.Conv2d(width, width, kernel_size, padding="same", dilation=dilation, groups=width)
     return nn.Conv2d(width, width, kernel_size, padding=dilation * (kernel_size // 2), dilation=dilation, groups=width)
-
-
-@cache
-def _told_of_even_kernels() -> None:
-    """Let torch say here, unheard, that even kernels may need a padded copy; it says so once in a process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using padding='same' with even kernel lengths")
-        F.conv2d(torch.zeros(1, 1, 2, 2, device="cpu"), torch.zeros(1, 1, 2, 2, device="cpu"), padding="same")
 
 
 def patchify(channels: int, width: int, patch_size: int) -> nn.Conv2d:

@@ -8,8 +8,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from weightscope.errors import UsageError
-
 _AT_ONCE = 65_536  # states of one vector operation: enough to hide its call, few enough for the cache (measured)
 
 
@@ -33,11 +31,6 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
         >>> selective_scan(x, F.softplus(step), -torch.exp(a_log), b, c).shape == x.shape
         True
     """
-    (batch, tokens, channels), states = x.shape, a.shape[-1]
-    expected = [(batch, tokens, channels), (channels, states), (batch, tokens, states), (batch, tokens, states)]
-    found = [tuple(value.shape) for value in (delta, a, b, c)]
-    if found != expected:
-        raise UsageError(f"selective_scan: expected delta, A, B, C of {expected}, found {found}")
     y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments)
     return y.squeeze(0)
 
@@ -213,13 +206,7 @@ def block_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, blo
     Example:
         >>> block_scan(values, torch.ones(2, 50, 1), torch.zeros(1), keys, queries)  # linear attention
     """
-    (batch, tokens, heads, _), (groups, states) = x.shape, b.shape[2:]
-    expected = [(batch, tokens, heads), (heads,), (batch, tokens, groups, states), (batch, tokens, groups, states)]
-    found = [tuple(value.shape) for value in (delta, a, b, c)]
-    if found != expected or heads % groups:
-        raise UsageError(
-            f"block_scan: expected delta, A, B, C of {expected}, groups that divide the {heads} heads, found {found}"
-        )
+    tokens, groups = x.shape[1], b.shape[2]
     block = min(block, tokens)
     short = -tokens % block
     # (B, blocks, block, ...), padded by tokens without a step, which leave the state as it is

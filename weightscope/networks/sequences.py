@@ -253,15 +253,6 @@ class Mamba2Mixer(nn.Module):
 # --- language models --------------------------------------------------------------------------------------------------
 
 
-def check_tokens(tokens: Tensor, vocabulary: int) -> None:
-    """Refuse tokens outside of 0 to `vocabulary` - 1; on a GPU, for which it would wait, and on meta, all pass."""
-    if tokens.device.type == "cpu" and tokens.numel():
-        low, high = (int(value) for value in tokens.aminmax())
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
-            raise UsageError(f"tokens: expected numbers from 0 to {vocabulary - 1}, found {wrong}")
-
-
 class TokenEmbedding(nn.Embedding):
     """Vectors of tokens, initially normal with standard deviation 0.02. Tokens outside the vocabulary are an error.
 
@@ -285,8 +276,11 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=EMBEDDING_STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self.checks:
-            check_tokens(tokens, self.num_embeddings)
+        if self.checks and tokens.device.type == "cpu" and tokens.numel():  # a GPU would wait for the numbers
+            low, high = (int(value) for value in tokens.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                wrong = low if low < 0 else high
+                raise UsageError(f"tokens: expected numbers from 0 to {self.num_embeddings - 1}, found {wrong}")
         vectors = super().forward(tokens)
         if not (self.training and self.dropout):
             return vectors

@@ -79,20 +79,9 @@ class Elementwise(BatchedLayer):
 
 
 class _PerChannel(BatchedLayer):
-    """Pooling of images, which never mixes channels."""
+    """Pooling and flattening of images, which mix no channels of two networks."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 4:
-            raise UsageError(f"{self.layer}: expected images (B, C, H, W), found {x.ndim} axes")
-        return self.layer(x)
-
-
-class _Flatten(BatchedLayer):
-    """Flattening of images, which keeps the values of each network together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim not in (2, 4) or self.layer.start_dim not in (1, 2):
-            raise UsageError(f"{self.layer}: only images (B, C, H, W) can be flattened for many networks")
         return self.layer(x)
 
 
@@ -308,8 +297,7 @@ BATCHED_LAYERS: dict[type[nn.Module], Callable[[Any, int], BatchedLayer]] = {
     ConvolutionalAttention: _PositionalAttention,
     SpatialMean: _SpatialMean,
     TokenPool: _TokenPool,
-    nn.Flatten: _Flatten,
-    **dict.fromkeys((nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d), _PerChannel),
+    **dict.fromkeys((nn.AvgPool2d, nn.MaxPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Flatten), _PerChannel),
     **dict.fromkeys((nn.GELU, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.SiLU), Elementwise),
     **dict.fromkeys((nn.Mish, nn.Hardswish, nn.Hardtanh, nn.Softplus, nn.Sigmoid, nn.Tanh), Elementwise),
 }

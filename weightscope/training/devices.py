@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from typing import Any
 
 import torch
@@ -127,44 +126,37 @@ def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    keep_freed_memory()
     try:
-        with unaffected():
+        with unaffected(), freed_memory_kept():
             yield
     finally:
         torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
-        return_freed_memory()
 
 
 # By default glibc returns large freed blocks to the system. A training step allocates and frees the same activations
 # over and over, and where page faults are slow (mainly in virtual machines) they can take most of its time. A notebook,
 # on the other hand, should not keep the memory of every array that it has ever freed: the setting ends with training.
 
-# From glibc's malloc.h: blocks are never mapped by themselves, which would be unmapped when freed, and never trimmed.
+# From glibc's malloc.h: blocks are never mapped by themselves, which would be unmapped when freed, and never trimmed;
+# then what the thresholds grow to by themselves, which they no longer do once one of them was set.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_NEVER, _NONE = -1, 0
-# What glibc's thresholds grow to by themselves, which they no longer do once one of them was set.
-_MAPPED, _LARGE = 65_536, 32 << 20
+_KEPT = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
+_RETURNED = {_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
 
 
-def keep_freed_memory() -> bool:
-    """Keep freed blocks for reuse; returns whether it took effect, which needs glibc."""
-    library = _glibc()
-    return bool(library and library.mallopt(_M_MMAP_MAX, _NONE) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
-
-
-def return_freed_memory() -> None:
-    """End `keep_freed_memory`: freed blocks go back to the system, now and from now on."""
-    library = _glibc()
-    if library is not None:
-        library.mallopt(_M_MMAP_MAX, _MAPPED)
-        library.mallopt(_M_MMAP_THRESHOLD, _LARGE)
-        library.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE)
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Keep freed blocks for reuse within the block, if there is glibc; then they go back to the system."""
+    library: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if not hasattr(library, "gnu_get_libc_version"):
+        yield
+        return
+    for option, value in _KEPT.items():
+        library.mallopt(option, value)
+    try:
+        yield
+    finally:
+        for option, value in _RETURNED.items():
+            library.mallopt(option, value)
         library.malloc_trim(0)
-
-
-@cache
-def _glibc() -> ctypes.CDLL | None:
-    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    return library if hasattr(library, "gnu_get_libc_version") else None

@@ -27,7 +27,7 @@ from weightscope.errors import UsageError
 from weightscope.networks.convmixer import Residual
 from weightscope.networks.convnext import ConvNeXtBlock
 from weightscope.networks.layers import DropPath
-from weightscope.networks.sequences import TokenEmbedding, check_tokens
+from weightscope.networks.sequences import TokenEmbedding
 from weightscope.networks.vit import Block
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
@@ -147,10 +147,9 @@ class StackedNetworks(Networks):
         for name, buffer in template.named_buffers():  # constants that are not stored
             path, _, last = name.rpartition(".")
             setattr(self.network.get_submodule(path), last, buffer.to(device))
-        embeddings = [layer for layer in self.network.modules() if isinstance(layer, TokenEmbedding)]
-        for layer in embeddings:
-            layer.checks = False  # the host cannot read one network's tokens; `forward` checks those of all
-        self._vocabulary = min((layer.num_embeddings for layer in embeddings), default=None)
+        for layer in self.network.modules():
+            if isinstance(layer, TokenEmbedding):
+                layer.checks = False  # the host cannot read one network's tokens
         self._draws: dict[str, Tensor] = {}  # (T, v) each
 
     def drop_tokens(self, draws: Tensor) -> None:
@@ -159,9 +158,6 @@ class StackedNetworks(Networks):
         self._draws = {f"{name}.draws": draws for name in dropping}
 
     def forward(self, tokens: Tensor) -> Tensor:
-        if self._vocabulary is not None:
-            check_tokens(tokens, self._vocabulary)
-
         def one(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
             found: Tensor = functional_call(self.network, weights, (tokens,))
             return found

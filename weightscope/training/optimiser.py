@@ -5,6 +5,7 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from weightscope.training.kernels import functions
 from weightscope.training.kernels.functions import Kernels
@@ -100,25 +101,16 @@ def schedule_factor(schedule: str, step: int, steps: int, warmup: float) -> floa
 
 
 class Plateau:
-    """Learning rates (T,), each cut by a factor where the network's own loss has not improved for `patience` epochs.
-
-    Equal to `torch.optim.lr_scheduler.ReduceLROnPlateau` on each network alone.
-    """
-
-    threshold, smallest_change = 1e-4, 1e-8  # torch's
+    """Learning rates (T,), each cut by a factor where the network's own loss has not improved for `patience` epochs."""
 
     def __init__(self, rates: np.ndarray, factor: float, patience: int) -> None:
-        self.rates, self.factor, self.patience = np.array(rates, dtype=np.float64), factor, patience
-        self.best = np.full(self.rates.shape, np.inf)
-        self.waited = np.zeros(self.rates.shape, dtype=np.int64)
+        self.rates = np.array(rates, dtype=np.float64)
+        optimisers = [torch.optim.SGD([torch.zeros(1)], lr=float(rate)) for rate in rates]
+        self._each = [ReduceLROnPlateau(optimiser, factor=factor, patience=patience) for optimiser in optimisers]
 
     def step(self, losses: np.ndarray) -> np.ndarray:
         """The rates (T,) of the next epoch, after the losses (T,) of this one."""
-        better = losses < self.best * (1 - self.threshold)
-        self.best = np.where(better, losses, self.best)
-        self.waited = np.where(better, 0, self.waited + 1)
-        late = self.waited > self.patience
-        cut = self.rates * self.factor
-        self.rates = np.where(late & (self.rates - cut > self.smallest_change), cut, self.rates)
-        self.waited[late] = 0
+        for scheduler, loss in zip(self._each, losses, strict=True):
+            scheduler.step(float(loss))
+        self.rates = np.array([scheduler.get_last_lr()[0] for scheduler in self._each])
         return self.rates

@@ -155,9 +155,7 @@ class Request:
         if not cluster:  # whose machines have memory of their own
             once(lambda: check_memory(wanted, where), "memory", str(where), sizes, wanted.training.ema)
         there = manifests.read(path) if (path / manifests.NAME).exists() else None
-        if there is None:
-            wanted.data.check_new()
-        else:
+        if there is not None:
             for kind, name in wanted.references:
                 if f"{kind} {name}" in there.inputs:
                     plugins.check_source(name, there.inputs[f"{kind} {name}"], path)

@@ -7,8 +7,8 @@ for the backward pass, and everything else is recomputed. Kernels:
 - "c" (`c/`, compiled by `build.py`): CPU; the activations' type, float32 or float64, to which weights are converted.
 - "inductor": torch's operations, which the engine hands to `torch.compile`; here the same as "torch".
 
-Compiled functions are differentiable once. All raise ValueError if shapes or types do not match, and UsageError if
-there is no C compiler.
+Compiled functions are differentiable once. They read memory by the shapes of their arguments, which are those of a
+network that has run by torch's operations (`network_check.py`). UsageError if there is no C compiler.
 """
 
 import ctypes
@@ -44,7 +44,6 @@ def depthwise_conv2d(
 
     Equal to `F.conv2d(x, weight, bias, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
     """
-    _check_filters(x, weight, bias)
     if kernels == "c":
         bias = torch.zeros(len(weight)) if bias is None else bias
         return _compiled(_depthwise, _depthwise_backward, x, weight, bias, dilation=dilation)
@@ -55,34 +54,22 @@ def depthwise_conv2d(
 
 def norm_mlp(x: Tensor, norm: Pair, fc1: Pair, fc2: Pair, eps: float) -> Tensor:
     """`fc2(gelu(fc1(norm(x))))` of T networks, where norm is LayerNorm over the channels; in C."""
-    _check_mlp((x.shape[0], x.shape[1]), eps, norm, fc1, fc2)
-    _check_norm(x, norm)
     return _compiled(_mlp, _mlp_backward, x, *norm, *fc1, *fc2, eps=eps)
 
 
 def convnext_blocks(x: Tensor, blocks: tuple[Block, ...], eps: float) -> Tensor:
     """`x + fc2(gelu(fc1(norm(conv(x)))))`, the block of T ConvNeXts without layer scale, several times; in C."""
-    for filters, norm, fc1, fc2 in blocks:
-        _check_filters(x, *filters)
-        _check_mlp((len(norm[0]), fc1[0].shape[-1]), eps, norm, fc1, fc2)
-        _require(norm[0].numel() == len(x), "as many channels as norms have entries", x, norm[0])
-    alike = len({(block[0][0].shape, block[2][0].shape) for block in blocks}) == 1
-    _require(alike, "blocks of equal sizes", *(block[2][0] for block in blocks))
     weights = [weight for block in blocks for pair in block for weight in pair]
     return _compiled(_blocks, _blocks_backward, x, *weights, eps=eps, keep=torch.is_grad_enabled())
 
 
 def convmixer_mixing(x: Tensor, filters: Pair, norm: Pair, eps: float, *, dilation: int = 1) -> Tensor:
     """`x + batch_norm(gelu(conv(x)))`, the spatial mixing of ConvMixers, with the statistics of the batch; in C."""
-    gain, shift = norm
-    _check_filters(x, *filters)
-    _check_norm(x.flatten(1)[None], (gain[None], shift[None]))
-    return _compiled(_mixing, _mixing_backward, x, *filters, gain, shift, dilation=dilation, eps=eps)
+    return _compiled(_mixing, _mixing_backward, x, *filters, *norm, dilation=dilation, eps=eps)
 
 
 def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor:
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
-    _check_norm(x, norm)
     if kernels == "c":
         return _compiled(_norm, _norm_backward, x, *norm, eps=eps)
     return pytorch.normalise(x, norm, 1, eps)
@@ -90,7 +77,6 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
 
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
     """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions."""
-    _check_norm(x, norm, more)
     if kernels == "c":
         return _compiled(_gelu_norm, _gelu_norm_backward, x, *norm, more, eps=eps)
     y = pytorch.normalise(F.gelu(x), norm, 2, eps)
@@ -98,8 +84,7 @@ def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = Non
 
 
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
-    """`softmax(q^T k / sqrt(d)) v` of each head and image."""
-    _require(qkv.ndim == 6 and qkv.shape[1] == 3, "queries, keys and values (T, 3, H, d, N, B)", qkv)
+    """`softmax(q^T k / sqrt(d)) v` of each head and image, of queries, keys and values (T, 3, H, d, N, B)."""
     if kernels == "c":
         return _compiled(_attention, _attention_backward, qkv)
     return pytorch.attention(qkv)
@@ -119,32 +104,6 @@ def adamw(
     """One step of `BatchedAdamW` in place, in C."""
     tensors = (weights, gradient, *moments, decayed.to(weights.dtype), *rates, clip, scalars)
     _call("adamw_step", tensors, (*weights.shape, *map(float, betas), float(eps)))
-
-
-def _require(fits: bool, expected: str, *tensors: Tensor | None) -> None:
-    """Compiled code reads memory by these shapes."""
-    if not fits:
-        found = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
-        raise ValueError(f"expected {expected}, found {found}")
-
-
-def _check_filters(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    channels, k = x.shape[0], weight.shape[-1]
-    fits = x.ndim == 4 and weight.shape == (channels, k, k) and k % 2 == 1
-    fits = fits and (bias is None or bias.shape == (channels,))
-    _require(fits, "images (C, H, W, B), odd square kernels (C, k, k) and biases (C,)", x, weight, bias)
-
-
-def _check_norm(x: Tensor, norm: Pair, more: Tensor | None = None) -> None:
-    fits = x.ndim == 3 and all(value.shape == x.shape[:2] for value in norm) and (more is None or more.shape == x.shape)
-    _require(fits, "x (T, c, P), gain and shift (T, c) and a residual (T, c, P)", x, *norm, more)
-
-
-def _check_mlp(sizes: tuple[int, int], eps: float, *pairs: Pair) -> None:
-    (t, c), m = sizes, pairs[1][0].shape[1]
-    expected, weights = [(t, c), (t, c), (t, m, c), (t, m), (t, c, m), (t, c)], [w for pair in pairs for w in pair]
-    fits = [tuple(w.shape) for w in weights] == expected and eps > 0
-    _require(fits, f"weights of shapes {expected} and a positive eps, not {eps},", *weights)
 
 
 class _Compiled(torch.autograd.Function):
