@@ -237,6 +237,14 @@ def test_json_on_standard_output(folder, command, capsys, monkeypatch):
     assert not (folder / "-").exists()
 
 
+def test_every_json_option_takes_standard_output():
+    with_json = [c for c in cli.commands.values() for p in c.params if "--json" in p.opts]
+    assert len(with_json) >= 7
+    for command in with_json:
+        (option,) = (p for p in command.params if "--json" in p.opts)
+        assert option.type.convert("-", option, None) == Path("-")
+
+
 def test_collect_ends_with_a_screen_not_more(folder, capsys):
     out = succeed("collect", folder / "tiny.toml", "-o", folder / "tiny.pop", "--workers", 1, capsys=capsys)
     assert out.count("\n") <= 24
@@ -249,6 +257,13 @@ def test_summaries_in_help_are_whole(capsys):
     _, out, _ = run("--help", capsys=capsys)
     assert "..." not in out.partition("Commands:")[2]
     assert "Compare initialisers on paired seeds, with confidence intervals and p-values." in " ".join(out.split())
+
+
+def test_covariance_takes_a_part_that_the_model_has(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(ViT(16, 4, 16, 1, 2, 10).state_dict(), "vit.pt")
+    succeed("covariance", "vit.pt", "--json", "found.json", capsys=capsys)
+    assert json.loads(Path("found.json").read_text())["part"] == "mlp-rows"
 
 
 def complete(*words: str) -> list[str]:
