@@ -6,7 +6,7 @@ The checkpoint holds random float16 weights in one safetensors file, warm in the
 attention tensors of each layer with the `safetensors` package and multiplies `W_Q W_K^T` of every head and
 `W_V W_O` of the layer, in float64 (as ours) or in float32, into a d x d matrix that it drops; it computes no statistic.
 Ours answers with its whole table: every statistic of every head, of the values and outputs of every head, and of every
-layer, with the heads' singular values. Each contender runs in a process of its own with the same number of threads, in
+layer. Each contender runs in a process of its own with the same number of threads, in
 turns for several rounds; memory is the process's peak above what it held after its imports. Ratios are ours over
 peer, medians over rounds.
 """

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from pathlib import Path
 
 import pytest
 import references_sequences as reference
@@ -29,7 +28,6 @@ KINDS = {
 NAMES = ("attention modules", "depthwise convolutions", "MLPs", "patch embeddings", "position embeddings")
 NAMES += ("state-space layers",)
 DEIT = ("timm-deit", "timm-eva", "hf-deit", "hf-dinov2")
-REAL = Path(__file__).resolve().parents[2] / "shared" / "models" / "vit-small-patch14"
 
 
 def ids(families: list[Family]) -> dict:
@@ -60,23 +58,15 @@ def test_counts_and_a_missing_kind_raises_with_what_was_found(family):
     for (kind, find), count in zip(KINDS.items(), (counts[named] for named in NAMES), strict=True):
         assert count == family.parts.get(kind, 0)
         if kind in family.parts:
-            assert len(find(model)) == family.parts[kind], kind
+            parts = find(model)
+            assert len(parts) == family.parts[kind], kind
+            for part in parts if kind == "attention" else ():
+                assert (part.heads, part.kv_heads, part.width) == (*family.heads, WIDTH)
+                assert part.head_width == part.value_width == WIDTH // part.heads
+                assert part.rotary == (family.name in ("hf-llama", "hf-phi3", "hf-neox"))
         else:
             with pytest.raises(AnatomyError, match=r"expected .* found .* tensors \(`"):
                 find(model)
-
-
-@pytest.mark.parametrize("family", **ids(rows("attention")))
-def test_heads_and_widths(family):
-    for part in anatomy.attention(built(family.name)):
-        assert (part.heads, part.kv_heads) == family.heads
-        assert part.width == WIDTH
-        assert part.head_width == part.value_width == WIDTH // part.heads
-        assert part.read("q").shape == (part.heads, part.width, part.head_width)
-        assert part.read("k").shape == (part.kv_heads, part.kv_width, part.head_width)
-        assert part.read("v").shape[0] == part.kv_heads
-        assert part.read("o").shape == (part.heads, part.value_width, part.width)
-        assert part.rotary == (family.name in ("hf-llama", "hf-phi3", "hf-neox"))
 
 
 def test_layers_kinds_and_masks():
@@ -168,32 +158,11 @@ def test_write_is_the_inverse_of_read(kind, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", **ids(rows("attention")))
-def test_writing_one_head_changes_its_numbers_and_no_others(family):
-    model = family.build()
-    tied = len(model.state_dict()) != len(dict(model.named_parameters()) | dict(model.named_buffers()))
-    part = anatomy.attention(model)[-1]
-    for name in "qkvo":
-        before = state(model)
-        value = part.read(name)
-        head = len(value) - 1
-        value[head] += 1.0
-        part.write(name, value)
-        changed = {
-            n: int((v != before[n]).sum()) for n, v in model.state_dict().items() if not torch.equal(v, before[n])
-        }
-        assert changed == {part.parameters[name][0]: value[head].numel()} or tied
-        others = {other: part.read(other) for other in "qkvo" if other != name}
-        part.write(name, part.read(name) * 2)
-        assert all(torch.equal(part.read(other), kept) for other, kept in others.items())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["depthwise", "mlps", "patch_embeddings", "positions", "ssms"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_writing_one_part_changes_only_the_named_tensors(kind):
     for family in rows(kind):
         model = family.build()
-        part = KINDS[kind](model)[0]
+        part = KINDS[kind](model)[-1]
         for read, write in slots(part):
             before, kept = state(model), [other() for other, _ in slots(part)]
             write(read() + 1.0)
@@ -337,9 +306,9 @@ def test_the_views_reproduce_the_real_depthwise_convolutions(family, monkeypatch
         weight = filters.unsqueeze(1) if part.ndim == 2 else filters
         bias, groups = inner.bias, part.channels
         if part.ndim == 1:
-            y = F.conv1d(x, weight, bias, inner.stride, inner.padding, part.dilation, groups)
+            y = F.conv1d(x, weight, bias, inner.stride, inner.padding, inner.dilation, groups)
         else:
-            y = F.conv2d(x, weight, bias, inner.stride, inner.padding, part.dilation, groups)
+            y = F.conv2d(x, weight, bias, inner.stride, inner.padding, inner.dilation, groups)
         torch.testing.assert_close(y, recorder.outputs[part.name])
 
 
@@ -439,24 +408,6 @@ def test_a_state_dict_with_its_config_gives_the_same_parts_in_any_order(family):
                 assert torch.equal(read(), other())
             for fact in ("layer", "kind", "rotary", "scale", "stage", "version", "state", "groups"):
                 assert getattr(a, fact, None) == getattr(b, fact, None), fact
-
-
-@pytest.mark.skipif(not REAL.exists(), reason="needs ../shared/models")
-def test_a_real_checkpoint_read_lazily():
-    checkpoint = Checkpoint(REAL)
-    before = checkpoint.bytes_read
-    parts = anatomy.attention(checkpoint)
-    assert checkpoint.bytes_read == before, "finding the parts must read no tensor"
-    assert [(p.layer, p.name.split(".")[2]) for p in parts] == [(i, str(i)) for i in range(12)]
-    assert {(p.heads, p.kv_heads, p.width, p.head_width) for p in parts} == {(6, 6, 384, 64)}
-    diagonals = torch.stack([(p.read("q") * p.read("k")).sum((1, 2)) for p in parts])  # traces, (12, 6)
-    assert int((diagonals > 0).sum()) == 65
-    traces = torch.stack([(p.read("v") * p.read("o").mT).sum() for p in parts])
-    assert int((traces < 0).sum()) == 8
-    (table,) = anatomy.positions(checkpoint)
-    assert (table.prefix, table.grid) == (1, (37, 37))
-    with pytest.raises(DataError, match="cannot be written"):
-        parts[0].write("q", parts[0].read("q"))
 
 
 def test_tied_layers_are_one_part():

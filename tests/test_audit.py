@@ -104,7 +104,7 @@ CASES = {
     "trunc_normal": (narrow_vit, "trunc_normal", {"std": 0.1, "cut": 0.2}),
     "t_fixup": (narrow_vit, "t_fixup", {}),
     "delta_orthogonal": (small_mixer, "delta_orthogonal", {}),
-    "sinusoidal_positions": (small_vit, "sinusoidal_positions", {"gamma": 2.0, "special": "zero"}),
+    "sinusoidal_positions": (small_vit, "sinusoidal_positions", {"gamma": 2.0}),
 }
 
 
@@ -140,15 +140,6 @@ def test_correct_initialisations_pass_with_room_to_spare(case):
 
 
 # --- every precision; every family is in the contract of the initialisers -------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ["mimetic_attention", "conv_covariance", "conv_covariance-clip", "mimetic_mlp-rows"])
-def test_precisions(case, dtype):
-    make, name, parameters = CASES[case]
-    model = wi.get(name, **parameters)(make(0), generator=seeded(0)).to(dtype)
-    report = audit(model, name, **parameters)
-    assert report.passed, str(report)
 
 
 def test_the_published_numbers_at_width_192():
@@ -257,7 +248,7 @@ def test_a_state_dict_with_its_config():
     wi.mimetic_mlp_(model, mode="rows", sigma=0.5, generator=seeded(0))
     found = audit(model.state_dict(), "mimetic_attention+mimetic_mlp", config={"num_heads": 3}, mode="rows", sigma=0.5)
     assert found.passed
-    assert found.verdicts == {"mimetic_attention": True, "mimetic_mlp": True}
+    assert found.outcomes == {"mimetic_attention": "passed", "mimetic_mlp": "passed"}
     with_code = audit(model, "mimetic_attention+mimetic_mlp", mode="rows", sigma=0.5)
     assert found.unconfirmed == ("blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight")
     assert "without the code of a module to confirm the order of rows: `blocks.0.attn.qkv.weight`" in str(found)
@@ -278,8 +269,8 @@ def test_without_a_name_the_audit_tells_which_initialiser_it_was(make, name, par
     model = wi.get(name, **parameters)(make(0), generator=seeded(0))
     found = audit(model)
     assert found.passed
-    assert found.verdicts[name]
-    others = {n for n, passed in found.verdicts.items() if passed} - {name}
+    assert found.outcomes[name] == "passed"
+    others = {n for n, outcome in found.outcomes.items() if outcome == "passed"} - {name}
     # What else these models have: the positions and default entries of our constructor.
     assert others <= {"sinusoidal_positions", "kaiming_uniform"}
     assert f"{name}: passed" in str(found)
@@ -331,7 +322,7 @@ def test_expectations_of_ones_own(init):
     assert audit(model.state_dict(), init, limit=0.6).passed
     if isinstance(init, str):
         found = audit(model, f"mimetic_attention + {init}", limit=1e-3, layers=1)
-        assert found.verdicts == {"mimetic_attention": True, "small_head": False}
+        assert found.outcomes == {"mimetic_attention": "passed", "small_head": "failed"}
 
 
 BAD_INPUT = [

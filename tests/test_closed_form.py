@@ -44,38 +44,13 @@ def stack(width, depth, kernel):
     return nn.Sequential(*(nn.Conv2d(width, width, kernel, groups=width) for _ in range(depth)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel", [5, 9])
-@pytest.mark.parametrize(
-    ("preset", "first"),
-    [("figure-a4", 0.16), ("cifar-patch2", 0.5), ("imagenet-frozen", 0.16), ("imagenet-thawed", 0.12)],
-)
-def test_a_schedule_is_recovered(preset, first, kernel):
-    """Within six standard deviations of 1,024 filters in 8 layers (half of those over 30 seeds with 256 filters).
-
-    Sigma 0.08 is hardly seen in the first layer (8 %): its bumps are narrower than a pixel. Elsewhere it is 1.3 %, the
-    scale 0.6 %. v and a trade with each other: 0.05 and 0.14.
-    """
-    curve = PRESETS[preset]
-    source = wi.conv_covariance_(stack(1024, 8, kernel), preset=preset, scale=0.3, generator=seeded(1))
-    found = fit_conv_schedule(source).numbers
-    assert found.sigma0 == pytest.approx(curve.sigma0, rel=first)
-    assert found.v == pytest.approx(curve.v, abs=0.3)
-    assert found.a == pytest.approx(curve.a, abs=0.85)
-    for d in (0.25, 0.5, 0.75, 1.0):
-        assert found.sigma0 + found.v * d + found.a * d**2 / 2 == pytest.approx(curve(d), rel=0.08)
-    assert found.scale == pytest.approx(0.3, rel=0.04)
-    for layer in found.layers:
-        assert layer.r2 == pytest.approx(layer.attainable, abs=0.03)
-        assert layer.r2 <= layer.r2_alone + 1e-9
-
-
-def test_covariances_themselves_are_fitted_exactly():
+@pytest.mark.parametrize("preset", ["figure-a4", "cifar-patch2", "imagenet-frozen", "imagenet-thawed"])
+def test_a_schedule_is_recovered(preset):
     """Filters whose sample covariance is the closed form to rounding: whitened noise times its root."""
     from weightscope.init.convolution import covariance_root
 
     source = mixer(200, 5, 5).double()
-    curve = PRESETS["figure-a4"]
+    curve = PRESETS[preset]
     noise = torch.randn(200, 25, generator=seeded(), dtype=torch.float64)
     noise -= noise.mean(0)
     white = noise @ torch.linalg.inv(torch.linalg.cholesky(noise.T @ noise / 199)).T
@@ -99,6 +74,8 @@ def test_goodness_of_fit_is_the_stated_formula():
         assert layer.scale == pytest.approx(math.sqrt(factor), rel=1e-9)
         rest = np.sum((sample - factor * closed) ** 2) / np.sum(sample**2)
         assert layer.r2 == pytest.approx(1 - rest, rel=1e-9)
+        square, trace = np.sum(closed**2), np.trace(closed)
+        assert layer.attainable == pytest.approx(square / (square + (trace**2 + square) / 63), rel=1e-9)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -164,8 +141,7 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
     for layer in fit_identity_product(source).numbers.layers:
         found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, -layer.vo.beta)
         assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
-        assert layer.qk.residual < 0.05
-        assert layer.vo.residual < 0.05
+        assert max(layer.qk.residual, layer.vo.residual) < 2 / width  # of singular values a place off, 2.1 and more
 
 
 def test_a_multiple_of_a_projection_has_no_noise():
@@ -313,25 +289,12 @@ def test_parts_are_chosen():
         assert not torch.equal(part.read("o"), o)
 
 
-def test_a_state_dict_needs_its_config():
-    source = wi.mimetic_attention_(vit(), generator=seeded())
-    with pytest.raises(AnatomyError, match="number of heads"):
-        fit_network(source.state_dict(), "identity_product")
-    found = fit_network(source.state_dict(), "identity_product", config={"num_attention_heads": 3})
-    assert found.numbers.layers == fit_network(source, "identity_product").numbers.layers
-
-
 def test_weights_that_are_not_finite():
     source = vit()
     with torch.no_grad():
         source.blocks[1].attn.qkv.weight[3, 4] = math.nan
     with pytest.raises(DataError, match=r"`blocks\.1\.attn\.qkv\.weight`: 1 of 9216 weights are NaN"):
         fit_network(source, "identity_product")
-    source = mixer(16, 2, 3)
-    with torch.no_grad():
-        depthwise(source)[0]._tensors.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
-    with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
-        fit_network(source, "conv_schedule")
 
 
 def test_networks_that_have_nothing_to_fit():
@@ -505,15 +468,3 @@ def test_options_reach_the_structures_of_a_population(tmp_path):
     fake.write_population(tmp_path / "a.pop", fake.recipe())
     found = fit_init(tmp_path / "a.pop", "low_rank", options={"rank": 2}, select="mlp.fc1.weight")
     assert found.groups[0].label == "low_rank (rank 2)"
-
-
-def test_the_vit_small_by_hand():
-    from pathlib import Path
-
-    folder = Path(__file__).resolve().parents[2] / "shared/models/vit-small-patch14"
-    if not folder.exists():
-        pytest.skip("../shared/models/vit-small-patch14 is not there")
-    found = fit_network(folder, "identity_product").numbers.layers
-    # By hand, value-output diagonals are negative in 8 of 12 layers.
-    assert sum(layer.vo.beta < 0 for layer in found) == 8
-    assert all(layer.qk.beta > 0 for layer in found)

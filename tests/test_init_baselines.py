@@ -9,11 +9,10 @@ from families import FAMILIES, seeded
 from torch import nn
 
 from weightscope import anatomy, audit
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import UsageError
 from weightscope.init import (
     delta_orthogonal_,
     layer_scale_identity_,
-    mimetic_conv_mlp_,
     mimetic_first_last_mlp_,
     mimetic_mlp_,
     mimetic_ssm_,
@@ -41,17 +40,6 @@ def test_after_a_layer_norm_the_scalar_mean_changes_gradients_only():
         out.square().mean().backward()
     one, other = (net.blocks[0].norm2.bias.grad for net in (before, after))
     assert (one - other).norm() > 0.1 * one.norm()
-
-
-def test_gates_get_a_vector_of_their_own():
-    model = FAMILIES["hf-llama"].build()
-    before = copy.deepcopy(model)
-    mimetic_mlp_(model, mode="rows", sigma=1.0, gate=True, layers=0, generator=seeded())
-    old, new = anatomy.mlps(before), anatomy.mlps(model)
-    moves = [new[0].read(name) - old[0].read(name) for name in ("fc1", "gate")]
-    assert all(torch.allclose(m, m[:1].expand_as(m), atol=1e-5) for m in moves)
-    assert not torch.allclose(moves[0][0], moves[1][0], atol=0.1)
-    assert torch.equal(new[1].read("fc1"), old[1].read("fc1"))
 
 
 @pytest.mark.parametrize(("distribution", "most"), [("uniform", (1.7, 3**0.5 + 1e-6)), ("normal", (3, 6))])
@@ -83,35 +71,6 @@ def test_rows_of_the_last_mlp_move_as_a_whole():
     assert torch.corrcoef(both)[0, 1].item() == pytest.approx(-1, abs=1e-5)
 
 
-def test_layers_of_different_shapes_and_equal_weights_are_refused():
-    stages = ConvNeXt((8, 16), (2, 1), kernel_size=3, layer_scale=None)
-    with pytest.raises(
-        AnatomyError, match=r"shape of `stages.0.blocks.0.mlp`, \(8, 32\), found \(16, 64\); choose two"
-    ):
-        mimetic_first_last_mlp_(stages)
-    mimetic_first_last_mlp_(stages, layers=[0, 1])
-    with pytest.raises(UsageError, match=r"expected two different layers, found \[0, 0\]"):
-        mimetic_first_last_mlp_(stages, layers=[0, 0])
-    with pytest.raises(UsageError, match="expected two layers"):
-        mimetic_first_last_mlp_(stages, layers=[0])
-    with pytest.raises(AnatomyError, match="at least two MLPs"):
-        mimetic_first_last_mlp_(convnext(8, depth=1))
-    with pytest.raises(UsageError, match=r"correlation: expected a number in \[-1, 1\], found -1.5"):
-        mimetic_conv_mlp_(stages, correlation=-1.5)
-    nn.init.ones_(stages.stages[0].blocks[0].conv_dw.weight)
-    with pytest.raises(UsageError, match="expected entries that vary"):
-        mimetic_conv_mlp_(stages)
-    with pytest.raises(UsageError, match="expected filters of odd side, found 4 x 4"):
-        mimetic_conv_mlp_(EvenBlock())
-
-
-class EvenBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv_dw = nn.Conv2d(8, 8, 4, groups=8)
-        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
-
-
 def test_the_identity_convolution_passes_the_current_token():
     model = mimetic_ssm_(FAMILIES["hf-mamba"].build(), convolution=True)
     mixer = next(m for m in model.modules() if hasattr(m, "conv1d"))
@@ -133,7 +92,7 @@ def test_some_heads_of_mamba2_decay_slowly_and_step_by_one():
     options = {"cb": False, "convolution": False}
     assert audit(after, "mimetic_ssm", heads=[1, 3], **options).passed
     assert not audit(after, "mimetic_ssm", heads=[0, 1], **options).passed
-    with pytest.raises(UsageError, match=r"heads: expected some of 0 to \d+, found 99"):
+    with pytest.raises(UsageError, match=r"heads of .*: expected some of .*, found 99"):
         mimetic_ssm_(after, heads=99)
     with pytest.raises(UsageError, match="is a Mamba layer and has none"):
         mimetic_ssm_(Mamba(64, 32, 1, state=4), heads=0)
@@ -170,12 +129,6 @@ def test_t_fixup_scales_by_depth(kind, scale):
     assert 0.95 < mlp.read("fc2").abs().max() / (math.sqrt(6 / (5 * 48)) * scale) <= 1 + 1e-6
 
 
-def test_t_fixup_embeddings():
-    model = t_fixup_(FAMILIES["hf-gpt2"].build(), kind="decoder", embeddings=True, generator=seeded())
-    table = model.transformer.wte.weight.detach()
-    assert abs(table.std() / (18**-0.25 / math.sqrt(48)) - 1) < 6 / math.sqrt(2 * table.numel())
-
-
 @pytest.mark.parametrize("groups", [1, 4])
 def test_delta_orthogonal_convolutions_are_isometries(groups):
     layer = delta_orthogonal_(nn.Conv2d(12, 24, 5, padding=2, groups=groups), generator=seeded())
@@ -196,11 +149,3 @@ def test_layer_scale_multiplies_each_branch(options):
     torch.testing.assert_close(scaled.ls1(scaled.attn(scaled.norm1(x))), 0.01 * branch, atol=1e-6, rtol=1e-4)
     branch = block.ls2(block.mlp(block.norm2(x)))
     torch.testing.assert_close(scaled.ls2(scaled.mlp(scaled.norm2(x))), 0.01 * branch, atol=1e-6, rtol=1e-4)
-
-
-def test_layer_scale_where():
-    with pytest.raises(AnatomyError, match="where='matrices'"):
-        layer_scale_identity_(vit(), where="factors")
-    model = layer_scale_identity_(vit(layer_scale=0.5), where="matrices", value=0.1)
-    assert torch.equal(model.blocks[0].ls1.gamma, torch.full((48,), 0.5))
-    torch.testing.assert_close(model.blocks[0].mlp.fc2.weight, vit(layer_scale=0.5).blocks[0].mlp.fc2.weight * 0.1)

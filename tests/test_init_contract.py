@@ -295,7 +295,7 @@ CASES = [
     Case(
         "mimetic_conv_mlp",
         [f for f in MLPS if "depthwise" in f.parts],
-        lambda m: names_of(anatomy.filter_mlps(m)),
+        lambda m: names_of([part.filters for part in anatomy.filter_mlps(m)]),
         None,
         {"correlation": -0.7},
         random=False,

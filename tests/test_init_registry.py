@@ -198,29 +198,3 @@ def test_a_matrix_shared_with_an_embedding_is_left_alone():
     before = table.weight.detach().clone()
     wi.xavier_(model, generator=seeded())
     assert torch.equal(table.weight, before)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda m: wi.xavier_(m, gain=0), "gain"),
-        (lambda m: wi.xavier_(m, distribution="cauchy"), "'uniform', 'normal'"),
-        (lambda m: wi.kaiming_uniform_(m, slope=-1), "slope"),
-        (lambda m: wi.trunc_normal_(m, std=-1), "std"),
-        (lambda m: wi.trunc_normal_(m, std=1.0, cut=0.5), "cut"),
-        (lambda m: wi.trunc_normal_(m, bias="ones"), "bias"),
-        (lambda m: wi.mimetic_mlp_(m, mode="columns"), "'scalar', 'rows', 'anticorrelated'"),
-        (lambda m: wi.mimetic_mlp_(m, sigma=-1), "sigma"),
-        (lambda m: wi.mimetic_mlp_(m, gate=True), "has no gate"),
-        (lambda m: wi.mimetic_mlp_(m, gate=1), "true or false"),
-        (lambda m: wi.mimetic_mlp_(m, b="0.1"), "finite number"),
-        (lambda m: wi.layer_scale_identity_(m, value=0), "value"),
-        (lambda m: wi.constant_mlp_bias_(m, value=float("nan")), "value: expected a finite number"),
-        (lambda m: wi.zero_init_(m, parts="all"), "'attention', 'mlp', 'both'"),
-        (lambda m: wi.t_fixup_(m, kind="both"), "'encoder', 'decoder'"),
-        (lambda m: wi.t_fixup_(m, embeddings=True), "nn.Embedding"),
-    ],
-)
-def test_argument_refusals(call, message):
-    with pytest.raises(UsageError, match=message):
-        call(vit())

@@ -9,7 +9,6 @@ from families import state_space
 from references_init import low_rank_product
 
 from weightscope import anatomy
-from weightscope.errors import AnatomyError, SpecError, UsageError
 from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
 from weightscope.networks.sequences import CausalTransformer
 
@@ -65,24 +64,3 @@ def test_one_layer_for_all():
         assert all(same) if i != 1 else not all(same)
     for name in ("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers.1.mixer.in_proj.weight"):
         assert torch.equal(student.state_dict()[name], before[name])
-
-
-def test_wrong_arguments_and_sources_are_one_line_errors():
-    network = state_space(1)
-    for arguments, message in (({"c": 0}, "c: "), ({"a": 1}, "a: "), ({"convolution": 2}, "convol")):
-        with pytest.raises(UsageError, match=message):
-            mimetic_ssm_(network, **arguments)
-    with pytest.raises(SpecError, match=r"expected attention of width 16, found 8"):
-        ssm_from_attention_(network, CausalTransformer(9, 8, 2, heads=2))
-    with pytest.raises(SpecError, match=r"expected self-attention layer 1 in the source, which has 1"):
-        ssm_from_attention_(network, CausalTransformer(9, 16, 1, heads=2))
-    with pytest.raises(SpecError, match=r"2 groups need heads 1 to 2, found 2"):
-        ssm_from_attention_(state_space(2), CausalTransformer(9, 16, 2, heads=2), head=1)
-    with pytest.raises(AnatomyError, match="expected attention modules"):
-        ssm_from_attention_(network, state_space(2))
-    with pytest.raises(UsageError, match=r"layer: expected 0 to 2 of the source, found 3"):
-        repeat_layer_(network, state_space(1), layer=3)
-    before = copy.deepcopy(network.state_dict())
-    with pytest.raises(SpecError, match=r"A_log`: found \(32, 4\), and \(4,\) in the source's layer 0"):
-        repeat_layer_(network, state_space(2))
-    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())

@@ -139,7 +139,7 @@ def test_permuting_rows_conjugates_the_matrix_normal(factors):
 
 def test_too_few_or_dependent_matrices(factors):
     rng = np.random.default_rng(8)
-    with pytest.raises(DataError, match="expected more matrices, found 1"):
+    with pytest.raises(DataError, match="too few matrices for an estimate"):
         matrix_normal(rng.standard_normal((1, 5, 3)))
     dependent = rng.standard_normal((50, 4, 3))
     dependent[:, 3] = dependent[:, 0]

@@ -117,13 +117,6 @@ def test_renumbering_units_changes_no_output(name: str) -> None:
         assert check_permutations(network, images(), seed=seed) < 1e-12
 
 
-def test_gated_mlps_with_rms_norms_have_signed_channels() -> None:
-    network = shaken(GatedBlock())
-    permutations = permutation_spec(network)
-    assert "~channels" in permutations.views[0].labels
-    assert check_permutations(network, torch.arange(5)[None], permutations) < 1e-12
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_wrong_group_is_found_out(name: str) -> None:

@@ -154,6 +154,22 @@ def test_streaming_equals_fitting_at_once(cls, options, spec, fitted):
 
 
 @contract
+def test_sums_of_parts_add_up(cls, options, spec):
+    if cls.needs_samples:
+        pytest.skip("takes all samples at once")
+    data = data_of(spec, 160)
+    centre = {"centre": np.median(data, axis=0)} if cls is Exchangeable else {}
+    (whole, made), *parts = (cls.accumulator(spec, **options, **centre) for _ in range(5))
+    whole.update(data)
+    for (sums, _), rows in zip(parts, np.split(data, [1, 60, 110]), strict=True):
+        sums.update(rows)
+    total = parts[0].sums
+    for sums, _ in parts[1:]:
+        total += sums
+    np.testing.assert_allclose(made(total).covariance(), made(whole).covariance(), rtol=0, atol=1e-11)
+
+
+@contract
 def test_scaling_the_weights_scales_the_structure(cls, options, spec, fitted):
     again = cls.fit(100.0 * data_of(spec), spec, **options)
     np.testing.assert_allclose(again.covariance(), 1e4 * fitted.covariance(), rtol=1e-6, atol=1e-2)

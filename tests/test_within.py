@@ -93,17 +93,13 @@ def test_rows_and_columns_of_every_family_equal_numpy(family, part):
 
 
 @pytest.mark.parametrize("family", PATCHES)
-def test_patches_of_every_family_equal_numpy_jointly_and_by_channel(family):
+def test_patches_of_every_family_equal_numpy(family):
     model = families.FAMILIES[family].build()
     (part,) = patch_embeddings(model)
     weights = part.read().numpy()
     (joint,) = covariance_within(model, part="patch").layers
     assert joint.shape == weights.shape[1:]
     agree(joint, weights.reshape(len(weights), -1))
-    single = covariance_within(model, part="patch-channels").layers
-    assert [layer.group for layer in single] == [f"channel {c}" for c in range(part.channels)]
-    for c, layer in enumerate(single):
-        agree(layer, weights[:, c].reshape(len(weights), -1))
 
 
 def test_every_kind_of_source_gives_the_same_numbers(tmp_path):
@@ -341,16 +337,13 @@ def test_several_networks_stand_in_one_table_and_one_picture(tmp_path):
     assert [row["source"] for row in rows] == ["a"] * 3 + ["ConvMixer"] * 4 + ["c"] * 3
 
 
-PICTURES = [(part, picture) for part in ("patch", "patch-channels") for picture in ("maps", "depth", "samples")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "picture"), [*PICTURES, ("mlp-columns", "maps"), ("mlp-columns", "depth")])
-def test_every_part_has_its_pictures(part, picture, tmp_path):
+@pytest.mark.parametrize(("part", "pictures"), [("patch", ("maps", "depth", "samples")), ("mlp-columns", ("maps",))])
+def test_every_part_has_its_pictures(part, pictures, tmp_path):
     found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part=part)
-    found.plot(tmp_path / "a.png", picture)
-    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
-    assert found.text()
+    for picture in pictures:
+        found.plot(tmp_path / f"{picture}.png", picture)
+        assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_share_of_a_kronecker_product():
@@ -471,17 +464,12 @@ def test_blocks_of_channels_and_of_rectangles():
 
 EYE = np.eye(9)
 PANEL = plots.Panel(EYE, "a", (1, 3, 3))
-CURVE = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {})
 BAD_PAGES = [
     (plots.covariance_page, [[plots.Panel(EYE[:4], "a", (1, 3, 3))]], r"a: expected a square .* found \(4, 9\)"),
-    (plots.covariance_page, [[plots.Panel(EYE, "a", (1, 2, 2))]], "1 x 2 x 2 filters"),
     (plots.covariance_page, [[plots.Panel(EYE + np.inf, "a", (1, 3, 3))]], "expected finite"),
     (plots.covariance_page, [[None]], "at least one layer"),
     (partial(plots.covariance_page, row_labels=["a", "b"]), [[PANEL]], "row_labels"),
     (plots.filter_page, [[PANEL]], "expected filters"),
-    (partial(plots.depth_curves, statistics=[plots.Statistic("x", "x")]), [CURVE], r"expected x at \(2,\)"),
-    (partial(plots.depth_curves, statistics=[plots.Statistic("y", "y")]), [CURVE], "no 'y'"),
-    (partial(plots.depth_curves, statistics=[]), [], "expected curves"),
 ]
 
 

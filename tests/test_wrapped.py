@@ -140,14 +140,6 @@ def test_overwriting_is_seen_in_parametrised_layers():
     assert {one.name: one.initialiser for one in changes.overwritten} == {"head.weight_v": "xavier_"}
 
 
-def test_a_mask_is_never_a_weight():
-    layer = prune.random_unstructured(nn.Linear(8, 8), "weight", 0.5)
-    mask = layer.weight_mask.clone()
-    wi.kaiming_uniform_(nn.Sequential(layer), generator=seeded())
-    assert torch.equal(layer.weight_mask, mask)
-    assert torch.equal(layer.weight == 0, mask == 0)
-
-
 def test_a_mask_that_leaves_filters_at_zero_is_refused():
     """Filters that are pruned as a whole stay so; of the others, each keeps its impulse."""
     model = nn.Sequential(nn.Conv2d(9, 9, 3, groups=9))

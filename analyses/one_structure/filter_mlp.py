@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
 
 from weightscope._util.results import Result
 from weightscope.anatomy import filter_mlps
@@ -93,7 +92,7 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     pairs = []
     for part in parts:
         (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
-        pairs.append((Computed("center", part.parameters), Computed("diag", (fc2, fc1))))
+        pairs.append((Computed("center", part.filters.parameters), Computed("diag", (fc2, fc1))))
     read = source.spec.select([name for pair in pairs for one in pair for name in one.tensors])
     values: list[list[list[np.ndarray]]] = []
     excluded = 0
@@ -106,9 +105,9 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     n = len(blocks[0][0])
     if n < 3:
         raise DataError(f"expected at least 3 networks for a standard error, found {n} ({excluded} excluded)")
-    sums = [_sums(part.name, *block) for part, block in zip(parts, blocks, strict=True)]
+    sums = [_sums(part.filters.name, *block) for part, block in zip(parts, blocks, strict=True)]
     sizes = [part.filters.channels for part in parts]
-    found = [_correlation(part.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
+    found = [_correlation(part.filters.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
     total = _correlation("all blocks", sum(sizes), np.sum(sums, axis=0))
     return FilterMLPCorrelation(total, tuple(found), n, excluded)
 
@@ -128,5 +127,5 @@ def _correlation(name: str, channels: int, sums: np.ndarray) -> Correlation:
     r = float(a / math.sqrt(b * c))
     psi = sums[0] / math.sqrt(b * c) - r / 2 * (sums[1] / b + sums[2] / c)
     error = math.sqrt(n / (n - 1) * float(np.square(psi - psi.mean()).sum()))
-    interval, _, p = fisher_interval(r, error, stats.t(n - 1))
+    interval, _, p = fisher_interval(r, error, n - 1)
     return Correlation(name, channels, r, error, interval, p)

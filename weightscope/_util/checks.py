@@ -33,9 +33,9 @@ def count(name: str, value: Any, least: int = 1) -> int:
 
 def odd(name: str, value: Any) -> int:
     """`value` as an odd integer >= 1, a size with a centre; raises UsageError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
+    if count(name, value) % 2 == 0:
         raise UsageError(f"{name}: expected an odd number, the size of what has a centre, found {value!r}")
-    return value
+    return int(value)
 
 
 def choice(name: str, value: Any, options: Iterable[str]) -> str:
@@ -58,3 +58,14 @@ def divided(name: str, value: int, by: str, divisor: int) -> int:
     if value % divisor:
         raise UsageError(f"{by} must divide {name}, found {name} {value} and {by} {divisor}")
     return value // divisor
+
+
+def chosen(name: str, wanted: Any, known: Iterable[int]) -> list[int]:
+    """One integer or several of those known, in order, negative ones from the end; raises UsageError otherwise."""
+    known = sorted(set(known))
+    given = [wanted] if isinstance(wanted, int) else list(wanted)
+    numbers = [n + known[-1] + 1 if type(n) is int and n < 0 else n for n in given]
+    bad = [n for n, number in zip(given, numbers, strict=True) if type(n) is not int or number not in known]
+    if bad or not given:
+        raise UsageError(f"{name}: expected some of {known}, found {bad[0] if bad else 'none'}")
+    return sorted(set(numbers))

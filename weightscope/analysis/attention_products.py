@@ -31,7 +31,7 @@ from weightscope.anatomy import (
     parts_of,
 )
 from weightscope.anatomy.attention_modules import layer_scale
-from weightscope.anatomy.factored_products import STATISTICS, FactoredProduct
+from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Part = Literal["qk", "vo", "cb"]
-Spectra = Literal["heads", "all", "none"]
-Values = Literal["layers", "heads", "both"]
 View = Literal["auto", "grid", "depth"]
 Row = dict[str, Any]
 _SURE = 4.0  # |z|: a false alarm in 16,000 products
@@ -56,7 +54,6 @@ class Key(NamedTuple):
     layer: int
     part: str
     head: int | None
-    kind: str = "self"
 
 
 @dataclass(frozen=True)
@@ -102,15 +99,13 @@ class Count:
 class ProductsResult(Result):
     """Statistics of products, one record for each.
 
-    Records are flat, with None for undefined numbers: `source`, `name` and `kind` of the attention module, `layer`,
-    `head` (None for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of
-    `FactoredProduct.statistics`, `sign` of the diagonal mean, `spectral_norm`, `finite`, `rotary`, `normalised`
-    (queries and keys are normalised before their product, so its scale is meaningless), `layer_scale` (the model has
-    one, folded in or not).
+    Records are flat, with None for undefined numbers: `source`, `name` of the attention module, `layer`, `head` (None
+    for a whole layer), `part` ("qk", "vo" or "cb"), `width` d, `rank` r, the columns of `FactoredProduct.statistics`,
+    `finite`, `rotary`, `normalised` (queries and keys are normalised before their product, so its scale is
+    meaningless), `layer_scale` (the model has one, folded in or not).
     """
 
     records: list[Row]
-    spectra: list[np.ndarray | None]  # singular values of each record's product, (r,); None if not computed
     corners: dict[Key, np.ndarray]  # upper left entries of each product, float32
     sources: list[SourceInfo]  # the models
     options: dict[str, Any]  # the arguments of `products`
@@ -119,7 +114,6 @@ class ProductsResult(Result):
     def __iadd__(self, other: "ProductsResult") -> Self:
         """Take the products of others."""
         self.records.extend(other.records)
-        self.spectra.extend(other.spectra)
         self.corners.update(other.corners)
         self.sources.extend(other.sources)
         return self
@@ -191,46 +185,34 @@ class ProductsResult(Result):
             if info.state_spaces:
                 kinds.append(("cb_groups", "cb", False))
             counts[info.label] = {k: asdict(self.count(part, info.label, layers=whole)) for k, part, whole in kinds}
-        spectra = [None if s is None or not np.isfinite(s).all() else s.tolist() for s in self.spectra]
-        sources = [asdict(info) for info in self.sources]
-        about = {"sources": sources, "options": self.options, "failed": self.failed}
-        return {"rows": self.records, "spectra": spectra, "counts": counts} | about
+        about = {"sources": [asdict(info) for info in self.sources], "options": self.options, "failed": self.failed}
+        return {"rows": self.records, "counts": counts} | about
 
     def plot(
         self,
         path: str | Path | None = None,
         view: View = "auto",
         *,
-        heads: int = 8,
-        values: Values = "layers",
-        source: str | None = None,
         title: str | None = None,
     ) -> "Figure":
         """Draw the products; the file (.png, .pdf, .svg) is written if there is a path.
 
-        Views are `"grid"`, corners of at most `heads` products of each model, layers across and heads down (thesis Fig.
-        3.17 and 3.23), with W_V W_O of whole `"layers"`, of single `"heads"`, or `"both"`; `"depth"`, alpha and beta
-        against depth, models compared; `"auto"`, the grid for one model, else depth. `source` is the label of a single
-        model to draw.
+        Views are `"grid"`, corners of the products of at most 8 heads of each model above those of W_V W_O of whole
+        layers, layers across (thesis Fig. 3.17 and 3.23); `"depth"`, alpha and beta against depth, models compared;
+        `"auto"`, the grid for one model, else depth.
         """
         from weightscope import plots
 
         choice("view", view, get_args(View))
-        choice("values", values, get_args(Values))
         labels = [info.label for info in self.sources]
-        if source is not None:
-            labels = [choice("source", source, labels)]
-        if title is None:
-            title = f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding(source)}"
-        rows = [row for row in self.records if row["source"] in labels]
+        title = title or f"{labels[0] if len(labels) == 1 else f'{len(labels)} models'}: {self.finding()}"
         if view == "depth" or (view == "auto" and len(labels) > 1):
-            figure = plots.products_by_depth(rows, title=title)
+            figure = plots.products_by_depth(self.records, title=title)
         elif not self.corners:
             raise UsageError("no corners were kept: compute the products with clip=64, or draw view='depth'")
         else:
-            corners = {key: value for key, value in self.corners.items() if key.source in labels}
-            widths = {row["width"] for row in rows}
-            figure = plots.product_grid(corners, widths=sorted(widths), heads=heads, values=values, title=title)
+            widths = sorted({row["width"] for row in self.records})
+            figure = plots.product_grid(self.corners, widths=widths, title=title)
         return plots.finished(figure, path)
 
     def _table(self, info: SourceInfo) -> str:
@@ -247,9 +229,9 @@ class ProductsResult(Result):
             columns |= {"rank": "{rank:.0f}", "z": "{z:+.1f}"}
             table = []
             mine, whole = self.select(part, info.label), self.select("vo", info.label, layers=True)
-            for place in dict.fromkeys((row["layer"], row["kind"]) for row in mine):
-                here, vo = (_means([r for r in rows if (r["layer"], r["kind"]) == place]) for rows in (mine, whole))
-                row = {"layer": f"{place[0]}{' cross' * (place[1] == 'cross')}"} | here
+            for layer in dict.fromkeys(row["layer"] for row in mine):
+                here, vo = (_means([r for r in rows if r["layer"] == layer]) for rows in (mine, whole))
+                row = {"layer": layer} | here
                 if part == "qk":  # rank and z are those of VO
                     row |= {"vo_beta": vo.get("beta"), "vo_alpha": vo.get("alpha")}
                     row |= {"rank": vo.get("rank"), "z": vo.get("z")}
@@ -281,44 +263,32 @@ def _means(rows: Sequence[Row]) -> dict[str, Any]:
 
 # --- computing -------------------------------------------------------------------------------------------------------
 
-_AVERAGE = range(256)  # relative positions of rotary="average"
 _BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
-_BIASES = {"qk": ("bias_on_keys", "bias_on_queries", "bias_constant"), "vo": ("bias_on_output",)}
-_COLUMNS = (*STATISTICS, *_BIASES["qk"], *_BIASES["vo"])
-_Norm = tuple[Tensor | None, Tensor | None]  # gain and shift
 
 
 class _Options(NamedTuple):
-    cross: bool
     fold_norms: bool
     fold_scales: bool
-    biases: bool
-    positions: range | None  # that the rotation is averaged over; None for position 0
-    spectra: Spectra
     clip: int | None
 
 
-class _Fused(MappingTensors):
-    """A checkpoint's tensors; fused ones are kept until `kept.clear()`: each of their parts asks for the whole."""
+class _Last(MappingTensors):
+    """A checkpoint's tensors; the last one is kept, since each part of a fused one asks for the whole."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
-        super().__init__(checkpoint, config)
-        self.kept: dict[str, Tensor] = {}
-        self.fused: set[str] = set()
+    last: tuple[str, Tensor] | None = None
 
     def get(self, name: str) -> Tensor:
-        if name not in self.fused:
-            return super().get(name)
-        if name not in self.kept:
-            self.kept[name] = super().get(name)
-        return self.kept[name]
+        if self.last is None or self.last[0] != name:
+            self.last = None  # before the next is read
+            self.last = name, super().get(name)
+        return self.last[1]
 
 
 class _Model:
-    """One model, its self-attention and its state-space layers, and their numbers.
+    """One model, its self-attention and its state-space layers, and the rows of their products.
 
-    The arrays are allocated before anything is read: small results allocated between large tensors would fragment the
-    memory of those and prevent its reuse.
+    Corners are allocated before anything is read: small arrays between large tensors would fragment the memory of those
+    and prevent its reuse (250 MB in place of 70 for 16 layers of 8 MB).
     """
 
     def __init__(
@@ -326,36 +296,27 @@ class _Model:
     ) -> None:
         source = open_network(source)
         self.checkpoint = source if isinstance(source, Checkpoint) else None
-        fused = None if self.checkpoint is None else _Fused(self.checkpoint, config)
-        self.tensors: NamedTensors = fused or named_tensors(source, config)
-        self.kept: dict[str, Tensor] = {} if fused is None else fused.kept
+        checkpoint = self.checkpoint
+        self.tensors = named_tensors(source, config) if checkpoint is None else _Last(checkpoint, config)
         state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
         found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)
         if not found and not state_spaces:
             attention(self.tensors)  # says what there is
-        self.skipped = {part.name: why for part in found if (why := _unusable(part, options.cross))}
+        self.skipped = {part.name: why for part in found if (why := _unusable(part))}
         if found and len(self.skipped) == len(found):
             name, why = next(iter(self.skipped.items()))
             raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
         chosen: list[Any] = chosen_layers([*(p for p in found if p.name not in self.skipped), *state_spaces], layers)
         self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
-        for part in chosen if fused else ():
-            groups = [*part.parameters.values(), *getattr(part, "bias_parameters", {}).values()]
-            names = [name for group in groups for name in group]
-            fused.fused |= {name for name in names if names.count(name) > 1}  # type: ignore[union-attr]
-        self.parts = parts = [part for part in chosen if isinstance(part, AttentionPart)]
+        self.parts = [part for part in chosen if isinstance(part, AttentionPart)]
         self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]
-        rows = sum(2 * part.heads + 1 for part in parts) + sum(part.groups for part in self.state_spaces)
-        ranks = [part.width if options.spectra == "all" else max(part.head_width, part.value_width) for part in parts]
-        rank = 0 if options.spectra == "none" else max([*ranks, *(part.state for part in self.state_spaces)])
-        widths = [*(part.width for part in parts), *(part.channels for part in self.state_spaces)]
-        side = min(options.clip or 0, max(widths))
         self.label, self.options = label, options
-        self.places: list[tuple[Row, Row]] = []  # the columns before the statistics, and those after
         self.nonfinite: dict[str, int] = {}
-        self.numbers = np.full((rows, len(_COLUMNS)), np.nan)
-        self.spectra = np.full((rows, rank), np.nan)
-        self.corners = np.full((rows, side, side), np.nan, dtype=np.float32)
+        self.rows: list[Row] = []
+        rows = sum(2 * part.heads + 1 for part in self.parts) + sum(part.groups for part in self.state_spaces)
+        sides = [*(part.width for part in self.parts), *(part.channels for part in self.state_spaces)]
+        side = min(options.clip or 0, max(sides))
+        self.corners = np.zeros((rows, side, side), dtype=np.float32)
 
     def add(
         self,
@@ -363,25 +324,19 @@ class _Model:
         name: Part,
         heads: Sequence[int | None],
         product: FactoredProduct,
-        more: Mapping[str, Tensor] | None = None,
         scaled: bool = False,
     ) -> None:
         """Rows for products of one part."""
-        rows = slice(len(self.places), len(self.places) + len(heads))
-        about = {key: getattr(part, key, False) for key in ("rotary", "normalised")} | {"layer_scale": scaled}
-        kind = getattr(part, "kind", "self")
-        for head in heads:
-            place = {"source": self.label, "name": part.name, "kind": kind, "layer": part.layer, "head": head}
-            self.places.append((place | {"part": name, "width": product.shape[0], "rank": product.rank}, about))
-        for column, values in {**product.statistics(), **(more or {})}.items():
-            self.numbers[rows, _COLUMNS.index(column)] = values.numpy()
-        spectra = self.options.spectra
-        if spectra == "all" or (spectra == "heads" and heads[0] is not None and product.small):
-            spectrum = product.singular_values().numpy()
-            self.spectra[rows, : spectrum.shape[1]] = spectrum
-        if self.corners.size:
-            corner = product.corner(self.corners.shape[1])
-            self.corners[rows, : corner.shape[1], : corner.shape[2]] = corner.numpy()
+        statistics = {column: values.tolist() for column, values in product.statistics().items()}
+        facts = {key: getattr(part, key, False) for key in ("rotary", "normalised")} | {"layer_scale": scaled}
+        corner = product.corner(self.corners.shape[1])
+        start = len(self.rows)
+        self.corners[start : start + len(heads), : corner.shape[-2], : corner.shape[-1]] = corner.numpy()
+        for i, head in enumerate(heads):
+            row: Row = {"source": self.label, "name": part.name, "layer": part.layer, "head": head, "part": name}
+            row |= {"width": product.shape[0], "rank": product.rank}
+            row |= {column: finite_or_none(values[i]) for column, values in statistics.items()}
+            self.rows.append(row | {"finite": row["beta"] is not None} | facts)
 
     def read(self, part: AttentionPart | SSMPart, name: Any) -> Tensor:
         """A factor, on the CPU; entries that are NaN or infinite are counted."""
@@ -391,36 +346,14 @@ class _Model:
             self.nonfinite[tensor] = self.nonfinite.get(tensor, 0) + bad
         return value.cpu()
 
-    def append_to(self, out: ProductsResult) -> None:
-        """Append the rows to a result."""
-        for i, (place, about) in enumerate(self.places):
-            values = dict(zip(_COLUMNS, map(finite_or_none, self.numbers[i].tolist()), strict=True))
-            spectrum = self.spectra[i, : min(place["rank"], place["width"])]
-            known = bool(len(spectrum)) and not np.isnan(spectrum).any()
-            beta = values["beta"]
-            sign = None if beta is None else (beta > 0) - (beta < 0)
-            row = place | {column: values[column] for column in STATISTICS} | {"sign": sign}
-            row |= {"spectral_norm": float(spectrum[0]) if known else None, "finite": beta is not None} | about
-            if self.options.biases:
-                row |= {column: values[column] for column in _BIASES.get(place["part"], ())}
-            out.records.append(row)
-            out.spectra.append(spectrum if known else None)
-            if self.corners.size:
-                side = min(self.corners.shape[1], place["width"])
-                out.corners[Key(*(row[key] for key in Key._fields))] = self.corners[i, :side, :side]
-
 
 def products(
     *sources: Any,
     labels: Sequence[str] | None = None,
     config: Mapping[str, Any] | None = None,
     layers: int | Sequence[int] | None = None,
-    cross: bool = False,
     fold_norms: bool = False,
     fold_scales: bool = False,
-    biases: bool = False,
-    rotary: Any = "zero",
-    spectra: Spectra = "heads",
     clip: int | None = 64,
     workers: Workers | int | None = 1,
 ) -> ProductsResult:
@@ -429,58 +362,39 @@ def products(
     Of state-space layers, of `W_C^T W_B` of every group (part "cb"; Mamba has one group, and p inner channels for d).
 
     With W_Q, W_K, W_V (d, k) and W_O (k, d) of a head and tokens as rows x of X (n, d), logits are
-    `x W_Q W_K^T y^T / sqrt(k)` and the layer adds `sum_h A_h X W_V W_O` to the residual stream. Query heads that share
-    keys and values (grouped queries) are each multiplied with those that they use. `FactoredProduct.statistics` defines
-    the columns. Numbers are computed in float64 from the factors; d x d matrices are formed for whole layers only, one
-    at a time; and one layer is read at a time.
+    `x W_Q W_K^T y^T / sqrt(k)` and the layer adds `sum_h A_h X W_V W_O` to the residual stream; of models that rotate
+    queries and keys, logits of tokens at the same position. Biases are no part of the products, and cross-attention is
+    left out. Query heads that share keys and values (grouped queries) are each multiplied with those that they use.
+    `FactoredProduct.statistics` defines the columns. Numbers are computed in float64 from the factors; d x d matrices
+    are formed for whole layers only, one at a time; and one layer is read at a time.
 
     Args:
         sources: models: paths, `hf://org/name[@revision]`, `Checkpoint`s, modules, mappings of tensors.
         labels: one for each source; by default taken from paths and classes.
         config: of the model, for mappings and files without one; `{"num_attention_heads": H}` is enough.
         layers: indices of layers, from 0; None for all.
-        cross: include cross-attention if both streams have the same width; a diagonal then relates two streams.
         fold_norms: multiply the gain g of the normalisation before the attention into what reads its output:
             `diag(g) W_Q W_K^T diag(g)` and `diag(g) W_V W_O`. Its subtraction of the mean is not folded in.
         fold_scales: multiply LayerScale's factors s (d,), half of which may be negative, into what the attention adds
             to the residual stream: `W_V W_O diag(s)`.
-        biases: add columns on the contribution of biases, which is not part of the product: `bias_on_keys`,
-            ||W_K b_Q|| / sqrt(d), a preference for some keys independent of the query; `bias_on_queries`,
-            ||W_Q b_K|| / sqrt(d), and `bias_constant`, b_Q b_K^T, which the softmax ignores; `bias_on_output`,
-            ||b_V W_O|| / sqrt(d), for whole layers ||b_V W_O + b_O|| / sqrt(d), added to every token. With
-            `fold_norms` the normalisation's shift is part of the biases.
-        rotary: for models that rotate queries and keys: the product at relative position `"zero"`, at another one (an
-            integer), or averaged over a range, `W_Q mean(R_t) W_K^T`; `"average"` is over 0 to 255.
-        spectra: singular values of `"heads"` (from k x k matrices), of `"all"` (whole layers need an SVD of d x d,
-            which takes longer than everything else), or of `"none"`.
         clip: number of rows and columns at the upper left of each product to keep for pictures; None for none.
         workers: processes that read several models, each of them one at a time; as of `covariance`.
 
-    DataError if a source cannot be read; AnatomyError if a model has neither state-space layers nor attention, or only
-    some between streams of different widths; UsageError for an invalid option. Of several models those with an error
-    are in `failed`, unless all have one.
+    DataError if a source cannot be read; AnatomyError if a model has neither state-space layers nor self-attention;
+    UsageError for an invalid option. Of several models those with an error are in `failed`, unless all have one.
 
     Example:
         >>> found = products("vit/", mimetic_attention_(ViT(224, 16, 384, 12, 6, 10)), labels=["pretrained", "mimetic"])
         >>> print(found.text())
         >>> found.plot("products.png")
     """
-    words, number = rotary in ("zero", "average"), type(rotary) is int
-    if not (words or number or (isinstance(rotary, range) and len(rotary))):
-        raise UsageError(
-            f"rotary: expected 'zero', 'average', a relative position or a range of them, found {rotary!r}"
-        )
-    choice("spectra", spectra, get_args(Spectra))
     if clip is not None and clip < 1:
         raise UsageError(f"clip: expected at least 1 or None, found {clip}")
-    positions = range(rotary, rotary + 1) if number else _AVERAGE if rotary == "average" else rotary
-    positions = None if rotary in ("zero", 0) else positions
-    options = _Options(cross, fold_norms, fold_scales, biases, positions, spectra, clip)
     if not sources:
         raise UsageError("products: expected at least one model, found none")
+    options = _Options(fold_norms, fold_scales, clip)
     names = labels_of([label_of(source) for source in sources], labels)
-    stated = {"rotary": str(rotary), "fold_norms": fold_norms, "fold_scales": fold_scales, "cross": cross}
-    out = ProductsResult([], [], {}, [], stated)
+    out = ProductsResult([], {}, [], {"fold_norms": fold_norms, "fold_scales": fold_scales})
     one = partial(_products_of, config, layers, options)
     items = list(zip(sources, names, strict=True))
     if len(items) == 1:
@@ -500,60 +414,59 @@ def products(
 
 def _products_of(config: Any, layers: Any, options: _Options, item: tuple[Any, str]) -> ProductsResult:
     """The products of one model, with its label, and what is known about the model."""
-    out, (source, label) = ProductsResult([], [], {}, [], {}), item
+    source, label = item
     try:
         model = _Model(source, config, layers, label, options)
         _compute(model)
     except AnatomyError as error:
         raise AnatomyError(f"{label}: {error}") from error
-    model.append_to(out)
     checkpoint = model.checkpoint
-    out.sources.append(
-        SourceInfo(
-            label,
-            modules=len(model.parts),
-            heads=tuple(part.heads for part in model.parts),
-            widths=tuple(dict.fromkeys(row["width"] for row in out.records)),
-            bytes_read=None if checkpoint is None else checkpoint.bytes_read,
-            commit=None if checkpoint is None else checkpoint.commit,
-            nonfinite=model.nonfinite,
-            skipped=model.skipped,
-            unverified=() if checkpoint is None else checkpoint.unverified,
-            state_spaces=len(model.state_spaces),
-        )
+    info = SourceInfo(
+        label,
+        modules=len(model.parts),
+        heads=tuple(part.heads for part in model.parts),
+        widths=tuple(dict.fromkeys(row["width"] for row in model.rows)),
+        bytes_read=None if checkpoint is None else checkpoint.bytes_read,
+        commit=None if checkpoint is None else checkpoint.commit,
+        nonfinite=model.nonfinite,
+        skipped=model.skipped,
+        unverified=() if checkpoint is None else checkpoint.unverified,
+        state_spaces=len(model.state_spaces),
     )
-    return out
+    corners = {}
+    for row, corner in zip(model.rows, model.corners, strict=True):
+        corners[Key(*(row[key] for key in Key._fields))] = corner[: row["width"], : row["width"]]
+    return ProductsResult(model.rows, corners if options.clip else {}, [info], {})
 
 
 def _compute(model: _Model) -> None:
     """Compute the products of one model."""
     options = model.options
     for part in model.parts:
-        norm = gain_before(model.tensors, part) if options.fold_norms else (None, None)
-        turn = None
-        if options.positions is not None and part.rotary:
-            turn = mean_rotation(model.tensors, part, options.positions)
+        gain = gain_before(model.tensors, part) if options.fold_norms else None
         name = layer_scale(model.tensors, part)
         scale = model.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
-        _queries_keys(model, part, norm, turn, scaled=name is not None)
-        _values_outputs(model, part, norm, scale, scaled=name is not None)
-        model.kept.clear()
+        q, k = model.read(part, "q"), model.read(part, "k")  # (H, d, k), (kv, d, k)
+        for heads in _batches(part, part.head_width):
+            groups = [part.kv_head(head) for head in heads]
+            product = FactoredProduct(_scaled(q[heads], gain), _scaled(k[groups], gain))
+            model.add(part, "qk", heads, product, scaled=name is not None)
+            del product
+        del q, k
+        _values_outputs(model, part, gain, scale, scaled=name is not None)
     for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
         c, b = (model.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
         model.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
-        model.kept.clear()
 
 
-def _unusable(part: AttentionPart, cross: bool) -> str | None:
+def _unusable(part: AttentionPart) -> str | None:
     """Why the products of an attention module are left out; None if they are not."""
     if part.width != part.kv_width:
         widths = f"queries read {part.width} channels and keys {part.kv_width}"
         return f"{widths}, so the products are not square and have no diagonal"
-    if part.kind == "cross" and not cross:
-        return "cross-attention: queries and keys read two different streams (cross=True includes it)"
-    return None
+    return "cross-attention: queries and keys read two different streams" if part.kind == "cross" else None
 
 
 def _batches(part: AttentionPart, width: int) -> list[list[int]]:
@@ -562,65 +475,25 @@ def _batches(part: AttentionPart, width: int) -> list[list[int]]:
     return [list(range(i, min(part.heads, i + size))) for i in range(0, part.heads, size)]
 
 
-def _queries_keys(model: _Model, part: AttentionPart, norm: _Norm, turn: Tensor | None, scaled: bool) -> None:
-    q, k = model.read(part, "q"), model.read(part, "k")  # (H, d, k), (kv, d, k)
-    biased = model.options.biases
-    bias_q, bias_k = (_bias(part, n, x, norm[1]) if biased else None for n, x in (("q", q), ("k", k)))
-    for heads in _batches(part, part.head_width):
-        groups = [part.kv_head(head) for head in heads]
-        left, right = _scaled(q[heads], norm[0]), _scaled(k[groups], norm[0])
-        left = left if turn is None else left.double() @ turn
-        more = {}
-        if bias_q is not None and bias_k is not None:
-            b, c = bias_q[heads] if turn is None else bias_q[heads] @ turn, bias_k[groups]
-            sums = (torch.einsum("hdk,hk->hd", x.double(), y) for x, y in ((right, b), (left, c)))
-            more = dict(zip(_BIASES["qk"], (*map(_per_channel, sums), (b * c).sum(-1)), strict=True))
-        model.add(part, "qk", heads, FactoredProduct(left, right), more, scaled)
-
-
-def _values_outputs(model: _Model, part: AttentionPart, norm: _Norm, scale: Tensor | None, scaled: bool) -> None:
+def _values_outputs(
+    model: _Model, part: AttentionPart, gain: Tensor | None, scale: Tensor | None, scaled: bool
+) -> None:
     v, o = model.read(part, "v"), model.read(part, "o")  # (kv, d, k), (H, k, d)
-    bias = _bias(part, "v", v, norm[1]) if model.options.biases else None
-    total = torch.zeros(part.width, dtype=torch.float64)
     for heads in _batches(part, part.value_width):
         groups = [part.kv_head(head) for head in heads]
-        more = {}
-        if bias is not None:
-            added = torch.einsum("hk,hkd->hd", bias[groups], o[heads].double())
-            added = added if scale is None else added * scale
-            total += added.sum(0)
-            more = {"bias_on_output": _per_channel(added)}
-        product = FactoredProduct(_scaled(v[groups], norm[0]), _scaled(o[heads].mT, scale))
-        model.add(part, "vo", heads, product, more, scaled)
+        product = FactoredProduct(_scaled(v[groups], gain), _scaled(o[heads].mT, scale))
+        model.add(part, "vo", heads, product, scaled)
         del product
-    more = {}
-    if bias is not None:
-        own = part.read_bias("o")
-        if own is not None:
-            total += own.double().cpu() if scale is None else own.double().cpu() * scale
-        more = {"bias_on_output": _per_channel(total)[None]}
     values = v.mT.reshape(-1, part.width).T  # (d, kv k), a view
     outputs = o.reshape(part.kv_heads, -1, part.value_width, part.width)
     # Query heads of one group add up behind the value head that they share.
     outputs = outputs[:, 0] if outputs.shape[1] == 1 else outputs.sum(1, dtype=torch.float64)
-    product = FactoredProduct(_scaled(values, norm[0])[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
-    model.add(part, "vo", [None], product, more, scaled)
+    product = FactoredProduct(_scaled(values, gain)[None], _scaled(outputs.reshape(-1, part.width).T, scale)[None])
+    model.add(part, "vo", [None], product, scaled)
 
 
 def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
     return value if gain is None else value.double() * gain.cpu()[:, None]
-
-
-def _bias(part: AttentionPart, name: Any, weight: Tensor, shift: Tensor | None) -> Tensor:
-    """(heads, k) float64: the bias, plus the contribution of the shift of the normalisation before."""
-    own = part.read_bias(name)
-    bias = torch.zeros(len(weight), weight.shape[2], dtype=torch.float64) if own is None else own.double().cpu()
-    return bias if shift is None else bias + torch.einsum("hdk,d->hk", weight.double(), shift.cpu())
-
-
-def _per_channel(vectors: Tensor) -> Tensor:
-    """||x|| / sqrt(d) along the last axis."""
-    return vectors.norm(dim=-1) / math.sqrt(vectors.shape[-1])
 
 
 # --- the normalisation before an attention module ------------------------------------------------------------------
@@ -633,8 +506,8 @@ _NORMS = (
 _POST_NORM = {"bart", "bert", "distilbert", "marian", "fsmt", "blenderbot-small", "swinv2", "wav2vec2", "hubert"}
 
 
-def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tensor | None]:
-    """Gain (d,) and shift (d,) or None of the normalisation whose output an attention module reads; float64."""
+def gain_before(source: NamedTensors, part: AttentionPart) -> Tensor:
+    """Gain (d,) of the normalisation whose output an attention module reads; float64."""
     block = part.name.rpartition(".")[0]
     kind = source.hint(part.name, ("model_type",), str)
     for parent in (block, block.rpartition(".")[0]):
@@ -645,9 +518,7 @@ def gain_before(source: NamedTensors, part: AttentionPart) -> tuple[Tensor, Tens
                 continue
             if kind in _POST_NORM or f"{part.name}.logit_scale" in source or _after(source, part, parent):
                 break
-            gain = source.get(f"{name}.weight").double() + unit_offset(source, f"{name}.weight")
-            shift = source.get(f"{name}.bias").double() if f"{name}.bias" in source else None
-            return gain, shift
+            return source.get(f"{name}.weight").double() + unit_offset(source, f"{name}.weight")
     raise AnatomyError(
         f"`{part.name}`: found no normalisation whose gain could be folded into it: the model normalises after the "
         "attention, or under an unknown name; compute without fold_norms"
@@ -659,46 +530,3 @@ def _after(source: NamedTensors, part: AttentionPart, parent: str) -> bool:
     if f"{part.name}.in_proj_weight" not in source or f"{parent}.linear1.weight" not in source:
         return False
     return source.own(parent, "norm_first") is not True
-
-
-# --- rotations of queries and keys by position ---------------------------------------------------------------------
-
-# Families whose rotation is of one dimension, over halves of a head, with the frequencies of their config.
-_HALVES = {
-    *("llama", "mistral", "mixtral", "gemma", "gemma2", "gpt_neox", "phi", "phi3", "qwen2", "qwen3", "qwen2_moe"),
-    *("stablelm", "olmo", "olmo2", "starcoder2", "granite", "persimmon", "falcon"),
-}
-_PAIRS = {"gptj", "codegen", "cohere", "cohere2"}  # the same over neighbouring channels
-
-
-def mean_rotation(source: NamedTensors, part: AttentionPart, positions: range) -> Tensor:
-    """The rotation of queries against keys, averaged over relative positions: (k, k), for `q @ R @ k^T`.
-
-    A query at position m and a key at n give `q R(m - n) k^T`; in the plane of channels (i, j) that turns with
-    frequency w, R(t) is [[cos wt, sin wt], [-sin wt, cos wt]]. The mean is over t in `positions`, and over -t as well
-    for a model that is not causal.
-    """
-    k, kind = part.head_width, source.hint(part.name, ("model_type",), str)
-    scaling = source.hint(part.name, ("rope_parameters", "rope_scaling"), dict) or {}
-    type_ = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in _HALVES | _PAIRS or type_ not in ("default", "linear"):
-        raise AnatomyError(
-            f"`{part.name}`: the rotation of positions of model type {kind!r} with scaling {type_!r} is not known; "
-            "use relative position 0 (rotary='zero'), which does not depend on it"
-        )
-    base = scaling.get("rope_theta")
-    base = base or source.hint(part.name, ("rope_theta", "rotary_emb_base"), (int, float)) or 10000.0
-    share = scaling.get("partial_rotary_factor")
-    share = share or source.hint(part.name, ("partial_rotary_factor", "rotary_pct"), (int, float)) or 1.0
-    turned = source.hint(part.name, ("rotary_dim",)) or int(k * share)
-    half = turned // 2
-    step = torch.arange(half, dtype=torch.float64)
-    angles = base ** (-step / half) / (scaling.get("factor", 1.0) if type_ == "linear" else 1.0)
-    turns = torch.tensor(list(positions), dtype=torch.float64)[:, None] * angles
-    cosine, sine = turns.cos().mean(0), turns.sin().mean(0) * (part.causal is not False)
-    first = 2 * step.long() if kind in _PAIRS else step.long()
-    second = first + (1 if kind in _PAIRS else half)
-    out = torch.eye(k, dtype=torch.float64)
-    out[first, first], out[second, second] = cosine, cosine
-    out[first, second], out[second, first] = sine, -sine
-    return out

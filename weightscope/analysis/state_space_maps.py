@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,7 +28,7 @@ class StateSpaceLayer:
     """One state-space layer on sequences of n tokens."""
 
     # number of the network's layer, from its path: 1 and 3 in a hybrid with attention in 0 and 2; the index among the
-    # state-space layers if their paths have no growing numbers
+    # state-space layers if it has no number
     layer: int
     name: str  # path of the mixer
     map: np.ndarray  # (n, n), (1/D) sum_d M_d, mean over sequences; rows are outputs, columns inputs
@@ -188,8 +187,7 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     try:
         with torch.no_grad():
             network(batch.long())
-            numbers = _numbers(list(mixers))
-            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in zip(numbers, mixers, strict=True)]
+            layers = [_layer(_number(n, i), n, mixer, *inputs[n]) for i, (n, mixer) in enumerate(mixers.items())]
     finally:
         for hook in hooks:
             hook.remove()
@@ -210,11 +208,9 @@ def check_size(sequences: int, tokens: int) -> None:
         )
 
 
-def _numbers(paths: list[str]) -> list[int]:
-    """The first number in each path, which is that of the network's layer; or 0, 1, ... unless these are growing."""
-    found = [next((int(part) for part in path.split(".") if part.isdecimal()), -1) for path in paths]
-    growing = found[0] >= 0 and all(a < b for a, b in pairwise(found))
-    return found if growing else list(range(len(paths)))
+def _number(path: str, index: int) -> int:
+    """The first number in the path of a layer, which is that of the network's layer; or its index."""
+    return next((int(part) for part in path.split(".") if part.isdecimal()), index)
 
 
 def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, expected: Tensor) -> StateSpaceLayer:

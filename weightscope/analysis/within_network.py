@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from weightscope.plots import Panel
 
 
-Part = Literal["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"]
+Part = Literal["filters", "mlp-rows", "mlp-columns", "patch"]
 Picture = Literal["maps", "depth", "samples"]
 _LEADING = 32  # eigenvalues that are written to JSON
 
@@ -39,7 +39,7 @@ class Layer:
 
     source: str  # label of the network
     name: str  # path of the layer
-    group: str  # matrix of the layer, or channel; empty if there is one
+    group: str  # matrix of the layer; empty if there is one
     layer: int  # index among the layers of the same kind, from 0
     depth: int  # number of these layers
     stage: int | None = None  # of a depthwise layer
@@ -382,22 +382,16 @@ def _matrices(source: anatomy.NamedTensors, *, columns: bool) -> Iterator[_Sampl
             yield _Samples(Layer("", p.name, matrix, p.layer, parts.layers), names, read)
 
 
-def _patches(source: anatomy.NamedTensors, *, channels: bool) -> Iterator[_Samples]:
+def _patches(source: anatomy.NamedTensors) -> Iterator[_Samples]:
     parts = anatomy.patch_embeddings(source, strict=None)
     for i, p in enumerate(parts):
-        whole = Layer("", p.name, "", i, len(parts), shape=(p.channels, *p.patch))
-        if not channels:
-            yield _Samples(whole, p.parameters, partial(_read, p))
-            continue
-        for c in range(p.channels):
-            layer = replace(whole, group=f"channel {c}", shape=(1, *p.patch))
-            yield _Samples(layer, p.parameters, partial(_read, p, channel=c))
+        layer = Layer("", p.name, "", i, len(parts), shape=(p.channels, *p.patch))
+        yield _Samples(layer, p.parameters, partial(_read, p))
 
 
-def _read(part: Any, *matrix: str, columns: bool = False, channel: int | None = None) -> np.ndarray:
+def _read(part: Any, *matrix: str, columns: bool = False) -> np.ndarray:
     """The samples (n, P), in the precision in which they are stored."""
     values = part.read(*matrix).cpu().numpy()
-    values = values if channel is None else values[:, channel]
     values = values.reshape(len(values), -1)
     return values.T if columns else values
 
@@ -406,8 +400,7 @@ PARTS: Mapping[str, Callable[[anatomy.NamedTensors], Iterator[_Samples]]] = {
     "filters": _filters,
     "mlp-rows": partial(_matrices, columns=False),
     "mlp-columns": partial(_matrices, columns=True),
-    "patch": partial(_patches, channels=False),
-    "patch-channels": partial(_patches, channels=True),
+    "patch": _patches,
 }
 
 
@@ -488,7 +481,6 @@ def covariance_within(
         mlp-rows         the rows of each MLP matrix in (out, in) layout: P inputs
         mlp-columns      its columns: P outputs
         patch            the filters of a patch embedding, P = channels kh kw, all channels together
-        patch-channels   the same for each channel by itself, P = kh kw
 
     and S = sum_i (x_i - mean)(x_i - mean)^T / (n - 1), in float64. Where samples are images, `Focus` describes
     how their variance is distributed about the centre, and for single channels `kronecker` is the share of S that one

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from weightscope._util.checks import flag
+from weightscope._util.checks import chosen, flag
 from weightscope._util.names import joined
 from weightscope.anatomy import attention_modules as _attention
 from weightscope.anatomy import convolution as _convolution
@@ -172,11 +172,9 @@ def attention(
     return _some("attention modules", model, config, strict=strict, caller=caller)
 
 
-def self_attention(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
-) -> Parts[AttentionPart]:
+def self_attention(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[AttentionPart]:
     """The self-attention parts of a model; as `attention`, and a UsageError if it has cross-attention only."""
-    everything = attention(model, config, strict=strict, caller=caller)
+    everything = attention(model, config, **options)
     found = Parts(part for part in everything if part.kind == "self")
     if not found:
         raise UsageError(f"expected self-attention, found cross-attention only: `{everything[0].name}`")
@@ -184,45 +182,35 @@ def self_attention(
     return found
 
 
-def depthwise(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
-) -> Parts[DepthwisePart]:
+def depthwise(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[DepthwisePart]:
     """Every depthwise convolution, in depth order; as `attention`."""
-    return _some("depthwise convolutions", model, config, strict=strict, caller=caller)
+    return _some("depthwise convolutions", model, config, **options)
 
 
-def filter_mlps(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
-) -> Parts[FilterMLP]:
+def filter_mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, model, config, strict=strict, finder=_mlp.find_filter_mlps)
+    return _some(kind, model, config, **options, finder=_mlp.find_filter_mlps)
 
 
-def mlps(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True, caller: str = ""
-) -> Parts[MLPPart]:
+def mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[MLPPart]:
     """Every MLP, plain or gated, in order; as `attention`."""
-    return _some("MLPs", model, config, strict=strict, caller=caller)
+    return _some("MLPs", model, config, **options)
 
 
-def patch_embeddings(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
-) -> Parts[PatchEmbedding]:
+def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[PatchEmbedding]:
     """Every patch embedding; as `attention`."""
-    return _some("patch embeddings", model, config, strict=strict)
+    return _some("patch embeddings", model, config, **options)
 
 
-def positions(
-    model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True
-) -> Parts[PositionEmbedding]:
+def positions(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[PositionEmbedding]:
     """Every table of position embeddings; as `attention`."""
-    return _some("position embeddings", model, config, strict=strict)
+    return _some("position embeddings", model, config, **options)
 
 
-def ssms(model: Model, config: Mapping[str, Any] | None = None, *, strict: bool | None = True) -> Parts[SSMPart]:
+def ssms(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[SSMPart]:
     """Every Mamba or Mamba-2 layer, in order; as `attention`."""
-    return _some("state-space layers", model, config, strict=strict)
+    return _some("state-space layers", model, config, **options)
 
 
 def unreadable(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -247,17 +235,7 @@ def chosen_layers(parts: Sequence[L], layers: int | Iterable[int] | None) -> lis
 
     UsageError if the model has no such layer, or none is selected.
     """
-    known = sorted({part.layer for part in parts})
     if layers is None:
         return list(parts)
-    out = set()
-    for layer in [layers] if isinstance(layers, int) else layers:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise UsageError(f"layers: expected integers, found {layer!r}")
-        number = layer + known[-1] + 1 if layer < 0 else layer
-        if number not in known:
-            raise UsageError(f"layers: expected some of {known}, found {layer}")
-        out.add(number)
-    if not out:
-        raise UsageError("layers: expected at least one layer, found none")
-    return [part for part in parts if part.layer in out]
+    numbers = chosen("layers", layers, (part.layer for part in parts))
+    return [part for part in parts if part.layer in numbers]

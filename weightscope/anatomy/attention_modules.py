@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from weightscope._util.checks import chosen
 from weightscope.anatomy.tensors import (
     InSlots,
     NamedTensors,
@@ -110,7 +111,6 @@ class AttentionPart(InSlots):
     scale: float  # factor on the logits
     positional: bool  # gates, convolutions or biases of positions enter the map: it is not the softmax of logits alone
     numbers: tuple[int, ...]  # of the query heads within the module; not all of them in a part made by `only`
-    _total: tuple[int, int] = field(repr=False)  # query heads and key/value heads of the module
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
@@ -127,90 +127,66 @@ class AttentionPart(InSlots):
         """The key/value head that query head `head` uses."""
         return head // (self.heads // self.kv_heads)
 
-    def only(self, heads: Sequence[int]) -> "AttentionPart":
+    def only(self, heads: int | Sequence[int]) -> "AttentionPart":
         """The part in some query heads, negative ones counted from the end, with the key heads that these use."""
-        wanted = [head + self.heads if isinstance(head, int) and head < 0 else head for head in heads]
-        if not wanted or any(isinstance(h, bool) or h not in range(self.heads) for h in wanted):
-            raise UsageError(f"heads: expected some of 0 to {self.heads - 1} in `{self.name}`, found {list(heads)}")
-        numbers = tuple(sorted(set(wanted)))
-        groups = {self.kv_head(h) for h in numbers}
+        numbers = chosen(f"heads of `{self.name}`", heads, range(self.heads))
+        groups = sorted({self.kv_head(h) for h in numbers})
         if len(numbers) * self.kv_heads != len(groups) * self.heads:
             each = self.heads // self.kv_heads
             raise UsageError(f"heads: `{self.name}` has a key for every {each} heads; choose all that share one")
-        chosen = tuple(self.numbers[h] for h in numbers)
-        return replace(self, heads=len(numbers), kv_heads=len(groups), numbers=chosen)
 
-    def _groups(self, part: str) -> tuple[int, int, list[int]]:
-        """Heads of the module, the width of one, and the numbers of those that this part has."""
+        def some(part: str, slot: Slot) -> Slot:
+            rows = torch.arange(self._tensors.shape(slot.name)[int(slot.transposed)])
+            rows = rows if slot.rows is None else rows[slot.rows]
+            kept = numbers if part in "qo" else groups
+            return replace(slot, rows=rows.reshape(self._sizes(part)[0], -1)[kept].flatten())
+
+        weights = {part: some(part, slot) for part, slot in self._weights.items()}
+        biases = {part: slot if part == "o" else some(part, slot) for part, slot in self._biases.items()}
+        sizes = {"heads": len(numbers), "kv_heads": len(groups)}
+        own = tuple(self.numbers[h] for h in numbers)
+        return replace(self, **sizes, numbers=own, _weights=weights, _biases=biases)  # type: ignore[arg-type]
+
+    def _sizes(self, part: str) -> tuple[int, int]:
+        """The number of heads, and the width of one."""
         self._slot(part)
-        inner = self.head_width if part in "qk" else self.value_width
-        heads, kv_heads = self._total
-        if part in "qo":
-            return heads, inner, list(self.numbers)
-        return kv_heads, inner, sorted({head // (heads // kv_heads) for head in self.numbers})
+        return (self.heads if part in "qo" else self.kv_heads), (self.head_width if part in "qk" else self.value_width)
 
     def read(self, part: PartName) -> Tensor:
         """A copy of one projection, float32 or better.
 
         Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
         """
-        chosen = self._groups(part)[2]
-        whole = self._whole(part)
-        return whole if len(chosen) == len(whole) else whole[chosen]
-
-    def _whole(self, part: PartName) -> Tensor:
-        """`read` of all heads of the module."""
-        heads, inner, _ = self._groups(part)
-        matrix = self._weights[part].read(self._tensors)  # (out, in)
-        if part == "o":
-            return matrix.T.reshape(heads, inner, -1)
-        return matrix.reshape(heads, inner, -1).mT
+        value = super().read(part).reshape(*self._sizes(part), -1)
+        return value if part == "o" else value.mT
 
     def write(self, part: PartName, value: Tensor) -> None:
         """Write a projection in place; the exact inverse of `read`, same shapes.
 
         DataError if a finite number overflows in the parameter's data type, or the model is a read-only file.
         """
-        heads, inner, chosen = self._groups(part)
-        if value.ndim != 3 or value.shape[0] != len(chosen) or value.shape[1 if part == "o" else 2] != inner:
+        heads, inner = self._sizes(part)
+        if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
             raise SpecError(
-                f"`{self.name}` {part}: expected {len(chosen)} heads of width {inner}, found shape {tuple(value.shape)}"
+                f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
             )
-        if len(chosen) < heads:
-            whole = self._whole(part)
-            whole[chosen] = value.to(whole)
-            value = whole
-        matrix = value.reshape(heads * inner, -1).T if part == "o" else value.mT.reshape(heads * inner, -1)
-        self._weights[part].write(self._tensors, matrix)
+        super().write(part, (value if part == "o" else value.mT).reshape(heads * inner, -1))
 
     def read_bias(self, part: PartName) -> Tensor | None:
         """A copy of a part's bias: (heads, width of a head) for q, k and v, (d,) for o; None if the model has none."""
-        heads, inner, chosen = self._groups(part)
-        if part not in self._biases:
-            return None
-        vector = self._biases[part].read(self._tensors)
-        return vector if part == "o" else vector.reshape(heads, inner)[chosen]
+        vector = super().read_bias(part)
+        return vector if vector is None or part == "o" else vector.reshape(self._sizes(part))
 
     def write_bias(self, part: PartName, value: Tensor) -> None:
         """Write a bias in place; the exact inverse of `read_bias`."""
-        heads, inner, chosen = self._groups(part)
-        slot = self._bias(part)
-        if part != "o":
-            if tuple(value.shape) != (len(chosen), inner):
-                shape = f"({len(chosen)}, {inner})"
-                raise SpecError(f"`{self.name}` {part} bias: expected {shape}, found {tuple(value.shape)}")
-            whole = slot.read(self._tensors).reshape(heads, inner)
-            whole[chosen] = value.to(whole)
-            value = whole.reshape(-1)
-        slot.write(self._tensors, value)
+        if part != "o" and tuple(value.shape) != self._sizes(part):
+            raise SpecError(f"`{self.name}` {part} bias: expected {self._sizes(part)}, found {tuple(value.shape)}")
+        super().write_bias(part, value if part == "o" else value.reshape(-1))
 
 
 def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | None) -> list[AttentionPart]:
     """The parts reduced to some heads: all for None, one number, or several; see `AttentionPart.only`."""
-    if heads is None:
-        return list(parts)
-    wanted = [heads] if isinstance(heads, int) else heads
-    return [part.only(wanted) for part in parts]
+    return list(parts) if heads is None else [part.only(heads) for part in parts]
 
 
 _CROSS = re.compile(
@@ -271,7 +247,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
     elif pair:
         spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
-    weights["o"] = Slot(out, None, transposed)
+    weights["o"] = Slot(out, None, not transposed)  # (in, out): its rows are those of heads
     query_rows = columns if triple else rows["q"]
     return weights, _biases(tensors, prefix, scheme, weights, rows), query_rows
 
@@ -379,7 +355,6 @@ def _part(
         scale=1.0 if tensors.hint(path, ("model_type",), str) in _UNSCALED else k**-0.5,
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
-        _total=(heads, kv_heads),
         _tensors=tensors,
         _weights=weights,
         _biases=biases,
@@ -404,13 +379,13 @@ def _heads(
     kv_heads = counted["k"] // k if k else 0
     good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
     values = counted["v"] // kv_heads if good else 0
-    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][1]:
+    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][0]:
         raise AnatomyError(
             f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
-            f"v {counted['v']} rows, o {sizes['o'][1]} columns; check the number of heads"
+            f"v {counted['v']} rows, o {sizes['o'][0]} columns; check the number of heads"
         )
-    if sizes["o"][0] != sizes["q"][1]:
-        raise AnatomyError(f"`{path}`: the output has {sizes['o'][0]} rows, the stream a width of {sizes['q'][1]}")
+    if sizes["o"][1] != sizes["q"][1]:
+        raise AnatomyError(f"`{path}`: the output has {sizes['o'][1]} rows, the stream a width of {sizes['q'][1]}")
     return heads, kv_heads, k, values
 
 

@@ -32,14 +32,10 @@ class DepthwisePart(OneTensor):
     name: str  # path of the convolution
     channels: int  # C, number of filters
     kernel: tuple[int, int]  # (kh, kw); (1, k) in one dimension
-    dilation: int  # of the filter; 1 if unknown
     ndim: int  # 1 or 2
     _tensors: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self.channels, *self.kernel)
+    _shape: tuple[int, ...] = field(repr=False)
 
     @property
     def relative_depth(self) -> float:
@@ -95,9 +91,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
             rows.append((ndim, Place(path, None, f"({why})", name, sure=True)))
             continue
         kernel = (1, shape[2]) if ndim == 1 else (shape[2], shape[3])
-        given = tensors.own(path, "dilation")
-        dilation = given[-1] if isinstance(given, tuple) else 1
-        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, dilation, ndim, tensors, name)
+        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, ndim, tensors, name, (shape[0], *kernel))
         rows.append((ndim, Place(path, part)))
     found = {ndim: in_layers((place for n, place in rows if n == ndim), tensors) for ndim in (1, 2)}
     numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}

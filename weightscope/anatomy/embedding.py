@@ -36,10 +36,7 @@ class PatchEmbedding(OneTensor):
     patch: tuple[int, int]  # height and width of a patch
     _tensors: NamedTensors = field(repr=False)
     _tensor: str = field(repr=False)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self.width, self.channels, *self.patch)
+    _shape: tuple[int, ...] = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +50,8 @@ class PositionEmbedding(OneTensor):
     grid: tuple[int, int] | None  # (rows, columns) of the patches after them; None for a sequence
     trained: bool  # whether it is a parameter that takes gradients (a fixed table is a buffer or frozen)
     _tensors: NamedTensors = field(repr=False)
-
-    @property
-    def _tensor(self) -> str:  # type: ignore[override]
-        return self.name
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self.tokens, self.width)
+    _tensor: str = field(repr=False)
+    _shape: tuple[int, ...] = field(repr=False)
 
 
 def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
@@ -81,7 +72,7 @@ def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
         stride = strides(tensors, path)
         fits = stride == kernel if stride is not None else kernel != (3, 3)
         if fits and (_PATCH.search(name) or (first and stride is not None and max(kernel) > 1)):
-            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name))
+            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name, shape))
         first = False
     return parts
 
@@ -105,7 +96,8 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
     for name, (tokens, width) in tables:
         patch = owners.get(name)
         prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)
-        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, tensors.trained(name), tensors))
+        trained = tensors.trained(name)
+        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, name, (tokens, width)))
     return parts
 
 

@@ -72,7 +72,7 @@ POSITIONAL = re.compile(r"(^|\.)(rel_pos\w*|pos_mlp|cpb_mlp|position_bias\w*|mlp
 class MLPPart(InSlots):
     """One MLP: `y = act(x fc1^T + b1) fc2^T + b2`, or gated, `y = (act(x gate^T) * (x fc1^T)) fc2^T`.
 
-    `read` and `write` take "fc1", "gate" (p, n) and "fc2" (n_out, p).
+    `read` and `write` take "fc1", "gate" (p, n) and "fc2" (n_out, p), and so do `read_bias` and `write_bias`.
     """
 
     layer: int  # over the whole model, from 0
@@ -87,15 +87,6 @@ class MLPPart(InSlots):
     def shape(self, part: MLPName) -> tuple[int, int]:
         """(out, in) of one matrix, without reading it."""
         return self._slot(part).size(self._tensors)
-
-    def read_bias(self, part: MLPName) -> Tensor | None:
-        """A copy of the bias of a matrix, (p,) or (n_out,); None if the model has none."""
-        self._slot(part)
-        return self._biases[part].read(self._tensors) if part in self._biases else None
-
-    def write_bias(self, part: MLPName, value: Tensor) -> None:
-        """Write a bias in place; the exact inverse of `read_bias`."""
-        self._bias(part).write(self._tensors, value)
 
 
 def find(tensors: NamedTensors) -> Parts[MLPPart]:
@@ -191,16 +182,6 @@ class FilterMLP:
     filters: DepthwisePart
     mlp: MLPPart
 
-    @property
-    def name(self) -> str:
-        """The path of the convolution."""
-        return self.filters.name
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of the tensors that `write_centres` touches."""
-        return self.filters.parameters
-
     def diagonal(self) -> Tensor:
         """diag(W2 W1), (C,), float64: what the MLP, without its activation, does to each channel itself."""
         return torch.einsum("cp,pc->c", self.mlp.read("fc2").double(), self.mlp.read("fc1").double())
@@ -218,7 +199,7 @@ class FilterMLP:
     def _centre(self) -> tuple[slice, int, int]:
         height, width = self.filters.kernel
         if height % 2 == 0 or width % 2 == 0:
-            raise UsageError(f"`{self.name}`: expected filters of odd side, found {height} x {width}")
+            raise UsageError(f"`{self.filters.name}`: expected filters of odd side, found {height} x {width}")
         return slice(None), height // 2, width // 2
 
 

@@ -61,14 +61,16 @@ def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None
 def derived(module: nn.Module, inputs: Any) -> PermutationSpec:
     """The specification that the module's forward pass shows, checked by function in float64."""
     found = derive_permutations(module, inputs)
-    change, tolerance = change_of_function(module, inputs, found)
-    if not change < tolerance:
-        raise AnatomyError(
-            f"expected renumbering to leave the network's outputs unchanged, found them to change by {change:.1g} of "
-            "their size with the permutations that its operations show; give your own, "
-            "PermutationSpec.from_axes(spec, {name: (group, ...)})"
-        )
+    if wrong := _not_kept(module, inputs, found):
+        raise AnatomyError(f"{wrong}; give your own, PermutationSpec.from_axes(spec, {{name: (group, ...)}})")
     return found
+
+
+def _not_kept(module: nn.Module, inputs: Any, permutations: PermutationSpec) -> str:
+    """What is wrong if renumbering changes the outputs."""
+    change, tolerance = change_of_function(module, inputs, permutations)
+    found = f"found them to change by {change:.1g} of their size"
+    return "" if change < tolerance else f"expected renumbering to leave the network's outputs unchanged, {found}"
 
 
 _HEADS = ("num_heads", "heads", "num_attention_heads")
@@ -167,13 +169,10 @@ def permutations_of(source: Any, given: OwnPermutations | None = None) -> Permut
     if missing := [name for name in spec.names if name not in described]:
         raise SpecError(f"permutations: no axes for {listing(missing)}; give each axis a group or None")
     if (built := template()) is not None and built[1] is not None:
-        module, inputs = built
-        change, tolerance = change_of_function(module, inputs, found)
-        if not change < tolerance:
+        if wrong := _not_kept(built[0], built[1], found):
             raise SpecError(
-                "permutations: expected renumbering to leave the network's outputs unchanged, found them to change by "
-                f"{change:.1g} of their size; axes of units that belong together need one group, and units of "
-                "attention heads `PermutationSpec.from_axes(spec, axes, heads)`"
+                f"permutations: {wrong}; axes of units that belong together need one group, and units of attention "
+                "heads `PermutationSpec.from_axes(spec, axes, heads)`"
             )
     elif isinstance(given, str | Path):
         _log.warning("%s: not checked by function, since there is no network with example inputs to run", given)

@@ -250,7 +250,7 @@ class Slot:
         tensor = tensors.get(self.name)
         if self.vector:
             return tensor
-        return tensor.T if self.transposed else tensor.flatten(1)
+        return tensor.flatten(1).T if self.transposed else tensor.flatten(1)
 
     def read(self, tensors: NamedTensors) -> Tensor:
         """A copy of the rows, (rows, columns) or (rows,), float32 or better."""
@@ -274,10 +274,7 @@ class OneTensor:
 
     _tensors: NamedTensors
     _tensor: str
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        raise NotImplementedError
+    _shape: tuple[int, ...]
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -325,10 +322,17 @@ class InSlots:
         """Write a matrix in place; the exact inverse of `read`."""
         self._slot(part).write(self._tensors, value)
 
-    def _bias(self, part: str) -> Slot:
-        if part in self._weights and part not in self._biases:
+    def read_bias(self, part: Any) -> Tensor | None:
+        """A copy of the bias of a matrix, one entry for each row; None if the model has none."""
+        self._slot(part)
+        return self._biases[part].read(self._tensors) if part in self._biases else None
+
+    def write_bias(self, part: Any, value: Tensor) -> None:
+        """Write a bias in place; the exact inverse of `read_bias`."""
+        self._slot(part)
+        if part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")
-        return self._biases.get(part) or self._slot(part)
+        self._biases[part].write(self._tensors, value)
 
 
 @torch.no_grad()
@@ -449,7 +453,8 @@ def _check_biases(tensors: NamedTensors, part: Any) -> None:
     """AnatomyError if a bias has not as many entries as there are rows of the matrices that it serves."""
     rows: dict[str, int] = {}
     for key, bias in part._biases.items():
-        rows[bias.name] = rows.get(bias.name, 0) + part._weights[key].size(tensors)[0]
+        size = part._weights[key].size(tensors)
+        rows[bias.name] = rows.get(bias.name, 0) + size[1 if key == "o" else 0]  # output projections are (in, out)
     for name, expected in rows.items():
         if (found := math.prod(tensors.shape(name))) != expected:
             raise AnatomyError(f"`{name}`: expected {expected} entries, one for each row of its matrix, found {found}")

@@ -46,7 +46,7 @@ from weightscope.auditing.intervals import (
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import PARTS, numbers, query_key, same_random, table_codes
+from weightscope.init.attention import PARTS, numbers, query_key, table_codes
 
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _PROBES = 16  # random vectors by whose images d x d matrices of heads are compared
@@ -103,14 +103,12 @@ class Null:
     def draw(self, g: torch.Generator) -> dict[str, float]:
         """Statistics of one product, by the initialiser's own construction."""
         d, r = self.width, self.rank
-        if self.construction == "svd":
-            a, b = query_key(d, r, self.group, self.alpha, self.beta, g)
-        elif self.construction == "same-random":
-            a, b = same_random(d, r, self.beta, g)
-        else:  # with the norm of a correct product, which is the hardest to tell
+        if self.construction == "independent":  # with the norm of a correct product, which is the hardest to tell
             a, b = torch.randn(2, d, r, generator=g)
             a, b = torch.stack([a, b]) * (math.sqrt(d) * math.hypot(self.alpha, self.beta) / (a @ b.T).norm()) ** 0.5
-        a = a.reshape(-1, d, r)
+            a = a[None]
+        else:
+            a, b = query_key(d, r, self.group, self.alpha, self.beta, g, self.construction)
         return product_statistics(a[0], b, imbalance(a, b[None]))
 
 
@@ -221,19 +219,16 @@ _STARTS = 4  # draws of what an untouched table starts from
 
 
 @EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
-def sinusoidal_positions_checks(
-    source: NamedTensors, *, gamma: float, special: str, temperature: float
-) -> Iterator[Check]:
+def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float) -> Iterator[Check]:
     """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
     An untouched table is the one that its module's `reset_parameters` makes, else a random one. Where the former has
     the same codes, as in the package's ViT, the audit is undecidable; so it is for fixed tables and tables called
     `pos_embed` without a module, of which only the network's constructor knows what they start from.
     """
-    choice("special", special, ("keep", "zero"))
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
-        codes = table_codes(table, temperature).double()
+        codes = table_codes(table).double()
         scale, distance = _likeness(value[table.prefix :], codes)
         starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
         scaled, apart = map(predicted, zip(*starts, strict=True)) if starts else (abs(gamma), 0.0)
@@ -242,8 +237,6 @@ def sinusoidal_positions_checks(
             row("gamma", scale, abs(gamma), wrong, slack=0.01 * abs(gamma)),
             row("distance of inner products", distance, (0.0, 0.01), {UNTOUCHED: apart}),
         ]
-        if special == "zero" and table.prefix:
-            rows.append(row("special tokens", float(value[: table.prefix].abs().max()), 0.0))
         yield from checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
 
 

@@ -171,19 +171,15 @@ _STARTS = (1.0, 1e-4, 1e-5, 1e-6)
 
 
 @EXPECTATIONS.register("layer_scale_identity")
-def layer_scale_identity_checks(source: NamedTensors, *, value: float, where: str) -> Iterator[Check]:
+def layer_scale_identity_checks(source: NamedTensors, *, value: float) -> Iterator[Check]:
     """Checks of LayerScale's factors; the scale of matrices cannot be checked without knowing them before.
 
     Untouched factors are those that the module's `reset_parameters` makes, else one of the published values. Without a
     module any value may be the network's own, and the audit is undecidable.
     """
-    choice("where", where, ("auto", "factors", "matrices"))
     names = [name for name in source.names if FACTOR.search(name)]
-    if where == "matrices" or not names:
-        raise UsageError(
-            "layer_scale_identity: scaled matrices look like any others, only LayerScale factors can be audited; "
-            f"found {len(names)}"
-        )
+    if not names:
+        raise UsageError("layer_scale_identity: scaled matrices look like any others; only LayerScale can be audited")
     for i, name in enumerate(names):
         start = default_start(source, name)
         starts = [*_STARTS] if isinstance(source, ModuleTensors) else [value]

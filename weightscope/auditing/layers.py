@@ -38,18 +38,15 @@ def mimetic_mlp_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """
     choice("mode", p["mode"], ("scalar", "rows", "anticorrelated"))
     b, sigma = (0.0, p["sigma"]) if p["mode"] == "rows" else (p["b"], 0.0)
-    for name in ("fc1", "gate") if p["gate"] else ("fc1",):
-        matrices: list[Tensor] = []
-        for part in chosen_layers(mlps(source, strict=None), p["layers"]):
-            if name == "gate" and part.kind != "gated":
-                continue
-            matrices.append(fc1 := part.read(name).cpu().double())
-            if not fc1.numel():
-                raise AnatomyError(f"`{part.name}`: expected {name} with entries, found the shape {tuple(fc1.shape)}")
-            rows = _anticorrelated(fc1, part) if p["mode"] == "anticorrelated" else _means([fc1], b, sigma)
-            yield from checks_of("mimetic_mlp", name, part.layer, None, part.name, rows)
-        if len(matrices) > 1 and p["mode"] != "anticorrelated":
-            yield from checks_of("mimetic_mlp", name, None, None, "all layers", _means(matrices, b, sigma))
+    matrices: list[Tensor] = []
+    for part in chosen_layers(mlps(source, strict=None), p["layers"]):
+        matrices.append(fc1 := part.read("fc1").cpu().double())
+        if not fc1.numel():
+            raise AnatomyError(f"`{part.name}`: expected fc1 with entries, found the shape {tuple(fc1.shape)}")
+        rows = _anticorrelated(fc1, part) if p["mode"] == "anticorrelated" else _means([fc1], b, sigma)
+        yield from checks_of("mimetic_mlp", "fc1", part.layer, None, part.name, rows)
+    if len(matrices) > 1 and p["mode"] != "anticorrelated":
+        yield from checks_of("mimetic_mlp", "fc1", None, None, "all layers", _means(matrices, b, sigma))
 
 
 def _means(matrices: list[Tensor], b: float, sigma: float) -> list[Row]:
@@ -138,7 +135,7 @@ def mimetic_conv_mlp_checks(source: NamedTensors, *, correlation: float, layers:
     for part, r, size in zip(parts, found, sizes, strict=True):
         if size > 4:
             alone = _correlations([r], [size], correlation, "channels")
-            yield from checks_of(name, what, part.layer, None, part.name, [(*alone[:3], {})])
+            yield from checks_of(name, what, part.layer, None, part.filters.name, [(*alone[:3], {})])
 
 
 @EXPECTATIONS.register("mimetic_first_last_mlp", reads=("MLPs",), variants=({}, {"mode": "rows"}))

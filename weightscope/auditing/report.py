@@ -89,7 +89,6 @@ class AuditReport(Result):
         checks: in the order of the model.
         skipped: initialiser -> why it does not apply, if all initialisers were tried.
         everything: whether all initialisers were tried, so that one that fits is enough.
-        level: probability that a check of a correctly initialised model fails.
         unparsed: tensors that look like parts and were not audited (with `strict=False`).
         unconfirmed: packed projections of a checkpoint, whose rows were read in the order that their names suggest.
     """
@@ -97,7 +96,6 @@ class AuditReport(Result):
     checks: tuple[Check, ...]
     skipped: dict[str, str] = field(default_factory=dict)
     everything: bool = False
-    level: float = LEVEL
     unparsed: tuple[str, ...] = ()
     unconfirmed: tuple[str, ...] = ()
 
@@ -107,11 +105,6 @@ class AuditReport(Result):
         failed, unclear = {check.initialiser for check in self.failures}, self.undecidable
         names = dict.fromkeys(check.initialiser for check in self.checks)
         return {n: "failed" if n in failed else "undecidable" if unclear.get(n) else "passed" for n in names}
-
-    @property
-    def verdicts(self) -> dict[str, bool]:
-        """Initialiser -> whether its outcome is "passed"."""
-        return {name: outcome == "passed" for name, outcome in self.outcomes.items()}
 
     @property
     def powers(self) -> dict[str, dict[str, float]]:
@@ -149,8 +142,8 @@ class AuditReport(Result):
     @property
     def passed(self) -> bool:
         """Whether the model is as expected: by every initialiser named, or by any if all were tried."""
-        verdicts = self.verdicts.values()
-        return any(verdicts) if self.everything else bool(self.checks) and all(verdicts)
+        passed = [outcome == "passed" for outcome in self.outcomes.values()]
+        return any(passed) if self.everything else bool(passed) and all(passed)
 
     @property
     def failures(self) -> tuple[Check, ...]:
@@ -160,12 +153,11 @@ class AuditReport(Result):
     @property
     def false_alarm_rate(self) -> float:
         """Upper bound on the probability that a correct initialisation fails this audit (union bound)."""
-        return min(1.0, self.level * len(self.checks))
+        return min(1.0, LEVEL * len(self.checks))
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "passed": self.passed,
-            "verdicts": self.verdicts,
             "outcomes": self.outcomes,
             "skipped": dict(self.skipped),
             "unparsed": list(self.unparsed),
@@ -185,7 +177,7 @@ class AuditReport(Result):
             return "nothing to audit"
         outcomes = self.outcomes
         if self.everything:
-            verdict = ", ".join(name for name, fits in self.verdicts.items() if fits) or "no initialiser fits"
+            verdict = ", ".join(name for name, found in outcomes.items() if found == "passed") or "no initialiser fits"
         else:
             verdict = next((o for o in ("failed", "undecidable") if o in outcomes.values()), "passed")
         left = f", {len(self.unparsed)} tensors not audited" if self.unparsed else ""
@@ -207,7 +199,7 @@ class AuditReport(Result):
                 "failed": f"FAILED, {bad} of {len(mine)} checks",
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
-            lines.append(f"{name}: {verdict} (false alarms < {self.level * len(mine):.1e} per audit)")
+            lines.append(f"{name}: {verdict} (false alarms < {LEVEL * len(mine):.1e} per audit)")
             lines += [*self._power_lines(name), *_tables(mine)]
         if self.unconfirmed:
             names = listing(self.unconfirmed, 3)

@@ -156,16 +156,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """
         return self._files.check(download)
 
-    def verify(self) -> int:
-        """The number of files at the hub that were compared with their hashes, after downloading what is missing.
-
-        0 on disk and in memory, where no hash is known; DataError on a checksum mismatch.
-        """
-        found = self.check(download=True)
-        if damaged := next((check.detail for check in found if check.status == "damaged"), None):
-            raise DataError(damaged)
-        return sum(check.status == "verified" and check.compared != "crc32" for check in found)
-
     def __getitem__(self, name: str) -> Tensor:
         """A copy of a weight on the CPU: float64 if stored so, else float32.
 

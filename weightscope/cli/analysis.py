@@ -154,7 +154,7 @@ _ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "de
 @click.option(
     "--part",
     type=Named("parts", files=False),
-    help="Within networks: filters, mlp-rows, mlp-columns, patch or patch-channels.  [default: the first that exists]",
+    help="Within networks: filters, mlp-rows, mlp-columns or patch.  [default: the first that exists]",
 )
 @choice_option(
     "--picture",
@@ -312,25 +312,16 @@ def _with_initialisers(
 @click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeatable.")
 @click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
 @click.option("--clip", type=click.IntRange(1), default=64, help="Rows and columns drawn, from the upper left.")
-@click.option("--draw-heads", type=click.IntRange(1), default=8, help="Maximum number of heads drawn.")
-@choice_option("--values", "layers heads both", "Draw W_V W_O of whole layers, of single heads, or both.", "layers")
-@click.option("--cross", is_flag=True, help="Include cross-attention.")
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
-@click.option("--biases", is_flag=True, help="Add columns for the contribution of biases.")
-@click.option("--rotary", default="zero", help="zero, average, or a relative position.")
-@choice_option("--spectra", "heads all none", "Which singular values are computed.", "heads")
 @many_options
 @json_option
 def products(
     sources: tuple[str, ...],
     out: Path,
     view: Literal["auto", "grid", "depth"],
-    draw_heads: int,
-    values: Literal["layers", "heads", "both"],
     num_heads: int | None,
     layers: tuple[int, ...],
-    rotary: str,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -351,9 +342,8 @@ def products(
     from weightscope.analysis.attention_products import products as compute
 
     config = None if num_heads is None else {"num_attention_heads": num_heads}
-    position = int(rotary) if re.fullmatch(r"-?\d{1,9}", rotary) else rotary
-    found = compute(*sources, config=config, layers=layers or None, rotary=position, **options)
-    _show(found, out, json_file, view=view, heads=draw_heads, values=values)
+    found = compute(*sources, config=config, layers=layers or None, **options)
+    _show(found, out, json_file, view=view)
     _refuse(found.failed, sources)
 
 
@@ -373,7 +363,6 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     "Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
     "maps",
 )
-@click.option("--network", type=int, help="For a population: the network, counted from 0.  [default: 0]")
 @click.option(
     "--images",
     type=Named("datasets"),
@@ -399,7 +388,7 @@ def attention_maps(
 
     Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png.
 
-    SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
+    SOURCE is a population, of which one network (PATH.pop::k, by default 0) is run on the test images of its recipe, or
     a folder of transformers (config.json, model.safetensors), run on pictures that are scaled to the model's size and
     normalised as its preprocessor_config.json says, or on noise if there are none.
 
@@ -410,7 +399,7 @@ def attention_maps(
 
     \b
     Examples:
-      weightscope attention-maps vits.pop --network 3 -o attention.png
+      weightscope attention-maps vits.pop::3 -o attention.png
       weightscope attention-maps mambas.pop --count 16 -o maps.png
       weightscope attention-maps vit/ --images pictures/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png

@@ -43,7 +43,7 @@ _NAMES: Mapping[str, Callable[[], list[str]]] = {
     "datasets": lambda: _registered("DATASETS", "data"),
     "tasks": lambda: [f"{name}:" for name in _registered("TASKS", "data")],
     "devices": lambda: ["auto", "cpu", "cuda"],
-    "parts": lambda: ["filters", "mlp-rows", "mlp-columns", "patch", "patch-channels"],
+    "parts": lambda: ["filters", "mlp-rows", "mlp-columns", "patch"],
     "kinds": lambda: ["initialisers", "structures", "networks", "datasets", "recipes"],
 }
 

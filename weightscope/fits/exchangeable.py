@@ -226,8 +226,6 @@ class Exchangeable(Structure):
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self.permutations, self.network = permutations, network or spec
-        if len(factors) != len(permutations.types):
-            raise DataError(f"expected {len(permutations.types)} factors, one for each type, found {len(factors)}")
         pairs = enumerate(zip(factors, permutations.types, strict=True))
         self.factors = tuple(checked_root(array, f"factor.{i}", kind.copies) for i, (array, kind) in pairs)
 

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize
 
-from weightscope._util.checks import choice, count, flag
+from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.results import row_table
 from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
@@ -114,14 +114,23 @@ class FilterFit(Numbers):
         return values | {"layers": rows}
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of `covariance_transfer_`."""
-        return {key: getattr(self, key) for key in ("kronecker", "means", "schedule", "kernel", "psd")}
-
-    @property
     def used(self) -> tuple[FilterDistribution, ...]:
         """The layers that filters are drawn from: of size `kernel`, with at least two filters that are not dead."""
         return tuple(x for x in self.layers if self.kernel in (None, x.kernel) and x.usable)
+
+    def checked(self) -> tuple[FilterDistribution, ...]:
+        """`used`, or an error if there are none, or filters of one are all equal and no mean is drawn."""
+        if not self.used:
+            sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in self.layers if layer.usable}))
+            wanted = "filters that are not dead" if self.kernel is None else f"{self.kernel} x {self.kernel} filters"
+            raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
+        for layer in self.used:
+            if layer.constant and not self.means:
+                raise DataError(
+                    f"`{layer.name}`: its {layer.count} filters are all equal and have no covariance to draw from, new "
+                    "ones would be zero; means=true draws their mean, and kernel=K uses the layers of one size only"
+                )
+        return self.used
 
     def remarks(self) -> tuple[str, ...]:
         """What of the network is not used, and which distributions stand in for it."""
@@ -221,16 +230,6 @@ def _left_out_line(layers: tuple[str, ...]) -> list[str]:
     return lines + [f"left out, cannot be read: {layer}" for layer in unread]
 
 
-def refuse_constant(layers: Sequence[FilterDistribution], means: bool = False) -> None:
-    """A DataError if the filters of a layer are all equal, unless their mean is drawn: new ones would be zero."""
-    for layer in layers:
-        if layer.constant and not means:
-            raise DataError(
-                f"`{layer.name}`: its {layer.count} filters are all equal and have no covariance to draw from, new "
-                "ones would be zero; means=true draws their mean, and kernel=K uses the layers of one size only"
-            )
-
-
 _DEAD = 1e-3  # norm relative to the largest; weight decay takes a filter without gradient far below it
 
 
@@ -283,15 +282,27 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
     return FilterDistribution.model_validate(place | moments | {"count": found.n, "dead": dead})
 
 
-def filter_options(kronecker: bool, means: bool, schedule: str, kernel: int | None, psd: str) -> dict[str, Any]:
-    """The options of `covariance_transfer_` by name, checked."""
+def filter_fit(
+    layers: Sequence[FilterDistribution],
+    left_out: Sequence[str] = (),
+    *,
+    kronecker: bool,
+    means: bool,
+    schedule: str,
+    kernel: int | None,
+    psd: str,
+) -> FilterFit:
+    """A fit with the options of `covariance_transfer_`, checked."""
     flag("kronecker", kronecker)
     flag("means", means)
     choice("schedule", schedule, ("depth", "stage"))
     choice("psd", psd, get_args(Psd))
     if kernel is not None:
-        count("kernel", kernel)
-    return {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
+        odd("kernel", kernel)
+    options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
+    fit = FilterFit.model_validate({"layers": layers, "left_out": left_out, **options})
+    fit.checked()
+    return fit
 
 
 def fit_filters(
@@ -312,16 +323,9 @@ def fit_filters(
     Example:
         >>> fit_filters("efficientnet-lite0.pth", kernel=5).save("filters.safetensors")
     """
-    options = filter_options(kronecker, means, schedule, kernel, psd)
     parts = depthwise(source, strict=None)
-    layers = square_distributions(parts)
-    chosen = _of_size(layers, kernel)
-    fit = FilterFit.model_validate({"layers": layers, "left_out": _left_out(parts), **options})
-    if not fit.used:
-        size = "" if kernel is None else f" in layers of size {kernel}"
-        raise DataError(f"all filters are dead{size}: `{chosen[0].name}`, ...")
-    refuse_constant(fit.used, means)
-    return NetworkFit(fit)
+    options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule}
+    return NetworkFit(filter_fit(square_distributions(parts), _left_out(parts), **options, kernel=kernel, psd=psd))
 
 
 def fit_conv_schedule(
@@ -354,7 +358,10 @@ def fit_conv_schedule(
     parts = depthwise(source, strict=None)
     everything = square_distributions(parts)
     depth_of = dict(zip((x.name for x in everything), relative_depths(everything, schedule), strict=True))
-    filters = _of_size(everything, kernel)
+    filters = [layer for layer in everything if kernel in (None, layer.kernel)]
+    if not filters:
+        known = ", ".join(str(k) for k in sorted({layer.kernel for layer in everything}))
+        raise UsageError(f"kernel: no layer has {kernel} x {kernel} filters, found {known}")
     for layer in filters:
         if layer.constant:
             raise DataError(f"`{layer.name}`: its filters are all equal and have no covariance to fit")
@@ -383,16 +390,6 @@ def _left_out(parts: Parts[DepthwisePart]) -> list[str]:
     """The layers with other than square filters, each with its size, and those that cannot be read."""
     sizes = [f"{part.name} {part.kernel[0]}x{part.kernel[1]}" for part in parts if not part.square]
     return [*sizes, *(f"{unread.name} {unread.why}" for unread in parts.unread)]
-
-
-def _of_size(layers: list[FilterDistribution], kernel: int | None) -> list[FilterDistribution]:
-    if kernel is None:
-        return layers
-    chosen = [layer for layer in layers if layer.kernel == kernel]
-    if not chosen:
-        known = ", ".join(str(k) for k in sorted({layer.kernel for layer in layers}))
-        raise UsageError(f"kernel: no layer has {kernel} x {kernel} filters, found {known}")
-    return chosen
 
 
 _GRID = 97  # values of sigma at which the closed form is computed; its fit is smooth in log sigma

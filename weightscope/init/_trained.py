@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,17 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.names import listing, matching
-from weightscope.anatomy import (
-    AttentionPart,
-    NamedTensors,
-    PositionEmbedding,
-    attention,
-    depthwise,
-    mlps,
-    named_tensors,
-    patch_embeddings,
-    positions,
-)
+from weightscope.anatomy import AttentionPart, NamedTensors, PositionEmbedding, named_tensors, parts_of
 from weightscope.anatomy.embedding import TokenGrid
 from weightscope.anatomy.places import Place, Source, places, tensors_of
 from weightscope.errors import AnatomyError, SpecError, UsageError
@@ -30,10 +20,8 @@ COMPONENTS = ("embedding", "attention", "mlp", "convolution", "norm", "head", "o
 _HEAD = re.compile(r"(^|\.)(heads?|head_dist|classifier|cls_classifier|distillation_classifier|fc|lm_head|score)(\.|$)")
 _NORM = re.compile(r"norm|(^|\.)(bn|ln)(_?[0-9a-z]+)?$", re.IGNORECASE)
 _TOKEN = re.compile(r"(^|\.)(\w*_token|\w*_tokens|class_embedding)$")
-_FINDERS: tuple[tuple[str, Callable[[Any], Sequence[Any]]], ...] = (
-    *(("attention", attention), ("mlp", mlps), ("convolution", depthwise)),
-    *(("embedding", patch_embeddings), ("embedding", positions)),
-)
+_KINDS = {"attention modules": "attention", "MLPs": "mlp", "depthwise convolutions": "convolution"}
+_KINDS |= dict.fromkeys(("patch embeddings", "position embeddings"), "embedding")
 
 
 def open_network(source: Any) -> Any:
@@ -72,10 +60,10 @@ def layers_of(module: Any, *kinds: type[nn.Module]) -> dict[str, Any]:
     return {f"{path}.weight".lstrip("."): layer for path, layer in layers if isinstance(layer, kinds)}
 
 
-def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[Any]:
-    """The parts of a model, none if it has no such parts or they cannot be read."""
+def found_parts(kind: str, model: Any) -> Sequence[Any]:
+    """The parts of a kind of a model, none if some cannot be read."""
     try:
-        return finder(model if isinstance(model, nn.Module | NamedTensors) else tensors(model))
+        return parts_of(kind, model if isinstance(model, nn.Module | NamedTensors) else tensors(model))
     except AnatomyError:
         return []
 
@@ -83,15 +71,15 @@ def found_parts(finder: Callable[[Any], Sequence[Any]], model: Any) -> Sequence[
 def components(module: nn.Module | NamedTensors) -> dict[str, str]:
     """Name of each parameter and buffer -> its component, one of `COMPONENTS`; without modules, norms are named so."""
     out: dict[str, str] = {}
-    for kind, finder in _FINDERS:
-        for part in found_parts(finder, module):
+    for kind, component in _KINDS.items():
+        for part in found_parts(kind, module):
             groups = part.parameters.values() if isinstance(part.parameters, Mapping) else [part.parameters]
             names = [name for group in groups for name in group]
             names += [name.removesuffix("weight") + "bias" for name in names if name.endswith("weight")]
             if isinstance(part, AttentionPart):
                 names += [name for group in part.bias_parameters.values() for name in group]
             for name in names:
-                out.setdefault(name, kind)
+                out.setdefault(name, component)
     layers = dict(module.named_modules()) if isinstance(module, nn.Module) else {}
     for name in named_tensors(module).names:
         path = name.rpartition(".")[0]

@@ -6,12 +6,12 @@ import math
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice, number, positive
+from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
-from weightscope.networks.layers import TEMPERATURE, sinusoidal_positions
+from weightscope.networks.layers import sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
 _DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
@@ -103,7 +103,9 @@ def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> T
     return out
 
 
-def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
+def query_key(
+    d: int, k: int, group: int, alpha: float, beta: float, generator: Generator, construction: str = "svd"
+) -> tuple[Tensor, Tensor]:
     """Queries of `group` heads and the key that they share, with `Q_h K^T ~ alpha Z_h + beta I`.
 
     Every head has its own Z. The factors Q (group, d, k) and K (d, k), float32, are the best approximation of rank k of
@@ -111,6 +113,9 @@ def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: 
     `mean_h Q_h^T Q_h = K^T K` is diagonal. Without noise an SVD would give every head the first k coordinates; a random
     subspace is drawn.
     """
+    if construction == "same-random":
+        query, key = same_random(d, k, beta, generator)
+        return query.expand(group, d, k), key
     if alpha == 0 and k <= d:
         basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
         return basis.mul(math.copysign(1, beta)).expand(group, d, k), basis
@@ -121,7 +126,14 @@ def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: 
 
 
 def value_output(
-    d: int, heads: int, kv_heads: int, k: int, alpha: float, beta: float, generator: Generator
+    d: int,
+    heads: int,
+    kv_heads: int,
+    k: int,
+    alpha: float,
+    beta: float,
+    generator: Generator,
+    construction: str = "svd",
 ) -> tuple[Tensor, Tensor]:
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
@@ -130,7 +142,10 @@ def value_output(
     its output.
     """
     group = heads // kv_heads
-    left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
+    if construction == "same-random":
+        left, right = same_random(d, kv_heads * k, -beta, generator)
+    else:
+        left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
     values = left.reshape(d, kv_heads, k).transpose(0, 1)
     outputs = right.reshape(d, kv_heads, k).permute(1, 2, 0)
     balance = group**0.25  # so that V and all the O of its group together have equal norms
@@ -216,47 +231,27 @@ def numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
 def write_query_key(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `W_Q W_K^T ~ alpha Z + beta I` in every head of one attention module."""
     d, k, group = part.width, part.head_width, part.heads // part.kv_heads
-    queries, keys = [], []
-    for _ in range(part.kv_heads):
-        if construction == "svd":
-            q, key = query_key(d, k, group, alpha, beta, generator)
-        else:
-            one, key = same_random(d, k, beta, generator)
-            q = one.expand(group, d, k)
-        queries.append(q)
-        keys.append(key)
-    part.write("q", torch.cat(queries))
-    part.write("k", torch.stack(keys))
+    pairs = [query_key(d, k, group, alpha, beta, generator, construction) for _ in range(part.kv_heads)]
+    part.write("q", torch.cat([queries for queries, _ in pairs]))
+    part.write("k", torch.stack([key for _, key in pairs]))
 
 
 def write_value_output(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `sum_h W_V W_proj ~ alpha Z - beta I` in one attention module."""
-    d, k, group = part.width, part.value_width, part.heads // part.kv_heads
-    if construction == "svd":
-        values, outputs = value_output(d, part.heads, part.kv_heads, k, alpha, beta, generator)
-    else:
-        left, right = same_random(d, part.kv_heads * k, -beta, generator)
-        values = left.reshape(d, part.kv_heads, k).transpose(0, 1)
-        outputs = right.reshape(d, part.kv_heads, k).permute(1, 2, 0).repeat_interleave(group, dim=0) / group
+    sizes = part.width, part.heads, part.kv_heads, part.value_width
+    values, outputs = value_output(*sizes, alpha, beta, generator, construction)
     part.write("v", values)
     part.write("o", outputs)
 
 
 @INITIALISERS.register("sinusoidal_positions", source="attention paper, section 5.1", needs="position embeddings")
-def sinusoidal_positions_(
-    module: M,
-    *,
-    gamma: float = 1.0,
-    special: str = "keep",
-    temperature: float = TEMPERATURE,
-    generator: Generator = None,
-) -> M:
+def sinusoidal_positions_(module: M, *, gamma: float = 1.0, generator: Generator = None) -> M:
     """Set every position embedding to gamma times the sinusoidal codes, 2-D for images and 1-D for sequences.
+
+    Rows of class, distillation and register tokens are kept.
 
     Args:
         gamma: scale; about 2 with mimetic attention on CIFAR, 1 on ImageNet.
-        special: rows of class, distillation and register tokens: "keep" or "zero".
-        temperature: of the frequencies.
 
     Raises:
         UsageError: if the width is not a multiple of 4 (2 for a sequence).
@@ -264,23 +259,19 @@ def sinusoidal_positions_(
     Source: attention paper, section 5.1 and Fig. 4; thesis 3.2.4 (gamma).
 
     Example:
-        >>> sinusoidal_positions_(vit, gamma=2.0, special="zero")
+        >>> sinusoidal_positions_(vit, gamma=2.0)
     """
     number("gamma", gamma)
-    positive("temperature", temperature)
-    choice("special", special, ("keep", "zero"))
     tables = positions(module)
-    codes = [table_codes(table, temperature) for table in tables]
+    codes = [table_codes(table) for table in tables]
     for table, code in zip(tables, codes, strict=True):
         value = table.read()
         value[table.prefix :] = gamma * code.to(value)
-        if special == "zero":
-            value[: table.prefix] = 0
         table.write(value)
     return module
 
 
-def table_codes(table: PositionEmbedding, temperature: float = TEMPERATURE) -> Tensor:
+def table_codes(table: PositionEmbedding) -> Tensor:
     """The unscaled sinusoidal codes of a table's ordinary tokens, float32 (tokens - prefix, d)."""
     rows, columns = table.grid or (table.tokens - table.prefix, None)
-    return sinusoidal_positions(rows, columns, table.width, temperature)
+    return sinusoidal_positions(rows, columns, table.width)

@@ -5,8 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Generator: TypeAlias = torch.Generator | None
 
 
-class Initialiser(Protocol):
-    """A function that sets weights of a module in place and returns the module."""
-
-    def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
-        """Initialise the module."""
-        ...
+Initialiser: TypeAlias = Callable[..., nn.Module]
+"""`init(module, *, generator=None)`: sets weights of a module in place and returns the module."""
 
 
 def check_generator(generator: Generator) -> None:
@@ -133,30 +128,22 @@ INITIALISERS: _Initialisers[Callable[..., Any]] = _Initialisers("initialiser")
 """The registered initialisers by name; `.details[name]` has their "source" and what they "need" of a module."""
 
 
-@dataclass(frozen=True)
-class UserInitialiser:
-    """An unregistered initialiser with its parameters bound; checks that it returns the module."""
-
-    name: str  # of the function, for error messages
-    function: Callable[..., Any]
-    parameters: dict[str, Any] = field(default_factory=dict)
-
-    def __call__(self, module: nn.Module, *, generator: Generator = None) -> nn.Module:
-        """Initialise the module in place."""
-        check_generator(generator)
-        try:
-            with running(self.name), all_or_nothing():
-                found = self.function(module, **self.parameters, generator=generator)
-        except WeightscopeError:
-            raise
-        except Exception as error:
-            raise UsageError(f"{self.name}: the initialiser raised {type(error).__name__}: {error}") from error
-        if found is not module:
-            what = "another module" if isinstance(found, nn.Module) else repr(found)
-            raise UsageError(
-                f"{self.name}: expected an initialiser to change the module in place and return it, found {what}"
-            )
-        return module
+def _of_user(
+    name: str, function: Callable[..., Any], module: nn.Module, /, *, generator: Generator = None, **parameters: Any
+) -> nn.Module:
+    """Run an unregistered initialiser, and check that it returns the module."""
+    check_generator(generator)
+    try:
+        with running(name), all_or_nothing():
+            found = function(module, **parameters, generator=generator)
+    except WeightscopeError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{name}: the initialiser raised {type(error).__name__}: {error}") from error
+    if found is not module:
+        what = "another module" if isinstance(found, nn.Module) else repr(found)
+        raise UsageError(f"{name}: expected an initialiser to change the module in place and return it, found {what}")
+    return module
 
 
 def parameters(init: str | Callable[..., Any]) -> dict[str, Any]:
@@ -187,9 +174,8 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         signature.require(given)
         function = INITIALISERS.find(step)
         registered = function in INITIALISERS.values()
-        bound.append(
-            functools.partial(function, **given) if registered else UserInitialiser(signature.name, function, given)
-        )
+        run = function if registered else functools.partial(_of_user, signature.name, function)
+        bound.append(functools.partial(run, **given))
     return bound[0] if len(bound) == 1 else compose(*bound)
 
 

@@ -1,5 +1,6 @@
 """Baselines: the constructor's weights, independent entries, and residual branches that start at zero or small."""
 
+import functools
 import math
 import re
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice, flag, number, positive
+from weightscope._util.checks import choice, number, positive
 from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.matrices import Matrix, fans
@@ -111,11 +112,8 @@ def trunc_normal_(
     """
     positive("std", std)
     number("cut", cut, least=std)
-
-    def fill(block: Tensor) -> Tensor:
-        return truncated(*block.shape, std=std, cut=cut, generator=generator)
-
-    return each_matrix(module, select, fill, bias, generator)
+    draw = functools.partial(truncated, std=std, cut=cut, generator=generator)
+    return each_matrix(module, select, lambda block: draw(*block.shape), bias, generator)
 
 
 def truncated(*shape: int, std: float, cut: float, generator: Generator) -> Tensor:
@@ -174,21 +172,17 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
 
 
 @INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
-def t_fixup_(
-    module: M, *, kind: str = "encoder", embeddings: bool = False, strict: bool = True, generator: Generator = None
-) -> M:
+def t_fixup_(module: M, *, kind: str = "encoder", strict: bool = True, generator: Generator = None) -> M:
     """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.
 
         encoder   V, O, W1, W2 times 0.67 N^(-1/4)
         decoder   V, O, W1, W2 times (9 N)^(-1/4)
-        embeddings   N(0, 1/d), times (9 N)^(-1/4)
 
-    Queries and keys are not scaled. Normalisation layers, which the paper removes, stay. For an encoder-decoder, call
-    it on each of the two.
+    Queries and keys are not scaled. Normalisation layers, which the paper removes, and embeddings stay as they are. For
+    an encoder-decoder, call it on each of the two.
 
     Args:
         kind: "encoder" or "decoder".
-        embeddings: also initialise token embeddings.
 
     Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
 
@@ -196,7 +190,6 @@ def t_fixup_(
         >>> t_fixup_(vit, generator=torch.Generator().manual_seed(0))
     """
     choice("kind", kind, ("encoder", "decoder"))
-    flag("embeddings", embeddings)
     found = branches(module, "both", strict=strict, caller="t_fixup_")
     scale = fixup_scale(found, kind)
     for part, name in found:
@@ -204,13 +197,6 @@ def t_fixup_(
         bound = math.sqrt(6 / sum(as_matrix(name, before).shape))
         draws = uniform(*before.shape, bound=bound, generator=generator)
         part.write(name, draws if name in ("q", "k") else draws * scale)
-    if embeddings:
-        tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
-        if not tables:
-            raise UsageError("embeddings: expected token embeddings (nn.Embedding), found none")
-        for table in tables:
-            draws = normal(*table.weight.shape, generator=generator)
-            put(table.weight, draws * (fixup_scale(found, "decoder") / math.sqrt(table.embedding_dim)))
     return module
 
 
@@ -289,7 +275,7 @@ FACTOR = re.compile(r"(^|\.)(ls\d?\.gamma|gamma(_\d)?|lambda(_)?\d|layer_scale(_
 
 
 @INITIALISERS.register("layer_scale_identity", source="Touvron et al. 2021", needs="residual branches")
-def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto", generator: Generator = None) -> M:
+def layer_scale_identity_(module: M, *, value: float = 0.1, generator: Generator = None) -> M:
     """Scale the output of every residual branch by a small number, `x + value f(x)`: blocks start near the identity.
 
     In a network with LayerScale, its factors are set. In one without, the last matrix and bias of each branch are
@@ -297,7 +283,6 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto",
 
     Args:
         value: > 0; published are 0.1 for up to 18 layers, 1e-5 for up to 24, 1e-6 beyond.
-        where: "factors", "matrices", or "auto": factors if the module has any, else matrices.
 
     Source: Touvron et al. 2021 (CaiT), section 2; attention paper, Eq. 9 and Table 5.
 
@@ -305,13 +290,8 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, where: str = "auto",
         >>> layer_scale_identity_(vit, value=1e-5)
     """
     positive("value", value)
-    choice("where", where, ("auto", "factors", "matrices"))
     factors = [parameter for name, parameter in module.named_parameters() if FACTOR.search(name)]
-    if where == "factors" and not factors:
-        raise AnatomyError(
-            "expected LayerScale factors, found none; use where='matrices' to scale the last matrices of the branches"
-        )
-    if factors and where != "matrices":
+    if factors:
         for factor in factors:
             put(factor, torch.full(factor.shape, float(value)))
         return module

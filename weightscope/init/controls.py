@@ -1,5 +1,6 @@
 """Controls of an initialiser: networks with the moments that it gives to their tensors, and not its structure."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import count
-from weightscope.anatomy import ssms
 from weightscope.anatomy.effective import plain, writable
-from weightscope.anatomy.matrices import matrices
-from weightscope.errors import UsageError
+from weightscope.anatomy.matrices import Matrix, matrices
+from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._trained import found_parts
 from weightscope.init.base import Generator, Initialiser, M, normal, put, running
 from weightscope.spec import WeightSpec
@@ -56,7 +56,7 @@ class ScaleControl:
             module, generator = draw(k)
             before = {key: block.to(torch.float64, copy=True) for key, block in _blocks(module).items() if key in added}
             found = init(module, generator=generator)
-            exponents = {name for part in found_parts(ssms, found) for name in part.parameters["A_log"]}
+            exponents = {name for part in found_parts("state-space layers", found) for name in part.parameters["A_log"]}
             for key, block in _blocks(found).items():
                 if key in changed:
                     values = block.to(torch.float64) - before.get(key, 0.0)
@@ -202,8 +202,10 @@ def _pooled(parts: list[tuple[float, float]]) -> tuple[float, float]:
 def _blocks(module: nn.Module) -> dict[Key, Tensor]:
     """Views of the parameters, fused projections split."""
     module = plain(module)[0]
-    packed = {matrix.name: matrix for matrix in found_parts(matrices, module)}
-    heights = {name: rows for part in found_parts(ssms, module) for name, rows in part.packed.items()}
+    packed: dict[str, Matrix] = {}
+    with contextlib.suppress(AnatomyError):  # of a module without such layers
+        packed = {matrix.name: matrix for matrix in matrices(module)}
+    heights = {name: rows for part in found_parts("state-space layers", module) for name, rows in part.packed.items()}
 
     def split(name: str, value: Tensor) -> Sequence[Tensor]:
         if name in heights:

@@ -236,14 +236,7 @@ _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
-    from weightscope.fits.filters import refuse_constant
-
-    source, chosen = fit.layers, list(fit.used)
-    if not chosen:
-        sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in source if layer.usable}))
-        wanted = "filters that are not dead" if fit.kernel is None else f"{fit.kernel} x {fit.kernel} filters"
-        raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
-    refuse_constant(chosen, fit.means)
+    source, chosen = fit.layers, list(fit.checked())
     if fit.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:
@@ -259,7 +252,7 @@ def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[t
         covariance = at_depth(places, [cache[layer.name, size] for layer in group], depth)
         if fit.kronecker:
             covariance = _factored(part.name, covariance)
-        mean = at_depth(places, [resized_mean(layer.mean, layer.kernel, size) for layer in group], depth)
+        mean = at_depth(places, [resized_mean(layer.mean, size) for layer in group], depth)
         out.append((mean if fit.means else np.zeros_like(mean), covariance))
     return out
 
@@ -333,10 +326,10 @@ def covariance_transfer_(
     Example:
         >>> covariance_transfer_(convnext, "efficientnet-lite0.pth", kernel=5)
     """
-    from weightscope.fits.filters import FilterFit, filter_distributions, filter_options
+    from weightscope.fits.filters import filter_distributions, filter_fit
 
-    options = filter_options(kronecker, means, schedule, kernel, psd)
-    fit = FilterFit.model_validate({"layers": filter_distributions(source, strict=strict), **options})
+    layers = filter_distributions(source, strict=strict)
+    fit = filter_fit(layers, kronecker=kronecker, means=means, schedule=schedule, kernel=kernel, psd=psd)
     draw_transferred(module, fit, generator, strict=strict)
     return module
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
-from weightscope.fits.identity_product import ProductFit, ProductLayer
+from weightscope.fits.identity_product import ProductFit
 from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
@@ -50,6 +51,9 @@ class FittedInit:
 
     report: InitReport | None = None
 
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
         """Set the fitted weights in a module, in place; frozen ones, too.
@@ -76,9 +80,8 @@ class PopulationInit(FittedInit):
     `fit_pretrained` sets the tensors at the same places, whatever their names.
     """
 
-    def __init__(self, result: PopulationFit) -> None:
-        self.result = result
-        self._last: tuple[WeightSpec, PopulationFit] | None = None
+    result: PopulationFit
+    _last: tuple[WeightSpec, PopulationFit] | None = None
 
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         named = dict((*module.named_parameters(remove_duplicate=False), *module.named_buffers()))
@@ -145,8 +148,7 @@ class NetworkInit(FittedInit):
     identity_product   `mimetic_attention_` with alpha and beta interpolated linearly over the relative depth
     """
 
-    def __init__(self, result: NetworkFit) -> None:
-        self.result = result
+    result: NetworkFit
 
     def _set(self, module: nn.Module, generator: Generator, strict: bool) -> InitReport:
         numbers, notes = self.result.numbers, tuple[str, ...]()
@@ -168,8 +170,7 @@ class NetworkInit(FittedInit):
         return InitReport(tuple(map(unwrapped, touched)), tuple(map(unwrapped, others)), notes=notes)
 
     def __repr__(self) -> str:
-        numbers = self.result.numbers
-        return f"NetworkInit({numbers.structure} of {len(numbers.layers)} layers)"
+        return f"NetworkInit({self.result.numbers.structure} of {len(self.result.numbers.layers)} layers)"
 
 
 def load_init(
@@ -213,20 +214,13 @@ def _products(module: nn.Module, fit: ProductFit, *, generator: Generator, stric
     """Write the products, layer by layer; returns the names of the tensors."""
     parts = self_attention(module, strict=strict, caller="load_init")
     touched: list[str] = []
+    depths = [layer.depth for layer in fit.layers]
     for i, part in enumerate(parts):
-        depth = i / max(1, len(parts) - 1)
-        if fit.parts != "vo":
-            write_query_key(part, "svd", *_at(fit.layers, "qk", depth), generator)
-            touched += [*part.parameters["q"], *part.parameters["k"]]
-        if fit.parts != "qk":
-            alpha, beta = _at(fit.layers, "vo", depth)
-            write_value_output(part, "svd", alpha, -beta, generator)  # its beta is minus the diagonal
-            touched += [*part.parameters["v"], *part.parameters["o"]]
+        for kind, write in (("qk", write_query_key), ("vo", write_value_output)):
+            if fit.parts in ("both", kind):
+                found = [getattr(layer, kind) for layer in fit.layers]
+                values = zip(*((product.alpha, product.beta) for product in found), strict=True)
+                alpha, beta = (float(np.interp(i / max(1, len(parts) - 1), depths, x)) for x in values)
+                write(part, "svd", alpha, beta if kind == "qk" else -beta, generator)  # `beta_vo` is minus the diagonal
+                touched += [name for letter in kind for name in part.parameters[letter]]
     return list(dict.fromkeys(touched))
-
-
-def _at(layers: tuple[ProductLayer, ...], part: str, depth: float) -> tuple[float, float]:
-    """Alpha and beta of a product at a relative depth."""
-    depths, fits = [layer.depth for layer in layers], [getattr(layer, part) for layer in layers]
-    alpha, beta = (float(np.interp(depth, depths, [getattr(fit, key) for fit in fits])) for key in ("alpha", "beta"))
-    return alpha, beta

@@ -351,15 +351,16 @@ def position_codes(
 ) -> tuple[Tensor, TokenGrid]:
     """The position codes (N, d) of a part's tokens, from its position embedding or for a given grid, and their grid."""
     if table is not None:
-        tokens = token_grid(table)
+        tokens, codes = token_grid(table), table.read().cpu()
     elif grid is None:
         raise AnatomyError(
             "expected a position embedding, found none; give grid=(rows, columns) or grid=length for sinusoidal codes"
         )
     elif isinstance(grid, int):
-        tokens = TokenGrid(1, count("grid", grid, 2))
+        tokens, codes = TokenGrid(1, count("grid", grid, 2)), sinusoidal_positions(grid, None, part.width)
     elif len(grid) == 2:
         tokens = TokenGrid(count("grid", grid[0]), count("grid", grid[1]))
+        codes = sinusoidal_positions(tokens.rows, tokens.columns, part.width)
     else:
         raise UsageError(f"grid: expected (rows, columns) or a length, found {grid!r}")
     if part.window is not None and max(tokens.rows, tokens.columns) > part.window:
@@ -372,11 +373,6 @@ def position_codes(
             f"`{part.name}`: expected to know whether later tokens are masked, found that its caller decides; give "
             "causal=True or causal=False, or the whole model"
         )
-    if table is not None:
-        codes = table.read().cpu()
-    else:
-        rows, columns = (grid, None) if isinstance(grid, int) else (tokens.rows, tokens.columns)
-        codes = sinusoidal_positions(rows, columns, part.width)
     return codes, replace(tokens, causal=bool(part.causal))
 
 
@@ -437,17 +433,14 @@ def _finite(part: AttentionPart, name: PartName) -> Tensor:
 
 def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:
     """The offsets to choose from, checked."""
+    known: list[Any]
     if isinstance(rule, str):
         choice("offsets", rule, ("random", "cycle"))
         known = [o for o in filter_offsets(filter_size, tokens.rows > 1) if not tokens.causal or o <= (0, 0)]
     else:
-        known = []
-        for item in rule:
-            if isinstance(item, str) or not isinstance(item, Sequence) or len(item) != 2:
-                raise UsageError(f"offsets: expected 'random', 'cycle' or pairs (dy, dx), found {item!r}")
-            if any(isinstance(n, bool) or not isinstance(n, int) for n in item):
-                raise UsageError(f"offsets: expected pairs of integers, found {item!r}")
-            known.append((item[0], item[1]))
+        known = [tuple(item) if isinstance(item, Sequence) else () for item in rule]
+        if any(len(pair) != 2 or any(type(n) is not int for n in pair) for pair in known):
+            raise UsageError(f"offsets: expected 'random', 'cycle' or pairs of integers (dy, dx), found {rule!r}")
     for offset in known:
         if not bool((tokens.targets(offset) >= 0).any()):
             raise UsageError(

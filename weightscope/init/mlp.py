@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import choice, flag, number
+from weightscope._util.checks import choice, number
 from weightscope.anatomy import MLPPart, NamedTensors, chosen_layers, filter_mlps, mlps
 from weightscope.anatomy.matrices import default_deviation
 from weightscope.errors import AnatomyError, UsageError
@@ -21,7 +21,6 @@ def mimetic_mlp_(
     mode: str = "scalar",
     b: float = 0.3,
     sigma: float = 0.3,
-    gate: bool = False,
     layers: int | list[int] | None = None,
     strict: bool = True,
     generator: Generator = None,
@@ -43,7 +42,6 @@ def mimetic_mlp_(
         mode: "scalar", "rows" or "anticorrelated".
         b: the mean in the mode "scalar", in units of s.
         sigma: the standard deviation of the means in the mode "rows", in units of s, >= 0.
-        gate: in gated MLPs, do the same to the gate (with its own vector).
 
     Source: MLP paper, Eq. 1 and 2.
 
@@ -53,19 +51,15 @@ def mimetic_mlp_(
     choice("mode", mode, _MODES)
     number("b", b)
     number("sigma", sigma, least=0)
-    flag("gate", gate)
     for part in chosen_layers(mlps(module, strict=strict, caller="mimetic_mlp_"), layers):
-        if gate and part.kind != "gated":
-            raise UsageError(f"gate: `{part.name}` is a plain MLP and has no gate")
-        for name in ("fc1", "gate") if gate else ("fc1",):
-            w1 = part.read(name)  # (p, n)
-            if mode == "anticorrelated":
-                part.write(name, (w1 - part.read("fc2").mT) / 2)
-            elif mode == "rows":
-                vector = normal(w1.shape[1], generator=generator) * (sigma * default_deviation(w1))
-                part.write(name, w1 + vector.to(w1))
-            else:
-                part.write(name, w1 + b * default_deviation(w1))
+        w1 = part.read("fc1")  # (p, n)
+        if mode == "anticorrelated":
+            part.write("fc1", (w1 - part.read("fc2").mT) / 2)
+        elif mode == "rows":
+            vector = normal(w1.shape[1], generator=generator) * (sigma * default_deviation(w1))
+            part.write("fc1", w1 + vector.to(w1))
+        else:
+            part.write("fc1", w1 + b * default_deviation(w1))
     return module
 
 

@@ -8,23 +8,10 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
-from weightscope.anatomy import attention, mlps, named_tensors
-from weightscope.anatomy import positions as position_tables
-from weightscope.anatomy.places import Place, Source
+from weightscope.anatomy import named_tensors
+from weightscope.anatomy.places import Source
 from weightscope.errors import SpecError
 from weightscope.init import _trained
-from weightscope.init._trained import (
-    CONVOLUTIONS,
-    chosen,
-    counterparts,
-    end_to_end,
-    found_parts,
-    interpolated,
-    layers_of,
-    selected_tokens,
-    spaced,
-    token_grid,
-)
 from weightscope.init.base import INITIALISERS, Generator, M, put
 
 LAYERS = ("first", "spaced", "linspace")
@@ -113,62 +100,50 @@ def matched(
     positions: str = "select",
 ) -> Iterator[Pair]:
     """The pairs of tensors from which `select_weights_` selects elements; arguments and errors as there."""
-    wanted = chosen(student, components, exclude=exclude)
+    wanted = _trained.chosen(student, components, exclude=exclude)
     teacher = _trained.open_network(teacher)
-    source = Source(_trained.tensors(teacher))
-    layout = Layout(student, teacher, source)
-    for name, place in counterparts(wanted, _trained.weights(student), source, layers).items():
+    source, (blocks, uneven) = Source(_trained.tensors(teacher)), _packed(student)
+    filters = _trained.layers_of(student, *_trained.CONVOLUTIONS)
+    tables = (_trained.found_parts("position embeddings", model) for model in (student, teacher))
+    mine, theirs = ({table.name: _trained.token_grid(table) for table in some} for some in tables)
+    theirs = {source.places[name].name: grid for name, grid in theirs.items()}
+    for name, place in _trained.counterparts(wanted, _trained.weights(student), source, layers).items():
         shape = tuple(wanted[name].shape)
-        tensor = layout.fitted(name, place, source.read(place, shape), shape, positions)
-        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
-        yield Pair(name, wanted[name], tensor, layout.blocks.get(name, 1), packed)
-
-
-class Layout:
-    """What shapes alone do not show: tensors that pack several matrices, and the grids of position embeddings."""
-
-    def __init__(self, student: Any, teacher: Any, source: Source) -> None:
-        self.blocks: dict[str, int] = {}
-        self.uneven: set[str] = set()
-        self.filters = layers_of(student, *CONVOLUTIONS).keys()
-        layers = found_parts(attention, student)
-        for part in layers:
-            if (name := _uneven(part, student)) is not None:
-                self.uneven |= {name, name.removesuffix("weight") + "bias"}
-        for part in [*layers, *found_parts(mlps, student)]:
-            for named in (part.parameters, part.bias_parameters):
-                inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
-                self.blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
-        self.tables = {p.name: token_grid(p) for p in found_parts(position_tables, student)}
-        self.theirs = {source.places[p.name].name: token_grid(p) for p in found_parts(position_tables, teacher)}
-
-    def fitted(self, name: str, place: Place, tensor: Tensor, shape: tuple[int, ...], positions: str) -> Tensor:
-        """The teacher's tensor at `place` with the student's positions, checked to be selectable."""
-        if tensor.ndim == len(shape):
-            tensor = self.with_positions(name, place, tensor, positions)
+        tensor = source.read(place, shape)
+        if tensor.ndim == len(shape) and name in mine and place.name in theirs:
+            grids = mine[name], theirs[place.name]
+            if grids[0] != grids[1] and positions == "interpolate":
+                tensor = _trained.interpolated(name, tensor, *grids[::-1])
+            elif grids[0] != grids[1]:
+                tensor = tensor.index_select(tensor.ndim - 2, _trained.selected_tokens(name, *grids))
         large = tuple(tensor.shape)
         if len(large) != len(shape) or any(s > t for s, t in zip(shape, large, strict=True)):
             raise SpecError(
                 f"`{name}`: expected at most the teacher's shape {large}, found {shape}; is the student larger?"
             )
-        if name in self.filters and shape[2:] != large[2:]:
+        if name in filters and shape[2:] != large[2:]:
             raise SpecError(
                 f"`{name}`: filters of {shape[2:]} cannot be selected from {large[2:]}; leave it out with exclude="
             )
-        if shape != large and name in self.uneven:
+        if shape != large and name in uneven:
             raise SpecError(
                 f"`{name}` packs queries, keys and values head by head or in unequal blocks; leave it out with exclude="
             )
-        return tensor
+        packed = max(range(min(2, len(shape))), key=shape.__getitem__, default=0)  # the axis of 3 d, not that of d
+        yield Pair(name, wanted[name], tensor, blocks.get(name, 1), packed)
 
-    def with_positions(self, name: str, place: Place, tensor: Tensor, positions: str) -> Tensor:
-        """A position embedding with the student's tokens; another tensor as it is."""
-        mine, theirs = self.tables.get(name), self.theirs.get(place.name)
-        if mine is None or theirs is None or mine == theirs:
-            return tensor
-        if positions == "interpolate":
-            return interpolated(name, tensor, theirs, mine)
-        return tensor.index_select(tensor.ndim - 2, selected_tokens(name, mine, theirs))
+
+def _packed(student: Any) -> tuple[dict[str, int], set[str]]:
+    """Tensors that pack several matrices, with their number, and those of which these are not equal blocks of rows."""
+    blocks, uneven, layers = dict[str, int](), set[str](), _trained.found_parts("attention modules", student)
+    for part in layers:
+        if (name := _uneven(part, student)) is not None:
+            uneven |= {name, name.removesuffix("weight") + "bias"}
+    for part in [*layers, *_trained.found_parts("MLPs", student)]:
+        for named in (part.parameters, part.bias_parameters):
+            inner = [group[0] for key, group in named.items() if key not in ("o", "fc2")]
+            blocks |= {name: inner.count(name) for name in inner if inner.count(name) > 1}
+    return blocks, uneven
 
 
 def _uneven(part: Any, student: Any) -> str | None:
@@ -212,9 +187,9 @@ class Selection:
     def _indices(self, tensor: Tensor, axis: int, small: int) -> Tensor:
         large = tensor.shape[axis]
         if self.rule == "uniform":
-            return spaced(large, small)
+            return _trained.spaced(large, small)
         if self.rule == "linspace":
-            return end_to_end(large, small)
+            return _trained.end_to_end(large, small)
         if self.rule == "consecutive":
             return torch.arange(small)
         if self.rule == "l1":

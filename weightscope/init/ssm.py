@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import count, flag, positive
+from weightscope._util.checks import chosen, count, flag, positive
 from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
 from weightscope.anatomy.tensors import put
 from weightscope.errors import SpecError, UsageError
@@ -87,10 +87,7 @@ def chosen_states(part: SSMPart, heads: int | list[int] | None) -> list[int]:
         return list(range(part.heads))
     if part.version == 1:
         raise UsageError(f"heads: `{part.name}` is a Mamba layer and has none; leave them out")
-    wanted = [heads] if isinstance(heads, int) else list(heads)
-    if not wanted or not all(type(h) is int and 0 <= h < part.heads for h in wanted):
-        raise UsageError(f"heads: expected some of 0 to {part.heads - 1}, found {heads!r} (`{part.name}`)")
-    return wanted
+    return chosen(f"heads of `{part.name}`", heads, range(part.heads))
 
 
 @INITIALISERS.register(

@@ -13,7 +13,6 @@ from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.anatomy.places import Source, places
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import _trained
-from weightscope.init._trained import chosen, layers_of
 from weightscope.init.base import INITIALISERS, Generator, M, put
 
 
@@ -23,7 +22,7 @@ def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: s
     missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")
-    kernels = layers_of(module, nn.Conv2d)
+    kernels = _trained.layers_of(module, nn.Conv2d)
     out = {}
     for name, value in wanted.items():
         shape, found = tuple(value.shape), there.read(mine[name], tuple(value.shape))
@@ -91,7 +90,7 @@ def transfer_(
         >>> transfer_(new, trained, components="attention")
     """
     choice("filters", filters, ("exact", "pad", "resample"))
-    wanted = chosen(module, components, select)
+    wanted = _trained.chosen(module, components, select)
     for name, value in _taken(module, source, wanted, filters).items():
         put(wanted[name], value)
     return module
@@ -104,15 +103,13 @@ def transfer_singular_(
     *,
     rank: int | None = None,
     fraction: float | None = None,
-    remainder: str = "zero",
     select: str = "*",
     components: str | Sequence[str] = "all",
     generator: Generator = None,
 ) -> M:
     """Copy the top singular directions of a source's matrices.
 
-        zero   W <- U_r S_r V_r^T
-        keep   W <- U_r S_r V_r^T + (I - U_r U_r^T) W (I - V_r V_r^T)
+        W <- U_r S_r V_r^T
 
     with U S V^T the singular value decomposition of the source's matrix. Convolutions are matrices (out, in * taps),
     fused projections three matrices. Vectors (biases, norms) are not changed.
@@ -120,7 +117,6 @@ def transfer_singular_(
     Args:
         rank: r, at most the matrix's smaller side.
         fraction: instead of rank: r = round(fraction * smaller side), at least 1.
-        remainder: of the other directions: "zero", or "keep" the module's own weights.
 
     Raises:
         SpecError: if a tensor is missing in the source or has another shape there.
@@ -128,42 +124,30 @@ def transfer_singular_(
     Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
     Example:
-        >>> transfer_singular_(new, trained, fraction=0.1, remainder="keep", components="mlp")
+        >>> transfer_singular_(new, trained, fraction=0.1, components="mlp")
     """
     if (rank is None) == (fraction is None):
         raise UsageError(f"expected one of rank and fraction, found rank={rank!r} and fraction={fraction!r}")
     if rank is not None:
         count("rank", rank)
     share = number("fraction", fraction, least=0, most=1) if rank is None else 0.0
-    choice("remainder", remainder, ("zero", "keep"))
     found = _matrices(module, select, components)
     taken = _taken(module, source, {matrix.name: matrix.weight for matrix in found})
     for matrix in found:
         for mine, theirs in zip(matrix.split(matrix.weight), matrix.split(taken[matrix.name]), strict=True):
             r = max(1, round(share * min(theirs.flatten(1).shape))) if rank is None else rank
-            put(mine, _leading(mine.flatten(1).float(), theirs.flatten(1).float(), r, remainder).reshape(mine.shape))
+            u, s, vh = torch.linalg.svd(theirs.flatten(1).float().cpu(), full_matrices=False)  # the same on any device
+            put(mine, ((u[:, :r] * s[:r]) @ vh[:r]).reshape(mine.shape))
     return module
 
 
 def _matrices(module: nn.Module, select: str, components: str | Sequence[str]) -> list[Matrix]:
     """The selected weights of linear and convolutional layers."""
-    everything, wanted = matrices(module), chosen(module, components, select)
+    everything, wanted = matrices(module), _trained.chosen(module, components, select)
     found = [matrix for matrix in everything if matrix.name in wanted]
     if not found:
         raise UsageError(f"select: {select!r} matches no weight of a linear or convolutional layer")
     return found
-
-
-def _leading(mine: Tensor, theirs: Tensor, rank: int, remainder: str) -> Tensor:
-    """The top singular directions of `theirs`, plus those of `mine` orthogonal to them if the remainder is kept."""
-    mine, theirs = mine.cpu(), theirs.cpu()  # so that the result does not depend on the device
-    u, s, vh = torch.linalg.svd(theirs, full_matrices=False)
-    u, s, vh = u[:, :rank], s[:rank], vh[:rank]
-    top = (u * s) @ vh
-    if remainder == "zero":
-        return top
-    rest = mine - u @ (u.T @ mine)
-    return top + rest - (rest @ vh.T) @ vh
 
 
 @INITIALISERS.register("permute", source="thesis 4.1", needs="linear or convolutional layers")

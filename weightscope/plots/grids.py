@@ -95,8 +95,6 @@ def _labelled(axes: Sequence[Axes], labels: Sequence[str]) -> None:
     """Labels above panels: every one, or the first of as many as one has room for."""
     if not labels:
         return
-    if len(labels) != len(axes):
-        raise UsageError(f"column_labels: expected {len(axes)} or none, found {len(labels)}")
     box, width = axes[0].get_position(), axes[0].figure.figure.get_size_inches()[0]
     room = box.width * width + _GAP / theme.DPI
     every = next(n for n in range(1, len(labels) + 1) if n == len(labels) or max(map(inches, labels[::n])) < n * room)
@@ -167,8 +165,6 @@ def matrix_grid(
 
 def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
     """Clipped matrices as float64, and the shape before clipping."""
-    if clip is not None and clip < 1:
-        raise UsageError(f"clip: expected at least 1 or None, found {clip}")
     lines = [[None if m is None else np.asarray(m) for m in line] for line in matrices]
     shapes = {m.shape for line in lines for m in line if m is not None}
     shape = next(iter(shapes), ())
@@ -211,39 +207,38 @@ def _limits(panels: _Panels, share: str) -> list[float]:
     return out
 
 
+_HEADS = 8  # of a model, in a grid of products
+
+
 @theme.themed()
 def product_grid(
     corners: Mapping[Any, Any],
     *,
     widths: Sequence[int] = (),
-    heads: int = 8,
-    values: str = "layers",
     title: str | None = None,
 ) -> Figure:
     """Upper left entries of W_Q W_K^T (heads down, layers across) above W_V W_O (layers) (thesis, Fig. 3.17 and 3.23).
 
-    `corners` are named tuples (source, layer, part, head, kind) -> (n, n), where head is None for a whole layer, and
-    `widths` d of the whole matrices, for the caption. At most `heads` are drawn for each source, and `values` W_V W_O
-    of whole "layers", of "heads" (a row each), or "both".
+    `corners` are named tuples (source, layer, part, head) -> (n, n), where head is None for a whole layer, and
+    `widths` d of the whole matrices, for the caption. At most 8 heads are drawn for each source.
 
     Example:
-        >>> save(product_grid(found.corners, heads=3), "products.png")
+        >>> save(product_grid(found.corners), "products.png")
     """
     if not corners:
         raise DataError("product grid: expected at least one product, found none")
     sources = list(dict.fromkeys(key.source for key in corners))
-    columns = sorted({(key.layer, key.kind != "self") for key in corners})
+    columns = sorted({key.layer for key in corners})
     side = min(min(np.asarray(c).shape) for c in corners.values())
     lines, labels, most = [], [], 0
     for source in sources:
-        mine = {(k.layer, k.kind != "self", k.part, k.head): v for k, v in corners.items() if k.source == source}
-        found = {part: sorted({k[3] for k in mine if k[2] == part and k[3] is not None}) for part in ("qk", "cb")}
+        mine = {(k.layer, k.part, k.head): v for k, v in corners.items() if k.source == source}
+        found = {part: sorted({head for _, name, head in mine if name == part}) for part in ("qk", "cb")}
         most = max(most, *map(len, found.values()))
-        wanted = [("qk", head) for head in found["qk"][:heads]]
-        wanted += [("vo", head) for head in found["qk"][:heads] if values != "layers"]
-        wanted += [("vo", None)] * (values != "heads") + [("cb", group) for group in found["cb"][:heads]]
+        wanted = [("qk", head) for head in found["qk"][:_HEADS]]
+        wanted += [("vo", None), *(("cb", group) for group in found["cb"][:_HEADS])]
         for part, head in wanted:
-            panels = [mine.get((*column, part, head)) for column in columns]
+            panels = [mine.get((layer, part, head)) for layer in columns]
             if any(panel is not None for panel in panels):
                 lines.append([None if panel is None else np.asarray(panel)[:side, :side] for panel in panels])
                 one = "layer" if head is None else f"{'group' if part == 'cb' else 'head'} {head}"
@@ -253,10 +248,9 @@ def product_grid(
     quantity = "entries of " + " and ".join(text for part, text in formulas.items() if part in shown)
     if any(width > side for width in widths):
         quantity += f", upper left {side} × {side} of {' or '.join(f'{w} × {w}' for w in widths)}"
-    if most > heads:
-        quantity += f", first {heads} of {most} heads"
-    names = [f"{layer}{' cross' if cross else ''}" for layer, cross in columns]
-    names[0] = f"layer {names[0]}"
+    if most > _HEADS:
+        quantity += f", first {_HEADS} of {most} heads"
+    names = [f"layer {columns[0]}", *map(str, columns[1:])]
     return matrix_grid(lines, row_labels=labels, column_labels=names, clip=None, quantity=quantity, title=title)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.checks import choice, odd, positive
-from weightscope.errors import UsageError
 
 
 def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
@@ -28,11 +27,6 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
 
     Source: thesis section 3.1.1, "Different filter sizes".
     """
-    for side in (k, size):
-        odd("filter size", side)
-    covariance = np.asarray(covariance, dtype=np.float64)
-    if covariance.shape != (k * k, k * k):
-        raise UsageError(f"expected a covariance {(k * k, k * k)} of {k} x {k} filters, found {covariance.shape}")
     if size == k:
         return covariance
     blocks = _recentred(covariance.reshape(k, k, k, k), size)  # (k, k, K, K)
@@ -41,13 +35,8 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
     return 0.5 * (out + out.T)
 
 
-def resized_mean(mean: np.ndarray, k: int, size: int) -> np.ndarray:
+def resized_mean(mean: np.ndarray, size: int) -> np.ndarray:
     """The mean filter (k, k) as one of `size` x `size`: padded with its own mean, or clipped, as a block is."""
-    for side in (k, size):
-        odd("filter size", side)
-    mean = np.asarray(mean, dtype=np.float64)
-    if mean.shape != (k, k):
-        raise UsageError(f"expected a mean filter {(k, k)}, found {mean.shape}")
     return _recentred(mean, size)
 
 

@@ -154,13 +154,7 @@ def matrix_normal(matrices: np.ndarray, *, tolerance: float = 1e-10) -> MatrixNo
         >>> covariance = np.kron(fit.rows, fit.columns)
     """
     x = np.asarray(matrices, dtype=np.float64)
-    samples, *shape = x.shape
-    p, n = shape
-    if samples < (fewest := max(-(-p // n), -(-n // p))):
-        raise DataError(
-            f"matrix normal of shape {(p, n)}: expected more matrices, found {samples}; at least {fewest} are "
-            "necessary for factors of full rank"
-        )
+    shape = p, n = x.shape[1:]
     factors, roots = [np.eye(p), np.eye(n)], [np.eye(p), np.eye(n)]
     previous, converged, steps = np.inf, False, 0
     while steps < _STEPS and not converged:

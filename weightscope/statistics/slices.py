@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, eigsh
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.statistics.moments import Moments, finite_rows
 
 KEPT = 1024  # coordinates up to which the whole matrix is returned: 8 MiB
@@ -63,8 +63,6 @@ def slice_moments(samples: np.ndarray, *, keep: int = KEPT) -> SliceMoments:
     of n and P as its side, besides the samples. The covariance itself is returned for P up to `keep`.
     """
     x = np.asarray(samples)
-    if x.ndim != 2 or 0 in x.shape:
-        raise UsageError(f"expected samples (n, P), found {x.shape}")
     finite = finite_rows(x)
     excluded = int(len(x) - finite.sum())
     x = x[finite] if excluded else x
