@@ -3,6 +3,7 @@
 Each case runs in a process of its own; `CASES=30 pytest tests/test_expanding.py` tries more of them.
 """
 
+import importlib.util
 import io
 import json
 import os
@@ -463,7 +464,6 @@ def preload() -> None:
     """Import what commands do, so that only the growth by a case is measured."""
     import pandas  # noqa: F401
     import PIL.Image  # noqa: F401
-    import pyarrow.parquet  # noqa: F401
     import torch
 
     import weightscope.analysis.attention_maps
@@ -472,4 +472,6 @@ def preload() -> None:
     import weightscope.population.importing
     import weightscope.training.collection  # noqa: F401
 
+    if importlib.util.find_spec("pyarrow"):
+        import pyarrow.parquet  # noqa: F401
     torch.set_num_threads(1)
