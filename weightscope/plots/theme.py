@@ -188,8 +188,6 @@ def subplots(
         >>> paired_differences(result.runs, right)
         >>> save(figure, "bench.pdf")
     """
-    if rows < 1 or columns < 1:
-        raise UsageError(f"subplots: expected at least 1 row and 1 column, found {rows} and {columns}")
     figure = new_figure(width or 5.5 * columns, height or 3.8 * rows)
     grid = figure.subplots(rows, columns, squeeze=False)
     for ax in grid.flat:
@@ -248,9 +246,9 @@ def colour_limit(values: np.ndarray, quantile: float, everything: np.ndarray | N
     return rounded_up(limit or float(sizes.max(initial=0)) or float(more.max(initial=0)) or 1.0)
 
 
-def colours(limit: float, missing: str = GREY) -> dict[str, Any]:
+def colours(limit: float) -> dict[str, Any]:
     """Colour map and a scale from -limit to limit, centred at zero, as keyword arguments of `imshow`."""
-    return {"cmap": matplotlib.colormaps[DIVERGING].with_extremes(bad=missing), "norm": CenteredNorm(0.0, limit)}
+    return {"cmap": matplotlib.colormaps[DIVERGING].with_extremes(bad=GREY), "norm": CenteredNorm(0.0, limit)}
 
 
 def colour_bar(ax: Axes, image: Any, limit: float, label: str, *, height: float, beyond: bool) -> None:
@@ -279,8 +277,6 @@ def finished(drawn: Drawn, path: str | Path | None) -> Figure:
 @themed()
 def render(drawn: Drawn, kind: str = "png") -> bytes:
     """What is drawn of the whole figure as the bytes of a `png` (150 dots per inch), `pdf` or `svg` file."""
-    if kind not in _METADATA:
-        raise UsageError(f"kind: expected one of {', '.join(_METADATA)}, found {kind!r}")
     figure, buffer = root_figure(drawn), io.BytesIO()
     figure.draw_without_rendering()  # lays it out
     box = figure.get_tightbbox().padded(_PAD)
