@@ -172,7 +172,7 @@ def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
         init = wi.load_init(out)
         assert init.result.numbers.left_out == ("1 1x7",)
         target = copy.deepcopy(model)
-        with pytest.raises(UsageError, match=r"`1`: expected square filters of odd size, found 1 x 7.*strict=False"):
+        with pytest.raises(UsageError, match=r"expected square filters of odd size, found `1` 1 x 7.*strict=False"):
             init(target)
         assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
         with pytest.warns(UserWarning, match="left as they are, not square: `1` 1 x 7"):

@@ -59,7 +59,7 @@ def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -
     odd = [part for part in parts if not part.square]
     if odd and (strict or len(odd) == len(parts)):
         step = "" if len(odd) == len(parts) else f"; strict=False uses the {len(parts) - len(odd)} other layers"
-        raise UsageError(f"`{odd[0].name}`: expected {odd[0].expected_square}; {why}{step}")
+        raise UsageError(f"expected square filters of odd size, found {listed(odd)}; {why}{step}")
     if odd:
         warnings.warn(f"left as they are, not square: {listed(odd)}", stacklevel=4)
     return [part for part in parts if part.square]
