@@ -180,9 +180,9 @@ def one_dimensional():
     ("make", "error", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), AnatomyError, "expected depthwise convolutions"),
-        (one_dimensional, UsageError, "expected square filters .* 1-D 1 x 3"),
+        (one_dimensional, UsageError, r"expected square filters .* 1-D 1 x 3"),
         (lambda: nn.Sequential(nn.Conv2d(8, 8, 4, groups=8)), UsageError, "expected square filters of odd size"),
-        (lambda: nn.Sequential(nn.Conv2d(8, 8, (3, 5), groups=8)), UsageError, "found .* 3 x 5"),
+        (lambda: nn.Sequential(nn.Conv2d(8, 8, (3, 5), groups=8)), UsageError, r"found .* 3 x 5"),
     ],
 )
 def test_networks_without_such_filters_are_refused_on_both_sides(make, error, message):

@@ -98,7 +98,7 @@ REFUSED = {
         (wi.mimetic_conv_mlp_, equal_filters, {}, "expected entries that vary"),
         (wi.mimetic_conv_mlp_, EvenBlock, {}, "expected filters of odd side, found 4 x 4"),
         (wi.conv_covariance_, lambda: stack(4), CURVE, "odd size, found `0` 4 x 4"),
-        (wi.conv_covariance_, lambda: nn.Conv1d(4, 4, 3, groups=4), CURVE, "square filters .* found .* 1-D 1 x 3"),
+        (wi.conv_covariance_, lambda: nn.Conv1d(4, 4, 3, groups=4), CURVE, r"square filters .* found .* 1-D 1 x 3"),
         (wi.conv_covariance_, lambda: stack(7), {"sigma0": 0.1}, "missing v, a"),
         (wi.conv_covariance_, lambda: stack(7), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "psd": "none"}, "'abs', 'clip'"),
