@@ -207,22 +207,6 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes():
     assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"kronecker": 1}, "kronecker: expected true or false"),
-        ({"means": "yes"}, "means: expected true or false"),
-        ({"schedule": "sawtooth"}, "schedule: expected one of 'depth', 'stage'"),
-        ({"psd": "shrink"}, "psd: expected one of"),
-        ({"kernel": 4}, "kernel: expected an odd number"),
-        ({"generator": 3}, "generator"),
-    ],
-)
-def test_arguments_that_cannot_be_meant(numbers, message):
-    with pytest.raises(UsageError, match=message):
-        wi.covariance_transfer_(mixer(), structured(mixer()), **numbers)
-
-
 @pytest.fixture
 def path(tmp_path):
     return fit_network(structured(mixer()), "filters").save(tmp_path / "filters.safetensors")

@@ -106,6 +106,16 @@ REFUSED = {
         (wi.conv_covariance_, lambda: stack(7, 7), CURVE | {"v": -0.5, "a": 0.0}, "expected > 0 at every depth"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "sigma0": math.nan}, "finite"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "schedule": "linear"}, "sawtooth"),
+        *(
+            (wi.covariance_transfer_, lambda: stack(7), {"source": stack(7), key: value}, f"{key}: expected")
+            for key, value in (
+                ("kronecker", 1),
+                ("means", "yes"),
+                ("schedule", "sawtooth"),
+                ("psd", "no"),
+                ("kernel", 2.5),
+            )
+        ),
         (wi.impulse_filters_, lambda: stack(7), {"filter_size": 9}, "no central 9 x 9"),
         (wi.select_weights_, small, of_teacher({"layers": "last"}), "'first', 'spaced', 'linspace'"),
         (wi.select_weights_, small, of_teacher({"elements": "best"}), "'uniform'"),
