@@ -341,7 +341,7 @@ def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: 
         logits = impulse.masked(logits)
     # With a shared key only the queries are free, else both grow with sqrt(t).
     powers = (2, 0) if part.kv_heads < part.heads else (1, 1)
-    directions = impulse.span(x)
+    directions = impulse.coordinates(x)[1]
     norms = [float((directions @ m).square().sum()) for m in (q, k)]  # outside the span nothing was solved
 
     def objective(log: float) -> float:
