@@ -69,6 +69,24 @@ def start(condition: str, one: str, other: str) -> np.ndarray:
     return 100 * (np.array(found[one]) - np.array(found[other]))
 
 
+def selected(labels: str, control: str = "") -> np.ndarray:
+    """Accuracies in % by seed (n,) of students of both halves with weights of teachers of the same labels, or of others."""
+    pairs = [(half, half if labels == "same" else "ba"["ab".index(half)], k) for half in "ab" for k in (0, 1)]
+    arms = [(f"select_weights (teacher={t}.pop::{k}){control}", f"halves:{half}") for half, t, k in pairs]
+    return np.mean([accuracy("selection_labels_inits", arm, name=name) for arm, name in arms], 0)
+
+
+def teachers(init: str, numbers: str) -> np.ndarray:
+    """Accuracies in % by seed (n,) of networks with matrices of a trained one, the mean over two of these."""
+    arms = [f"{init} (source=teacher.pop::{k}, {numbers})" for k in (0, 1)]
+    return np.mean([accuracy("transfer_parts_inits", arm) for arm in arms], 0)
+
+
+def tuned(init: str, positions: str = "sinusoidal", rate: float = 0.012) -> np.ndarray:
+    """Accuracies in % by seed (n,) of a start at a rate, by default the best one of all starts but mimetic attention."""
+    return accuracy("vit_rate_inits", init, positions=positions, learning_rate=rate)
+
+
 def entry(network: str, scheme: str, block: str) -> tuple[float, ...]:
     """A row of the table of one structure: value, interval, number of networks."""
     rows = load("one_structure/table.json")[network]
@@ -102,13 +120,15 @@ def claims() -> list[Claim]:
     networks = stripes["networks"] - stripes["diverged"]
     bs = [less("mlp_inits", f"mimetic_mlp (b={b})", "default", epochs=10, learned_sum=None) for b in (-0.6, 0.6)]
     interaction = start("digits", "mimetic", "default") - start("learned positions", "mimetic", "default")
+    rated = tuned(MIMETIC, rate=0.006)
     rates = load("vit_start/results.json")["learning rates"]
     size, paper = "the papers' size and schedule", "the paper's size"
     last = "stages.0.blocks.0.mlp.fc2.weight stages.0.blocks.3.mlp.fc2.weight"
     return [
         Claim("Mimetic attention trains small ViTs to higher accuracy", "attention paper, Table 1", "attention_inits", "mimetic - default, mean of six settings", less("attention_inits", MIMETIC, "default"), 3.15, decide=f"{size}"),
         Claim("the same", "attention paper, Table 1", "vit_start", "digits, 4 epochs", start("digits", "mimetic", "default"), 3.15),
-        Claim("the same, each at the best of three learning rates", "attention paper, Table 1", "vit_start", "digits, 4 epochs, 0.006 against 0.012", 100 * np.subtract(rates["0.006"]["accuracies"]["mimetic"], rates["0.012"]["accuracies"]["default"]), 3.15, decide="larger rates"),
+        Claim("the same, each at the best of three learning rates", "attention paper, Table 1", "vit_start", "digits, 4 epochs, 0.006 against 0.012", 100 * np.subtract(rates["0.006"]["accuracies"]["mimetic"], rates["0.012"]["accuracies"]["default"]), 3.15, decide="the next row"),
+        Claim("the same, each at the best of five", "attention paper, Table 1", "vit_rate_inits", "digits, 4 epochs, 0.006 against 0.012", rated - tuned("default"), 3.15),
         Claim("the same, after long training", "attention paper, Table 1", "vit_start", "digits, 16 epochs", start("16 epochs", "mimetic", "default"), 3.15),
         Claim("the same, on photographs", "attention paper, Table 1", "vit_start", "CIFAR-10 at 16 x 16, 5 epochs", start("cifar10", "mimetic", "default"), 3.15),
         Claim("the same, at width 96 and depth 6", "attention paper, Table 1", "mimetic_beyond_scale", "mimetic - default, CIFAR-10 at 32 x 32, rate 0.003", less("mimetic_beyond_scale", MIMETIC, "default"), 3.15, decide="the next row"),
@@ -119,11 +139,13 @@ def claims() -> list[Claim]:
         Claim("the same, at a lower rate", "attention paper", "mimetic_beyond_scale/lower_rate", "mimetic - scale, CIFAR-10 at 32 x 32, rate 0.001", less("mimetic_beyond_scale/lower_rate", MIMETIC, SCALE), decide="the next row"),
         Claim("the same, on fresh seeds", "attention paper", "mimetic_beyond_scale/fresh_seeds", "mimetic - scale, rate 0.001", less("mimetic_beyond_scale/fresh_seeds", MIMETIC, SCALE)),
         Claim("the same, of values and outputs on the digits", "attention paper", "vit_start", "vo - vo, scale; 4 epochs", start("digits", "vo", "vo, scale")),
+        Claim("the same, each at the best of five learning rates", "attention paper", "vit_rate_inits", "mimetic - scale, digits, 4 epochs", rated - tuned(SCALE)),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
         Claim("the same, against none", "attention paper", "vit_start", "vo - vo, noise only", start("digits", "vo", "vo, noise only")),
         Claim("Queries and keys are needed as well", "attention paper, Table 2", "vit_start", "mimetic - vo", start("digits", "mimetic", "vo"), 4.15),
         Claim("Values and outputs are needed as well", "attention paper, Table 2", "vit_start", "mimetic - qk", start("digits", "mimetic", "qk"), 2.21),
         Claim("Mimetic attention gains more with sinusoidal positions", "attention paper, Table 2", "vit_start", "gain with sinusoidal - gain with learned positions", interaction, 2.03),
+        Claim("the same, each at the best of five learning rates", "attention paper, Table 2", "vit_rate_inits", "gain with sinusoidal - gain with learned positions", rated - tuned("default") - tuned(MIMETIC, "learned") + tuned("default", "learned"), 2.03),
         Claim("A convolution added to the attention map helps", "attention paper, Eq. 15", "convolution_biases", "conv-map - softmax", kind("conv-map") - kind("softmax"), 1.8, decide="12 seeds"),
         Claim("softmax(c C) in its place, without negative entries, harms", "attention paper, Eq. 15", "convolution_biases", "conv-softmax-map - conv-map", kind("conv-softmax-map") - kind("conv-map"), -14.9, -1, decide="of filters: a bias that is not nearly uniform"),
         Claim("one in the logits does nothing", "attention paper, Eq. 14", "convolution_biases", "conv-logits - softmax", kind("conv-logits") - kind("softmax"), -0.6, 0, decide="12 seeds"),
@@ -150,9 +172,15 @@ def claims() -> list[Claim]:
         Claim("W1 and W2 are anticorrelated in ViTs", "MLP paper, section 2", "one_structure", "correlation of one unit and channel, block 1", entry("vit", "fc1 and fc2, one unit and channel", "blocks.1."), sign=-1),
         Claim("not in ConvNeXts", "MLP paper, section 2", "one_structure", "the same, block 1", entry("convnext", "fc1 and fc2, one unit and channel", "blocks.1."), sign=0, margin=0.02),
         Claim("W2 of the last and first block are anticorrelated", "thesis Fig. 3.39", "one_structure", "correlation of row means", entry("convnext", "across layers: fc2 row means of two blocks", last), sign=-1, decide="16,000 networks on CIFAR-10"),
-        Claim("Selected weights of a larger network are a better start", "selection paper, Table 3", "selection_inits", "selection - default, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "default", alpha=0, epochs=10), 9.1, decide="a teacher that saw other labels"),
+        Claim("Selected weights of a larger network are a better start", "selection paper, Table 3", "selection_inits", "selection - default, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "default", alpha=0, epochs=10), 9.1, decide="the next row"),
+        Claim("the same, of a teacher that saw other labels", "selection paper, Table 3", "selection_labels_inits", "selection - default, 10 epochs, five classes", selected("other") - accuracy("selection_labels_inits", "default"), 9.1),
+        Claim("Part of it are labels that the teacher saw (not claimed)", "selection paper, Table 3", "selection_labels_inits", "the students' classes - other classes", selected("same") - selected("other")),
+        Claim("More than the scale of its weights (not claimed, implied)", "selection paper, Table 3", "selection_labels_inits", "other labels - their scale", selected("other") - selected("other", " (scale only)")),
         Claim("and better than mimetic attention", "selection paper, Table 10", "selection_inits", "selection - mimetic on sinusoidal positions, 10 epochs", less("selection_inits", "select_weights (teacher=teacher.pop::0)", "sinusoidal_positions+mimetic_attention", alpha=0, epochs=10), 3.7, decide="a teacher that saw other labels, 16 seeds"),
         Claim("Distillation adds to selection", "selection paper, Table 3", "selection_inits", "with - without distillation, 10 epochs", accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=1, epochs=10) - accuracy("selection_inits", "select_weights (teacher=teacher.pop::0)", alpha=0, epochs=10), 2.5),
+        Claim("Trained matrices are a good start for other data, beyond their scale", "thesis 4.1, proposed", "transfer_parts_inits", "copied - entries permuted, 4 epochs", teachers("transfer_singular", "fraction=1, select=blocks.*") - teachers("permuted_", "mode=entries")),
+        Claim("A quarter of their singular directions is enough", "thesis 4.1, proposed", "transfer_parts_inits", "a quarter - copied, within 2 points", teachers("transfer_singular", "fraction=0.25, remainder=keep, select=blocks.*") - teachers("transfer_singular", "fraction=1, select=blocks.*"), sign=0, margin=2),
+        Claim("What each unit reads is worth something without the units' order", "thesis 4.1, proposed", "transfer_parts_inits", "rows permuted - entries permuted", teachers("permuted_", "mode=rows") - teachers("permuted_", "mode=entries")),
         Claim("Mimetic Mambas learn to copy", "thesis Fig. 3.24", "copying/start", "width 32, 600 steps", less("copying/start", SSM, "default", width=32, epochs=12)),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.24", "copying/start", "mimetic - scale, width 32, 600 steps", less("copying/start", SSM, f"{SSM} (scale only)", width=32, epochs=12)),
         Claim("and copy strings of twice the length", "thesis Fig. 3.24", "copying/start", "accuracy at 2x, width 32, against 50 %", accuracy("copying/start", SSM, "accuracy_2x", width=32, epochs=12), null=50, decide="strings of varying length, Mamba-2"),

@@ -40,10 +40,11 @@ def main(results: Path, out: Path) -> None:
 
 
 def _in_words(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with fields that vary together as one, initialisers without what they share, and CIFAR-10's chance."""
+    """The row with fields that vary together as one, and initialisers without what they share."""
     cell, named = row.get("cell", {}), {key: row[key] for key in ("init", "reference", *NAMED) if row.get(key)}
-    named = {key: re.sub(r" \((preset|teacher)=[^()]*\)|mode=rows, ", "", label) for key, label in named.items()}
-    return {**row, **named, "chance": 0.1, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
+    shared = r" \((preset|teacher=teacher)[^()]*\)|mode=rows, |, select=blocks\.\*"
+    named = {key: re.sub(shared, "", label) for key, label in named.items()}
+    return {"chance": 0.1, **row, **named, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
 
 
 if __name__ == "__main__":

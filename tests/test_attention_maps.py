@@ -401,7 +401,7 @@ def folder(tmp_path_factory):
 
 def test_the_command_runs_a_network_of_a_population(folder, capsys):
     out = folder / "maps.png"
-    arguments = (folder / "vits.pop", "--network", "1", "--count", "5", "-o", out, "--json", folder / "maps.json")
+    arguments = (f"{folder / 'vits.pop'}::1", "--count", "5", "-o", out, "--json", folder / "maps.json")
     code, text, _ = run("attention-maps", *arguments, capsys=capsys)
     assert code == 0
     assert "means over heads and 5 images" in text
@@ -495,8 +495,7 @@ def test_pictures_are_normalised_as_the_folder_says(folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("vits.pop", "--images", "digits"), "images of its recipe"),
-        (("hf", "--images", "digits", "--network", "1"), "the option applies to populations"),
+        (("vits.pop", "--images", "digits"), "a population its recipe's images"),
         ((".", "--images", "digits"), "a model's folder with config.json"),
         (("hf", "--images", "cifar11"), "cifar1"),
         (("none",), "none: no such file or folder"),

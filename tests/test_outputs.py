@@ -168,29 +168,3 @@ def test_folders_of_others_are_left_alone(
     assert "internal error" not in err
     assert contents(tmp_path) == before
     assert sorted(os.listdir("/")) == root
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "notes.json", "book.ipynb", "results.json"])
-def test_json_of_others_is_left_alone(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dictionary of somebody else, a notebook and the results of a benchmark, all indented as ours are."""
-    monkeypatch.chdir(folder)
-    texts = {
-        "book.ipynb": {"cells": [], "metadata": {}, "nbformat": 4},
-        "results.json": {"runs": [], "summary": [], "metric": "test_accuracy", "metrics": {}, "environment": {}},
-        "notes.txt": {"n": 3, "networks": 4, "transposed": {}, "path": "x", "recipe": {}},
-    }
-    (tmp_path / name).write_text(json.dumps(texts.get(name, {"model_type": "vit", "n": 3}), indent=1))
-    before = contents(tmp_path)
-    for command in ("inspect", "covariance"):
-        given, options = COMMANDS[command]
-        extra = ("-o", tmp_path / "new.png") if "-o" in options else ()
-        call = (command, *given, "--json", tmp_path / name, *extra)
-        code, _, err = run(*call, capsys=capsys)
-        assert (code, contents(tmp_path)) == (2, before)
-        assert "nothing in it says that this command wrote it" in err
-        assert run(*call, "--overwrite", capsys=capsys)[0] == 0
-        assert json.loads((tmp_path / name).read_text())["written_by"] == f"weightscope {command}"
-        (tmp_path / "new.png").unlink(missing_ok=True)
-        (tmp_path / name).write_bytes(before[name])

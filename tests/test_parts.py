@@ -176,11 +176,18 @@ def wider(weights):
     weights[3 * TILE :] *= 1.5
 
 
+def slightly_wider(weights):
+    """By less than is noticed; correlations of fc1 with fc2, strong ones, are those of all nevertheless."""
+    fc1, fc2 = (weights[:, fake.SPEC.slices[f"mlp.fc{i}.weight"]] for i in (1, 2))
+    fc2 += fc1.reshape(-1, *fake.SPEC["mlp.fc1.weight"].shape).transpose(0, 2, 1).reshape(fc2.shape)
+    weights[3 * TILE :] *= 1.01
+
+
 def constant(weights):
     weights[: 4 * TILE, :10] = 0
 
 
-@pytest.mark.parametrize("change", [shifted, wider, constant])
+@pytest.mark.parametrize("change", [shifted, wider, slightly_wider, constant])
 def test_networks_sorted_by_what_they_are_have_the_ratios_of_one_part(tmp_path, small, monkeypatch, change):
     weights = np.random.default_rng(0).standard_normal((NETWORKS, fake.SPEC.size)).astype(np.float32)
     change(weights)
@@ -235,7 +242,7 @@ def kept(path, workers=1, **options):
     read = []
     with pytest.MonkeyPatch.context() as patch:
         plain = samples._on_part
-        patch.setattr(samples, "_on_part", lambda task, parts, i: read.append(i) or plain(task, parts, i))
+        patch.setattr(samples, "_on_part", lambda task, item: read.append(item[0]) or plain(task, item))
         found = covariance_across(Population(path), "mlp.fc?.weight", workers=workers, **options)
         several = exchangeable_covariance(Population(path), "mlp.*", workers=workers, **options)
     ratios = [each.value for t in found.stripes.values() for each in t.ratios.values()]

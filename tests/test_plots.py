@@ -161,8 +161,6 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     assert title.get_text() == "" or not legend.overlaps(title.get_window_extent())
     with pytest.raises(UsageError, match="expected matplotlib Axes or None, found Figure"):
         plots.heldout_scores(SCORES, figure)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="at least 1 row"):
-        plots.subplots(0)
 
 
 @pytest.mark.slow
@@ -182,8 +180,6 @@ def test_other_suffixes_are_refused_and_nothing_is_written(tmp_path: Path) -> No
     figure = plots.subplots()[0]
     with pytest.raises(UsageError, match=r"fig\.jpg: expected a file name ending in \.png, \.pdf, \.svg"):
         plots.save(figure, tmp_path / "fig.jpg")
-    with pytest.raises(UsageError, match="kind: expected one of png, pdf, svg, found 'gif'"):
-        plots.render(figure, "gif")
     with pytest.raises(WeightscopeError, match="cannot write"):
         plots.save(figure, tmp_path / "none" / "fig.png")
     assert list(tmp_path.iterdir()) == []

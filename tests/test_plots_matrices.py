@@ -101,35 +101,6 @@ def test_pooling_equals_the_mean_over_each_pair_of_groups(
             assert found[a, b] == pytest.approx(np.mean(values) if values else np.nan, abs=1e-15, nan_ok=True)
 
 
-def test_a_large_matrix_is_pooled_and_the_picture_says_so() -> None:
-    ax = plots.covariance_map(spd(90).astype(np.float32), {"a": slice(0, 41), "b": slice(41, 90)}, cells=30)
-    assert ax.images[0].get_array().shape <= (30, 30)
-    assert "each cell is a mean over 4 × 4" in ax.get_xlabel()
-    assert borders_of(ax) == [41]
-
-
-def test_groups_make_stripes_visible_that_single_covariances_hide() -> None:
-    """fc1 = noise + one random mean per column (MLP paper, Eq. 1): pairs within a column are positive, others not."""
-    g = np.random.default_rng(3)
-    n, p, d = 150, 24, 10
-    w = g.standard_normal((n, p, d)) + 0.2 * g.standard_normal((n, 1, d))
-    matrix = np.corrcoef(w.reshape(n, -1).T)
-    ax = plots.covariance_map(
-        matrix, {"fc1": slice(0, p * d)}, kind="correlation", groups={"fc1": np.tile(np.arange(d), p)}
-    )
-    cells = np.asarray(ax.images[0].get_array())
-    assert cells.shape == (d, d)
-    diagonal, others = np.diagonal(cells), cells[~np.eye(d, dtype=bool)]
-    assert diagonal.min() > 3 * others.std()
-    column = matrix.reshape(p, d, p, d)[:, 4, :, 4]
-    assert diagonal[4] == pytest.approx(column.mean())
-    assert "240 coordinates in 10 groups; cells are covariances of standardised group means" in label_of(ax)
-    with pytest.raises(UsageError, match="`fc2` is not a block"):
-        plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc2": [0]})
-    with pytest.raises(UsageError, match="`fc1` has 240 coordinates"):
-        plots.covariance_map(matrix, {"fc1": slice(0, p * d)}, groups={"fc1": [0]})
-
-
 def test_single_coordinates_do_not_set_the_scale_of_group_means() -> None:
     """A bias has the variance of one entry, 100 times that of the means of 100 entries."""
     matrix, blocks = np.eye(208), {"fc1": slice(0, 200), "bias": slice(200, 208)}
@@ -161,6 +132,9 @@ def test_groups_are_the_covariance_of_group_means(diagonal: str) -> None:
     else:
         np.testing.assert_allclose(np.diagonal(cells), different, atol=1e-12)
         assert "pairs of different coordinates" in label_of(ax)
+    for wrong, message in (({"fc1": [0]}, "`fc1` is not a block"), ({"fc2": [0]}, "`fc2` has 48 coordinates")):
+        with pytest.raises(UsageError, match=message):
+            plots.covariance_map(matrix, blocks, groups=wrong)
 
 
 def test_constant_coordinates_of_a_correlation_are_grey() -> None:
@@ -209,19 +183,6 @@ def test_short_names_stay_different_and_explain_themselves() -> None:
     endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
     assert text.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
     assert len(set(text.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0.0, "0"), (0.00123, "0.00123"), (-1.5, "−1.5"), (12345.0, "12,345"), (1.2e-7, "1.2×10⁻⁷"), (2e9, "2×10⁹")],
-)
-def test_numbers_are_written_for_people(value: float, words: str) -> None:
-    assert text.number(value) == words
-
-
-def test_a_rounded_limit_is_never_smaller() -> None:
-    for value in 10 ** np.random.default_rng(0).uniform(-9, 9, 500):
-        assert value <= text.rounded_up(value) * (1 + 1e-9) <= value * 1.11
 
 
 def panels_of(figure: Figure) -> list[Axes]:
@@ -277,5 +238,3 @@ def test_missing_and_broken_matrices_of_a_grid() -> None:
             plots.matrix_grid(matrices)
     with pytest.raises(UsageError, match="row_labels: expected 2 or none, found 1"):
         plots.matrix_grid(np.zeros((2, 2, 3, 3)), row_labels=["a"])
-    with pytest.raises(UsageError, match="clip"):
-        plots.matrix_grid(np.zeros((2, 2, 3, 3)), clip=0)

@@ -10,7 +10,6 @@ from pictures import (
     INIT,
     PAIRED,
     SCORES,
-    STRIPES,
     bars_of,
     bench_runs,
     bench_summary,
@@ -21,7 +20,6 @@ from pictures import (
     score_row,
     texts_of,
 )
-from programs import script
 from scipy import stats
 
 from weightscope import plots
@@ -58,24 +56,6 @@ def test_training_curves_are_medians_with_bands() -> None:
 def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: str) -> None:
     with pytest.raises(DataError, match=message):
         draw()
-
-
-def test_the_forest_of_stripe_ratios_has_intervals_and_the_reference() -> None:
-    ax = script("figures/mlp_stripes.py").stripe_ratios(STRIPES)
-    assert ax.get_xscale() == "log"
-    assert next(line for line in ax.lines if line.get_gid() == "reference").get_xdata()[0] == 1
-    bars = {bar.get_label(): bar for bar in bars_of(ax)}
-    assert list(bars) == ["column means", "row means", "grand mean"]
-    for group, bar in bars.items():
-        rows = [row for row in STRIPES if row[1] == group]
-        np.testing.assert_allclose(bar.lines[0].get_xdata(), [row[2] for row in rows])
-        np.testing.assert_allclose(ends_of(bar), [row[3:] for row in rows])
-    assert len({to_hex(bar.lines[0].get_color()) for bar in bars.values()}) == 3
-    assert len({bar.lines[0].get_marker() for bar in bars.values()}) == 3
-    assert [t.get_text() for t in ax.get_legend().get_texts()] == list(bars)
-    assert [t.get_text() for t in ax.get_yticklabels()] == [f"block {b} mlp.fc{f}" for b in (0, 1) for f in (1, 2)]
-    assert 1.0 in ax.get_xticks()
-    assert "1.50 (1.35–1.80)" in texts_of(ax)
 
 
 def test_held_out_scores_are_ordered_with_their_errors_and_failures() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,53 +112,44 @@ def test_an_existing_repository_is_updated_on_request(
 @pytest.mark.parametrize(
     ("change", "arguments", "code", "message"),
     [
-        ("no token", (), 2, "no token; run `hf auth login`, or set HF_TOKEN"),
-        ("wrong token", (), 3, "the hub answered 401: the token is not valid"),
-        ("forbidden", (), 3, "the hub answered 403: the token may not write there"),
-        ("no commit", (), 3, "the repository is there now, so that the next try needs --update"),
-        ("no JSON", ("--update",), 3, "cannot read the hub's answer"),
-        ("no network", (), 3, "no answer from the hub"),
-        ("offline", (), 2, "HF_HUB_OFFLINE forbids uploads"),
-        ("in the clear", (), 2, "a token is not sent in the clear"),
-        ("a model", (), 3, "expected an initialiser's artifact"),
-        ("", ("--licence", "my own: x"), 2, "licence: expected an identifier"),
-        ("", ("--bench", "other"), 2, "no arm of this benchmark was initialised by this very file"),
-        ("", ("--bench", "nowhere"), 3, "No such file"),
-        ("address", (), 2, "expected hf://org/name"),
+        (lambda hub, patch: patch.delenv("HF_TOKEN"), (), 2, "no token; run `hf auth login`, or set HF_TOKEN"),
+        (
+            lambda hub, patch: patch.setenv("HF_TOKEN", "hf_other"),
+            (),
+            3,
+            "answered 401: the token is not valid",
+        ),
+        (None, ("hf://others/model",), 3, "the hub answered 403: the token may not write there"),
+        (lambda hub, patch: hub.fail.update(commit=[403]), (), 3, "so that the next try needs --update"),
+        (lambda hub, patch: vars(hub).update(exists=True, answer=b"<html>"), ("--update",), 3, "cannot read the hub's"),
+        (lambda hub, patch: connect(patch, "http://127.0.0.1:9"), (), 3, "no answer from the hub"),
+        (lambda hub, patch: go_offline(patch), (), 2, "HF_HUB_OFFLINE forbids uploads"),
+        (lambda hub, patch: connect(patch, "http://example.com"), (), 2, "a token is not sent in the clear"),
+        (None, ("model.safetensors",), 3, "expected an initialiser's artifact"),
+        (None, ("--licence", "my own: x"), 2, "licence: expected an identifier"),
+        (None, ("--bench", "other"), 2, "no arm of this benchmark was initialised by this very file"),
+        (None, ("--bench", "nowhere"), 3, "No such file"),
+        (None, (f"{ADDRESS}@v1",), 2, "expected hf://org/name"),
     ],
 )
 def test_every_failure_is_one_line_and_publishes_nothing(
-    change: str,
+    change: Any,
     arguments: tuple[str, ...],
     code: int,
     message: str,
     folder: Path,
     hub: Hub,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Options, or another address or file; what is changed at the hub or in the environment."""
     monkeypatch.chdir(folder)
-    file, address = folder / "mlp.safetensors", f"{ADDRESS}@v1" if change == "address" else ADDRESS
-    if change == "no token":
-        monkeypatch.delenv("HF_TOKEN")
-    if change == "wrong token":
-        monkeypatch.setenv("HF_TOKEN", "hf_other")
-    if change == "forbidden":
-        address = "hf://others/model"
-    if change == "no commit":
-        hub.fail["commit"] = [403]
-    if change == "no JSON":
-        hub.exists, hub.answer = True, b"<html>"
-    if change == "no network":
-        connect(monkeypatch, "http://127.0.0.1:9")
-    if change == "offline":
-        go_offline(monkeypatch)
-    if change == "in the clear":
-        connect(monkeypatch, "http://example.com")
-    if change == "a model":
-        file = tmp_path / "model.safetensors"
-        file.write_bytes(save({"w": torch.zeros(2)}))
+    (folder / "model.safetensors").write_bytes(save({"w": torch.zeros(2)}))
+    if change is not None:
+        change(hub, monkeypatch)
+    address = next((text for text in arguments if text.startswith("hf://")), ADDRESS)
+    file = next((text for text in arguments if text.endswith(".safetensors")), "mlp.safetensors")
+    arguments = tuple(text for text in arguments if text not in (address, file))
     found, out, err = run("publish", file, address, *arguments, capsys=capsys)
     assert (found, hub.files) == (code, {}), err
     assert message in err

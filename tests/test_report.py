@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightscope.cli.demo import FITTED, number, verdict, write_report
+from weightscope.cli.demo import FITTED, verdict, write_report
 from weightscope.errors import WeightscopeError
 
 # One grey pixel.
@@ -126,10 +126,6 @@ def test_the_same_values_give_the_same_bytes_and_a_page_that_cannot_be_written_i
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
     with pytest.raises(WeightscopeError, match="cannot write"):
         page(tmp_path / "none" / "report.html")
-
-
-def test_numbers_that_are_missing_or_not_finite_say_so():
-    assert [number(v, ".1f", 100) for v in (None, float("nan"), -0.015)] == ["–", "not finite", "−1.5"]
 
 
 VERDICTS = [

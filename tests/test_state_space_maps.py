@@ -139,7 +139,7 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     found = collect(plan, tmp_path / "a.pop", **given)
     path, numbers = str(found.path), tmp_path / "maps.json"
     out = ["-o", str(tmp_path / "x.png"), "--json", str(numbers)]
-    code, text, _ = run("attention-maps", path, "--network", "1", "--count", "4", *out, capsys=capsys)
+    code, text, _ = run("attention-maps", f"{path}::1", "--count", "4", *out, capsys=capsys)
     assert (code, "1 state-space layers on 4 sequences of 6 tokens" in text) == (0, True)
     drawn = TASKS["copy"](torch.Generator().manual_seed(torch_seed(0, 1, Purpose.HELD_OUT)), 10, 3, 6).tokens
     expected = {"written_by": "weightscope attention-maps"} | state_space_maps(found.network(1), drawn[:4]).to_dict()
@@ -147,7 +147,7 @@ def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_
     code, text, _ = run("attention-maps", path, "--tokens", "copy:5", *out, capsys=capsys)
     assert (code, "of 10 tokens" in text) == (0, True)
     for arguments, message in (
-        (("--size", "3"), "--images and --size are for a model's folder only"),
+        (("--size", "3"), "--images and --size are for a model's folder"),
         (("--kind", "offsets"), "--kind: expected maps for a network with state-space layers, found offsets"),
     ):
         code, _, err = run("attention-maps", path, *arguments, *out, capsys=capsys)

@@ -80,7 +80,7 @@ def test_a_tile_in_training(tmp_path, monkeypatch):
 def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
     def train_tile(recipe, tile, **options):
         if tile == 1:
-            raise RuntimeError("no memory")
+            raise RuntimeError("no memory; " * 12)
         return fake.train_tile(recipe, tile, **options)
 
     fake.use(monkeypatch, train_tile)
@@ -88,7 +88,9 @@ def test_a_tile_that_failed_says_why_until_it_is_trained(tmp_path, monkeypatch):
         collect(fake.recipe(), tmp_path / "a.pop", workers=1)
     found = status(tmp_path / "a.pop")
     [row] = found.rows()
-    assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: no memory")
+    assert (row["tile"], row["state"], row["why"]) == (1, "failed", "RuntimeError: " + "no memory; " * 12)
+    assert all(len(line) <= 80 for line in found.text().partition("\n\n")[2].splitlines())
+    assert found.text().count("memory;") == 12
     assert found.hours_left is None
     assert "tiles: 1 failed, 1 to train" in found.text()
     fake.use(monkeypatch)
@@ -191,8 +193,9 @@ def test_a_terminal_is_not_scrolled_and_shows_what_failed(tmp_path):
     assert len(screen) <= 23
     assert max(map(len, screen)) <= 80
     assert screen[6].split()[:2] == ["30", "failed"]
-    assert "RuntimeError: a lon" in screen[6]
-    assert screen[-1].startswith("... 25 more lines")
+    assert screen[7].startswith("      RuntimeError: a long message x")
+    assert "".join(screen[7:9]).count("x") == 80
+    assert screen[-1].startswith("... 27 more lines")
     assert "\x1b" not in "".join(screen)
 
 

@@ -86,7 +86,7 @@ def test_unverified_is_said_where_only_ranges_were_read(hub, tmp_path, capsys):
     found = products(SOURCE, layers=[0])
     assert said in found.text()
     assert found.to_dict()["sources"][0]["unverified"] == ("model.safetensors",)
-    checkpoint.verify()
+    checkpoint.check(download=True)
     assert Checkpoint(SOURCE).unverified == ()
     assert "unverified" not in products(SOURCE).text() + weightscope.inspect(SOURCE).text()
 

@@ -464,17 +464,12 @@ def test_blocks_of_channels_and_of_rectangles():
 
 EYE = np.eye(9)
 PANEL = plots.Panel(EYE, "a", (1, 3, 3))
-CURVE = plots.Curve("a", [0, 1], {"x": [1.0, 2.0, 3.0]}, {})
 BAD_PAGES = [
     (plots.covariance_page, [[plots.Panel(EYE[:4], "a", (1, 3, 3))]], r"a: expected a square .* found \(4, 9\)"),
-    (plots.covariance_page, [[plots.Panel(EYE, "a", (1, 2, 2))]], "1 x 2 x 2 filters"),
     (plots.covariance_page, [[plots.Panel(EYE + np.inf, "a", (1, 3, 3))]], "expected finite"),
     (plots.covariance_page, [[None]], "at least one layer"),
     (partial(plots.covariance_page, row_labels=["a", "b"]), [[PANEL]], "row_labels"),
     (plots.filter_page, [[PANEL]], "expected filters"),
-    (partial(plots.depth_curves, statistics=[plots.Statistic("x", "x")]), [CURVE], r"expected x at \(2,\)"),
-    (partial(plots.depth_curves, statistics=[plots.Statistic("y", "y")]), [CURVE], "no 'y'"),
-    (partial(plots.depth_curves, statistics=[]), [], "expected curves"),
 ]
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy import stats
 
 from weightscope._util.results import Result
 from weightscope.anatomy import filter_mlps
@@ -128,5 +127,5 @@ def _correlation(name: str, channels: int, sums: np.ndarray) -> Correlation:
     r = float(a / math.sqrt(b * c))
     psi = sums[0] / math.sqrt(b * c) - r / 2 * (sums[1] / b + sums[2] / c)
     error = math.sqrt(n / (n - 1) * float(np.square(psi - psi.mean()).sum()))
-    interval, _, p = fisher_interval(r, error, stats.t(n - 1))
+    interval, _, p = fisher_interval(r, error, n - 1)
     return Correlation(name, channels, r, error, interval, p)

@@ -33,9 +33,9 @@ def count(name: str, value: Any, least: int = 1) -> int:
 
 def odd(name: str, value: Any) -> int:
     """`value` as an odd integer >= 1, a size with a centre; raises UsageError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value % 2 == 0:
+    if count(name, value) % 2 == 0:
         raise UsageError(f"{name}: expected an odd number, the size of what has a centre, found {value!r}")
-    return value
+    return int(value)
 
 
 def choice(name: str, value: Any, options: Iterable[str]) -> str:

@@ -44,14 +44,11 @@ def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = 
         raise UsageError(f"{shortened(str(path))}: cannot be written: {getattr(error, 'strerror', error)}") from None
     if suffixes and path.suffix not in suffixes:
         raise UsageError(f"{path}: expected a file name ending in {', '.join(suffixes)}")
-    if path.is_dir():
-        raise UsageError(f"{path}: expected a file name, found a folder")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: its folder {path.parent} does not exist; create it first")
-    if path.is_symlink():
-        raise UsageError(f"{path}: expected the name of a file, found a symbolic link; name the file that it points to")
-    if path.exists() and not path.is_file():
-        raise UsageError(f"{path}: expected the name of a file, found a pipe or a device")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        what = "a folder" if path.is_dir() else "a symbolic link, a pipe or a device"
+        raise UsageError(f"{path}: expected the name of a file, found {what}")
     folder = path.absolute().parent
     if path.name == POPULATION_FILE or (folder.name == "shards" and is_population(folder.parent)):
         raise UsageError(f"{path}: expected a name that no file of a population has; only `collect` writes these")

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from weightscope._util import identity, trust
 from weightscope._util.names import unknown
@@ -31,39 +31,28 @@ REQUIRED = inspect.Parameter.empty
 _passed: dict[str, tuple[Any, str]] = {}  # reference -> the object and its hash
 
 
-class Registry(Mapping[str, T], Generic[T]):
+class Registry(dict[str, T]):
     """Registered objects of one kind, such as "initialiser", by name, in the order of registration."""
 
     def __init__(self, kind: str) -> None:
+        super().__init__()
         self.kind = kind
-        self._entries: dict[str, T] = {}
         self.details: dict[str, dict[str, Any]] = {}
 
     def register(self, name: str, **details: Any) -> Callable[[T], T]:
         """A decorator that registers a function or class; `weightscope list` shows the details beside its name."""
 
         def decorate(item: T) -> T:
-            if self._entries.get(name, item) is not item:
+            if self.get(name, item) is not item:
                 raise ValueError(f"there are two {self.kind}s with the name {name!r}")
-            self._entries[name] = item
+            self[name] = item
             self.details[name] = details
             return item
 
         return decorate
 
-    def __getitem__(self, name: str) -> T:
-        if name not in self._entries:
-            raise UsageError(unknown(self.kind, name, self._entries, "'package.module:name' for one of your own"))
-        return self._entries[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
+    def __missing__(self, name: str) -> T:
+        raise UsageError(unknown(self.kind, name, self, "'package.module:name' for one of your own"))
 
     def find(self, wanted: Any) -> T:
         """The object for a registered name or a reference `"package.module:name"`; other objects unchanged."""

@@ -232,7 +232,8 @@ def lost_named(named: Callable[[Any], str]) -> Iterator[None]:
 
 def _in_place(task: Callable[[Any], T], folder: str, trust: bool, item: Any) -> T | WeightscopeError:
     try:
-        with contextlib.chdir(folder), trusting(trust), single_threaded():
+        # on machines of a cluster there may be no such folder
+        with contextlib.chdir(folder if os.path.isdir(folder) else "."), trusting(trust), single_threaded():
             return task(item)
     except WeightscopeError as error:
         return error

@@ -209,9 +209,9 @@ def _matrix_statistics(
     """Stripe ratios of matrices, and correlations of MLPs' pairs of them; and why some have none.
 
     Terms of each network are about the means of all networks; of a population of several parts about those of its first
-    4,096 usable ones, so that they need not be computed again when it grows. The sums are then those about all, and
-    correlations are standardised by the deviations of the first; where means or variances of these differ from all by
-    more than chance, as in an import that is sorted, terms are computed again.
+    4,096 usable ones, so that they need not be computed again when it grows. Ratios and correlations are then those
+    about all, and only their errors are of terms about the first, in units of their deviations; where means or
+    variances of these differ from all by more than chance, as in an import that is sorted, terms are computed again.
     """
     known = EntryMoments(spec.size, first_chunks(source, spec.names))
     names = {t.name.removesuffix(".fc1.weight"): t.name for t in spec if t.name.endswith(".fc1.weight")}
@@ -234,9 +234,14 @@ def _matrix_statistics(
             ratios[name] = stripe_ratios(found.rows[:, 4 * i : 4 * i + 4], shape, found.excluded)
         except DataError as error:  # too few networks, or a tensor that does not vary
             problems["without_stripes"][name] = str(error)
-    for mlp, shares, entries in zip(mlps, found.rows[:, 4 * len(spec) :].T, terms.entries, strict=True):
+    moved, scales = spec.unpack(found.entries.mean - terms.mean), spec.unpack(found.entries.deviation())
+    for i, (mlp, (one, other)) in enumerate(zip(mlps, terms.pairs, strict=True)):
+        scale, shares = scales[one] * scales[other].T, found.rows[:, 4 * len(spec) + i]
+        products = (found.products[i] - len(shares) * moved[one] * moved[other].T)[scale > 0] / scale[scale > 0]
         try:
-            pairs[mlp] = mean_correlation(shares, entries)
+            if products.size:
+                shares = shares + (products.mean() - shares.sum()) / len(shares)
+            pairs[mlp] = mean_correlation(shares, products.size)
         except DataError as error:
             problems["without_transposed"][mlp] = str(error)
     return ratios, pairs, problems
@@ -248,12 +253,10 @@ class _Terms:
     def __init__(self, spec: WeightSpec, pairs: Sequence[tuple[str, str]], known: EntryMoments) -> None:
         self.spec, self.pairs, self.known, self.mean = spec, pairs, known, known.mean
         self.scales = spec.unpack(known.deviation())
-        nothing = spec.unpack(np.zeros((0, spec.size)))
-        self.entries = [transposed_terms(*self._of(pair, nothing), *self._of(pair, self.scales))[1] for pair in pairs]
 
     def none(self) -> "_Rows":
         """Those of no network."""
-        return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size)
+        return _Rows(4 * len(self.spec) + len(self.pairs), self.spec.size, [self.spec[a].shape for a, _ in self.pairs])
 
     def differ(self, found: "_Rows") -> bool:
         """Whether means or variances of the known networks are not those of a sample of all (p < 1e-4 in a tensor)."""
@@ -276,7 +279,10 @@ class _Terms:
             if not len(rows):
                 continue
             out.entries.update(rows)
-            out.more.append(self.of(self.spec.unpack(rows - self.mean)))
+            tensors = self.spec.unpack(rows - self.mean)
+            out.more.append(self.of(tensors))
+            for i, pair in enumerate(self.pairs):
+                out.products[i] += np.einsum("nij,nji->ij", *self._of(pair, tensors))
         return out
 
     def of(self, tensors: dict[str, np.ndarray]) -> np.ndarray:
@@ -291,13 +297,14 @@ class _Terms:
 
 
 class _Rows:
-    """Rows of numbers of consecutive networks, (N, K), and the moments of their D weights."""
+    """Numbers of consecutive networks, (N, K), moments of their D weights, and sums of products of pairs of these."""
 
-    summed = ("excluded", "rows", "entries")
+    summed = ("excluded", "rows", "entries", "products")
 
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width: int, size: int, shapes: Sequence[tuple[int, ...]]) -> None:
         self.excluded, self.rows, self.more = 0, np.empty((0, width)), list[np.ndarray]()
         self.entries = EntryMoments(size)
+        self.products = {i: np.zeros(shape) for i, shape in enumerate(shapes)}
 
     def flush(self) -> None:
         """Put what was added into `rows`."""
@@ -307,6 +314,8 @@ class _Rows:
         self.excluded += other.excluded
         self.more += [other.rows, *other.more]
         self.entries += other.entries
+        for i, products in other.products.items():
+            self.products[i] += products
         return self
 
 

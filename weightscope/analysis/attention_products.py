@@ -271,20 +271,16 @@ class _Options(NamedTuple):
     clip: int | None
 
 
-class _Fused(NamedTensors):
-    """A checkpoint's tensors; fused ones are kept until `kept.clear()`: each of their parts asks for the whole."""
+class _Last(NamedTensors):
+    """A checkpoint's tensors; the last one is kept, since each part of a fused one asks for the whole."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> None:
-        super().__init__(checkpoint, config)
-        self.kept: dict[str, Tensor] = {}
-        self.fused: set[str] = set()
+    last: tuple[str, Tensor] | None = None
 
     def get(self, name: str) -> Tensor:
-        if name not in self.fused:
-            return super().get(name)
-        if name not in self.kept:
-            self.kept[name] = super().get(name)
-        return self.kept[name]
+        if self.last is None or self.last[0] != name:
+            self.last = None  # before the next is read
+            self.last = name, super().get(name)
+        return self.last[1]
 
 
 class _Model:
@@ -299,9 +295,8 @@ class _Model:
     ) -> None:
         source = open_network(source)
         self.checkpoint = source if isinstance(source, Checkpoint) else None
-        fused = None if self.checkpoint is None else _Fused(self.checkpoint, config)
-        self.tensors: NamedTensors = fused or named_tensors(source, config)
-        self.kept: dict[str, Tensor] = {} if fused is None else fused.kept
+        checkpoint = self.checkpoint
+        self.tensors = named_tensors(source, config) if checkpoint is None else _Last(checkpoint, config)
         state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
         found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)
         if not found and not state_spaces:
@@ -312,9 +307,6 @@ class _Model:
             raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
         chosen: list[Any] = chosen_layers([*(p for p in found if p.name not in self.skipped), *state_spaces], layers)
         self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
-        for part in chosen if fused else ():
-            names = [name for group in part.parameters.values() for name in group]
-            fused.fused |= {name for name in names if names.count(name) > 1}  # type: ignore[union-attr]
         self.parts = [part for part in chosen if isinstance(part, AttentionPart)]
         self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]
         self.label, self.options = label, options
@@ -461,13 +453,11 @@ def _compute(model: _Model) -> None:
             del product
         del q, k
         _values_outputs(model, part, gain, scale, scaled=name is not None)
-        model.kept.clear()
     for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
         c, b = (model.read(layer, name).unflatten(0, (layer.groups, layer.state)).mT for name in ("C", "B"))
         model.add(layer, "cb", range(layer.groups), FactoredProduct(c, b))
-        model.kept.clear()
 
 
 def _unusable(part: AttentionPart) -> str | None:

@@ -3,6 +3,7 @@
 And when in training its correlations appear.
 """
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from weightscope._util.environment import single_threaded
 from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.workers import Workers
-from weightscope.errors import UsageError
+from weightscope.errors import AnatomyError, UsageError
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     Pair,
@@ -29,6 +30,7 @@ from weightscope.statistics.exchangeable import (
 from weightscope.statistics.index_effects import IndexEffect, described
 from weightscope.statistics.kept import Keep
 from weightscope.statistics.moments import BLOCK
+from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import PermutationSpec, View
 from weightscope.statistics.samples import WeightSamples, finite_chunks, over_parts
 
@@ -191,16 +193,25 @@ def exchangeable_covariance(
         >>> found = exchangeable_covariance(Population("digits.pop"))
         >>> print(found.text())
     """
-    from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
-
     spec = source.spec.select(select)
-    own = permutations_of(source, permutations).restrict(spec.names)
+    own = _permutations(source, permutations).restrict(spec.names)
     centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names, BLOCK)), spec, own)
     empty = partial(ExchangeableMoments, spec, own, centre=centre, index=False)
     keep = Keep(empty, ("exchangeable", spec.to_json(), own.views, centre)) if keep_sums else None
     moments = over_parts(source, partial(_moments, spec.names, empty), workers, keep=keep)
     found = moments.covariances("networks" if moments.n > 1 else "zero")
     return ExchangeableCovariance(found, own, moments.n, moments.excluded, effects)
+
+
+def _permutations(source: WeightSamples, given: Any) -> PermutationSpec:
+    """As `permutations_of`, which imports torch, unless names say all that there is to know."""
+    if given is None:
+        with contextlib.suppress(AnatomyError):
+            if not (named := permutations_by_name(source.spec)).heads:
+                return named
+    from weightscope.anatomy.permutation_groups import permutations_of
+
+    return permutations_of(source, given)
 
 
 def _moments(
@@ -316,6 +327,6 @@ def _threshold(pair: Pair | None, one: ExchangeableCovariance) -> float:
     """The correlation with p = 0.05 after Bonferroni's adjustment, given the pair's standard error; NaN if unknown."""
     if pair is None or not math.isfinite(pair.z) or not pair.z:
         return math.nan
-    null = stats.t(one.n - 1) if one.n > 2 else stats.norm
     error = np.arctanh(pair.correlation) / pair.z
-    return float(np.tanh(error * null.isf(_LEVEL / 2 / len(one.pairs()))))
+    freedom = one.n - 1 if one.n > 2 else math.inf
+    return float(np.tanh(-error * stdtrit(freedom, _LEVEL / 2 / len(one.pairs()))))

@@ -180,7 +180,7 @@ class PopulationContents(Result):
         missing, size = len(self.missing_tiles), f"{self.bytes_on_disk} bytes"
         for unit, power in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
             size = f"{self.bytes_on_disk / power:.1f} {unit}" if self.bytes_on_disk >= power else size
-        command, what = ("import", "are left out of statistics") if self.imported else ("collect", "diverged")
+        command, what = ("import", "left out of statistics") if self.imported else ("collect", "diverged")
         counts = f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks {what}"
         again = [f"run `weightscope {command}` again for the missing ones"] * bool(missing)
         return "\n".join([f"{self.summary()}, {size}", counts, *again])

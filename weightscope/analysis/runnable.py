@@ -31,7 +31,6 @@ _MOST_BYTES = 1 << 24  # of a file of tokens
 
 def runnable(
     source: str | Path,
-    network: int | None = None,
     *,
     images: str | None = None,
     tokens: str | None = None,
@@ -41,24 +40,21 @@ def runnable(
 ) -> tuple[nn.Module, Tensor, list[str]]:
     """A network, images or tokens (see `images_for`, `tokens_for`) for it, and notes on what was made up.
 
-    `source` is a population (`network` is one of its networks), `"PATH.pop::k"`, a model's folder of transformers or,
-    with tokens, a checkpoint of Mamba or Mamba-2. Without tokens, a population's networks for sequences take the first
+    `source` is a population, of which network 0 is taken, `"PATH.pop::k"`, a model's folder of transformers or, with
+    tokens, a checkpoint of Mamba or Mamba-2. Without tokens, a population's networks for sequences take the first
     held-out ones of its recipe, at the training length. `data` is searched first for data sets.
     """
-    if (member := population_member(source)) is not None:
-        if network not in (None, member[1]):
-            raise UsageError(f"--network: expected {member[1]}, the network of {source}, found {network}")
-        source, network = member
+    source, network = population_member(source) or (source, 0)
     population = population_in(source) if is_population(source) else None
-    if network is not None and population is None:
-        raise UsageError("network: this source is a single model; the option applies to populations")
     section: Any = None if population is None else population.recipe.data
     sequences = tokens is not None or (section is not None and section.what == "sequences")
     if (sequences or population is not None) and (images is not None or size is not None):
-        raise UsageError("--images and --size are for a model's folder only, which is run on images")
+        raise UsageError(
+            "--images and --size are for a model's folder; sequences take --tokens, a population its recipe's images"
+        )
     notes: list[str] = []
     if population is not None:
-        model = population.network(network or 0)
+        model = population.network(network)
         if tokens is None:
             batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
             return model, images_for(source, count=count, root=data) if batch is None else batch, notes

@@ -71,11 +71,9 @@ def _weights(node: ast.AST, arms: Sequence[Place]) -> Any:
         return _scaled(left, 1 / right)
     if isinstance(node.op, ast.Mult) and (isinstance(left, float) or isinstance(right, float)):
         return _scaled(left, right) if isinstance(right, float) else _scaled(right, left)
-    if not isinstance(node.op, ast.Add | ast.Sub) or isinstance(left, float) != isinstance(right, float):
+    if not isinstance(node.op, ast.Add | ast.Sub) or isinstance(left, float) or isinstance(right, float):
         raise ValueError
     right = _scaled(right, -1.0) if isinstance(node.op, ast.Sub) else right
-    if isinstance(left, float):
-        return left + right
     return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in {**left, **right}}
 
 

@@ -3,7 +3,7 @@
 import hashlib
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weightscope._util.names import listing
 from weightscope._util.sources import POPULATION_FILE, read_regular
@@ -59,10 +59,11 @@ def publish(
 
 def model_card(fit: Artifact, address: str, result: BenchResult | None = None, licence: str | None = None) -> str:
     """The README.md of an initialiser at the hub, in Markdown with the hub's metadata."""
-    groups = fit.groups if isinstance(fit, PopulationFit) else ()
+    population, one = isinstance(fit, PopulationFit), cast(Any, fit)
+    groups = one.groups if population else ()
     gains = sorted({str(group.options["gain"]) for group in groups if "gain" in group.options})
     facts = {
-        "initialises": listing(_tensors(fit), 8),
+        "initialises": listing(one.spec.names if population else [layer.name for layer in one.numbers.layers], 8),
         "fitted to": _origin(fit),
         "structure": fit.summary(),
         "gain": ", ".join(gains) or "none: as fitted",
@@ -98,12 +99,6 @@ network = init(network, generator=torch.Generator().manual_seed(0))  # a torch.n
 
 {_shown(result)}
 """
-
-
-def _tensors(fit: Artifact) -> tuple[str, ...]:
-    if isinstance(fit, PopulationFit):
-        return fit.spec.names
-    return tuple(layer.name for layer in fit.numbers.layers)  # type: ignore[attr-defined]
 
 
 def _origin(fit: Artifact) -> str:

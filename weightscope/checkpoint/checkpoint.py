@@ -56,7 +56,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         source: as text, for labels.
         config: the model's `config.json`; empty if it has none.
         metadata: free text of a safetensors file; of an ONNX model `onnx NAME` -> the name in the file, if another.
-        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `dilation`; empty elsewhere.
+        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `transposed`; empty elsewhere.
         commit: the commit at the hub that everything is read from; None elsewhere.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 
@@ -155,16 +155,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         hub of which only ranges were read are unverified, unless `download` fetches the rest.
         """
         return self._files.check(download)
-
-    def verify(self) -> int:
-        """The number of files at the hub that were compared with their hashes, after downloading what is missing.
-
-        0 on disk and in memory, where no hash is known; DataError on a checksum mismatch.
-        """
-        found = self.check(download=True)
-        if damaged := next((check.detail for check in found if check.status == "damaged"), None):
-            raise DataError(damaged)
-        return sum(check.status == "verified" and check.compared != "crc32" for check in found)
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of a weight on the CPU: float64 if stored so, else float32.

@@ -363,7 +363,6 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     "Mean maps, those that positions predict, means by relative place, or stable ranks of the inputs.",
     "maps",
 )
-@click.option("--network", type=int, help="For a population: the network, counted from 0.  [default: 0]")
 @click.option(
     "--images",
     type=Named("datasets"),
@@ -389,7 +388,7 @@ def attention_maps(
 
     Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png.
 
-    SOURCE is a population, of which one network (--network, or PATH.pop::k) is run on the test images of its recipe, or
+    SOURCE is a population, of which one network (PATH.pop::k, by default 0) is run on the test images of its recipe, or
     a folder of transformers (config.json, model.safetensors), run on pictures that are scaled to the model's size and
     normalised as its preprocessor_config.json says, or on noise if there are none.
 
@@ -400,7 +399,7 @@ def attention_maps(
 
     \b
     Examples:
-      weightscope attention-maps vits.pop --network 3 -o attention.png
+      weightscope attention-maps vits.pop::3 -o attention.png
       weightscope attention-maps mambas.pop --count 16 -o maps.png
       weightscope attention-maps vit/ --images pictures/ --kind offsets --count 32 --json heads.json
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png

@@ -1,6 +1,5 @@
 """Commands that make populations and initialisers: `demo`, `collect`, `import`, `fit-init`, `bench`."""
 
-import math
 import re
 import shutil
 import sys
@@ -292,15 +291,16 @@ def fit_init(
         raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
     source: Any = sources[0] if len(sources) == 1 else list(sources)
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
-    number = _checked_gain(gain, structure, training)
+    if gain is not None and structure != "exchangeable":
+        raise UsageError("--gain requires --structure exchangeable")
+    if gain != "auto" and training:
+        raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
     picture = out.with_name(f"{out.stem}-gain.png")
     if gain == "auto":
         outputs.checked(picture, overwrite=overwriting(context))
     if standalone is not None:
-        outputs.checked(
-            standalone.with_name(out.name), overwrite=overwriting(context)
-        )  # a copy of the artifact, unless it is there already
-    options = parsed_options(texts)
+        outputs.checked(standalone.with_name(out.name), overwrite=overwriting(context))  # a copy of the artifact
+    options = parsed_options(texts if gain in (None, "auto") else [*texts, f"gain={gain}"])
     curve: dict[str, Any] = {}
     result: Any
     if gain == "auto":
@@ -316,7 +316,6 @@ def fit_init(
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
     else:
-        options |= {} if number is None else {"gain": number}
         result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
     if standalone is not None:
         if not isinstance(result, PopulationFit) or result.scale is not None:
@@ -333,23 +332,6 @@ def fit_init(
 
 
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
-
-
-def _checked_gain(gain: str | None, structure: str, training: dict[str, Any]) -> float | None:
-    """The number of --gain, None without one or with auto; the options of its trainings need --gain auto."""
-    if gain is not None and structure != "exchangeable":
-        raise UsageError("--gain requires --structure exchangeable")
-    if gain != "auto" and training:
-        raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
-    if gain in (None, "auto"):
-        return None
-    try:
-        number = int(gain) if gain.isdecimal() and len(gain) < 16 else float(gain)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UsageError(f"--gain: expected a number >= 0 or auto, found {gain}")
-    return number
 
 
 @command()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from weightscope._util.checks import count
-from weightscope._util.names import unknown
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.registry import first_place, places
 from weightscope.data.section import Count, FromList, Positive, Seed
@@ -42,8 +41,6 @@ TASK_SIZES = {
 
 def check_task(name: str, length: int, vocabulary: int) -> None:
     """Refuse sizes for which a task has no sequences, or the same answer to all of them."""
-    if name not in TASK_SIZES:
-        raise UsageError(unknown("task", name, tuple(TASK_SIZES)))
     size = TASK_SIZES[name]
     count("length", length, size.step)
     if length % size.step:
@@ -102,7 +99,7 @@ class SequenceConfig(Task):
     def sizes(self) -> dict[str, int]:
         """`vocabulary`; of a text whose vocabulary is not recorded, the files are read."""
         recorded = getattr(self, "vocabulary", None)
-        return {"vocabulary": self.load().vocabulary if recorded is None else int(recorded)}
+        return {"vocabulary": self.load().corpus.vocabulary if recorded is None else int(recorded)}
 
     def input_shape(self) -> tuple[int, ...]:
         """(n,), of a short sequence."""
@@ -265,7 +262,7 @@ class TextConfig(SequenceConfig):
         """The section with the vocabulary of its text."""
         if self.vocabulary is not None:
             return self
-        return self.model_copy(update={"vocabulary": self.load(root).vocabulary})
+        return self.model_copy(update={"vocabulary": self.load(root).corpus.vocabulary})
 
     def absolute(self, root: str | Path | None = None) -> "TextConfig":
         """The section with the absolute path of its folder."""

@@ -475,18 +475,9 @@ class SequenceSource:
         return self.corpus.part(self.config, name, multiple)
 
     @property
-    def vocabulary(self) -> int:
-        """The number of tokens, v."""
-        return self.corpus.vocabulary
-
-    @property
     def mask(self) -> Tensor | None:
         """Whether each target of a training sequence is scored, (n,), if it is the same in all."""
         return self.held_out[1][0].mask[0] if not isinstance(self.config, TaskConfig) or self.config.plain else None
-
-    def draw_compact(self, generator: torch.Generator, batch: int) -> Tensor:
-        """Draw B training sequences in a compact form, int32 (B, m) on the generator's device."""
-        return self.corpus.compact(generator, batch, self.config.length)
 
     def expanded(self, compact: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens and targets int64 (..., n) of sequences in compact form (..., m)."""

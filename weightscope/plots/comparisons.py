@@ -281,8 +281,6 @@ def metric_curves(
     own; the first one has none. Bands are adjusted for the number of initialisers and not for that of epochs: in some
     epoch one may leave out the first one's line by chance. Rows are those of `benchmarking.mean_curves`.
     """
-    if not curves:
-        raise UsageError("curves: expected at least one initialiser, found none")
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
     epochs, styles = np.arange(1, len(curves[0]["mean"]) + 1), {}
     for order, row in enumerate(curves):

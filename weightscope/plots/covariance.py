@@ -80,7 +80,7 @@ def covariance_map(
     ax.set_aspect("equal", anchor="NW")
     ax.spines[:].set_visible(True)
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
-    label = f"{unit}; ±{number(limit)} holds {100 * quantile:g} % of the {where}"
+    label = f"{unit}\n±{number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, height=side, beyond=bool((np.abs(pooled[finite]) > limit).any()))
     remark = _label_blocks(ax, side, names, bounds)
     text = f"{len(array):,} coordinates"

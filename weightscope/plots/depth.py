@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, SMALL, number, wrap
 
@@ -56,8 +56,6 @@ def depth_curves(
     Bars are 95 % intervals (1.96 standard errors). A grey line marks the value for independent entries of equal
     variance. `axis` is the label of the horizontal axis.
     """
-    if not curves or not statistics:
-        raise UsageError(f"expected curves and statistics, found {len(curves)} and {len(statistics)}")
     kinds = list(dict.fromkeys(kind for curve in curves for kind in curve.kinds))
     across = len(statistics) if len(statistics) <= 3 else 2
     down = -(-len(statistics) // across)
@@ -108,11 +106,7 @@ def _kind(index: int, colour: str) -> dict[str, Any]:
 
 def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequence[str]) -> np.ndarray:
     """Draw one line with its markers; returns the finite values, or the ends of their bars."""
-    if statistic.key not in curve.values:
-        raise UsageError(f"{curve.label}: no {statistic.key!r}; there are {', '.join(curve.values)}")
     depth, values = (np.asarray(a, dtype=np.float64) for a in (curve.depth, curve.values[statistic.key]))
-    if depth.shape != values.shape or depth.ndim != 1 or (curve.kinds and len(curve.kinds) != len(depth)):
-        raise DataError(f"{curve.label}: expected {statistic.key} at {depth.shape} depths, found {values.shape}")
     style, order = theme.look(index, marker=None), np.argsort(depth, kind="stable")
     ax.plot(depth[order], values[order], zorder=2, gid="mean", **style)
     ends = values

@@ -134,8 +134,6 @@ def _blocks(panel: Panel) -> tuple[np.ndarray, list[tuple[float, float, bool]]]:
     if panel.shape is None:
         return array, []
     c, h, w = panel.shape
-    if len(array) != c * h * w:
-        raise DataError(f"{panel.label}: expected a covariance of {c} x {h} x {w} filters, found {array.shape}")
     if h == 1:  # in one dimension, block form is the matrix itself
         return array, [(n * w, 1.2, upright) for n in range(1, c) for upright in (False, True)]
     # Covariance of pixels (a, i, j) and (b, l, m): channel block (a, b), block (i, j) within it, entry (l, m).

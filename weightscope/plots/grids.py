@@ -95,8 +95,6 @@ def _labelled(axes: Sequence[Axes], labels: Sequence[str]) -> None:
     """Labels above panels: every one, or the first of as many as one has room for."""
     if not labels:
         return
-    if len(labels) != len(axes):
-        raise UsageError(f"column_labels: expected {len(axes)} or none, found {len(labels)}")
     box, width = axes[0].get_position(), axes[0].figure.figure.get_size_inches()[0]
     room = box.width * width + _GAP / theme.DPI
     every = next(n for n in range(1, len(labels) + 1) if n == len(labels) or max(map(inches, labels[::n])) < n * room)
@@ -167,8 +165,6 @@ def matrix_grid(
 
 def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
     """Clipped matrices as float64, and the shape before clipping."""
-    if clip is not None and clip < 1:
-        raise UsageError(f"clip: expected at least 1 or None, found {clip}")
     lines = [[None if m is None else np.asarray(m) for m in line] for line in matrices]
     shapes = {m.shape for line in lines for m in line if m is not None}
     shape = next(iter(shapes), ())

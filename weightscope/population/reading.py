@@ -174,7 +174,8 @@ class Population(Result):
     def __getstate__(self) -> dict[str, Any]:
         """What travels to a worker, which may run in another folder."""
         kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
-        return kept | {"path": self.path.absolute()}
+        known = {tile: self.verified[tile] for tile in self._rows if isinstance(self.verified.get(tile), tuple)}
+        return kept | {"path": self.path.absolute(), "verified": known}
 
     @property
     def moment(self) -> int | None:

@@ -227,7 +227,7 @@ def contents(
 
 def _read_contents(h5: h5py.File, signature: bytes) -> Contents:
     made = f"torch {header_text(h5, 'torch')} on {header_text(h5, 'device')}"
-    columns = {SEED: h5["seed"]} | {name: values[:] for name, values in h5["metrics"].items()}
+    columns = {SEED: h5["seed"][:]} | {name: values[:] for name, values in h5["metrics"].items()}
     table = np.empty(len(columns[SEED]), [(name, values.dtype, values.shape[1:]) for name, values in columns.items()])
     for name, values in columns.items():
         table[name] = values

@@ -11,14 +11,13 @@ Tests of the pairs of such a covariance say which tensors of a network are corre
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import combinations
-from math import atanh, copysign, inf, prod, sqrt, tanh
-from typing import Any, Literal, Self
+from math import atanh, copysign, inf, lgamma, log, prod, sqrt, tanh
+from typing import Literal, Self
 
 import numpy as np
-from scipy import stats
 from scipy.optimize import brentq
+from scipy.special import chdtr, chdtrc, chndtr, ndtri, stdtr, stdtrit
 
 from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
@@ -453,7 +452,6 @@ def design_effect(found: TypeCovariance) -> float:
     return max(1.0, float(np.median(pairs))) if len(pairs) else 1.0
 
 
-_student = cache(stats.t)  # to freeze it takes longer than to test a pair
 _Tested = tuple[float, tuple[float, float], float, float]
 
 
@@ -465,19 +463,19 @@ def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
     known = bool(np.isfinite(own[1]))
     r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
     error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
-    return r, *fisher_interval(r, error, _student(found.networks - 1) if known else stats.norm)
+    return r, *fisher_interval(r, error, found.networks - 1 if known else inf)
 
 
-def fisher_interval(r: float, error: float, null: Any) -> tuple[tuple[float, float], float, float]:
+def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float, float], float, float]:
     """The 95 % interval of a correlation, its z and its two-sided p-value, on Fisher's scale atanh r.
 
-    `null` is the distribution of the estimate over its standard error: `scipy.stats.norm` or a Student distribution.
+    The estimate over its standard error has Student's distribution with so many degrees of freedom.
     """
     if abs(r) > 1 - 1e-12 or not error > 0:
         return (r, r), copysign(inf, r), 0.0 if r else 1.0
     centre, step = atanh(r), error / (1 - r**2)
-    half = float(null.isf(0.025)) * step
-    return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * null.sf(abs(centre) / step))
+    half = -float(stdtrit(freedom, 0.025)) * step
+    return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * stdtr(freedom, -abs(centre) / step))
 
 
 def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
@@ -487,23 +485,25 @@ def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: 
     values = np.linalg.svd(left.T @ block @ right, compute_uv=False).clip(0, 1 - 1e-12)
     weight = samples - (p + q + 3) / 2
     statistic = -weight * float(np.log1p(-(values**2)).sum())
-    log_p = float(stats.chi2.logsf(statistic, p * q))
-    z = float(stats.norm.isf(np.exp(log_p) / 2)) if log_p > -600 else sqrt(-2 * log_p)
+    tail = float(chdtrc(p * q, statistic))
+    # the logarithm of one that underflows is that of the leading term of the incomplete gamma function
+    log_p = log(tail) if tail else (p * q / 2 - 1) * log(statistic / 2) - statistic / 2 - lgamma(p * q / 2)
+    z = -float(ndtri(tail / 2)) if log_p > -600 else sqrt(-2 * log_p)
     low, high = (noncentrality / weight for noncentrality in _noncentralities(statistic, p * q))
     # -sum log(1 - rho^2) of all canonical correlations is at least that of the largest, at most min(p, q) times it
     interval = sqrt(-np.expm1(-low / min(p, q))), sqrt(-np.expm1(-high))
-    return float(values[0]), interval, z, float(np.exp(log_p))
+    return float(values[0]), interval, z, tail
 
 
 def _noncentralities(statistic: float, freedom: int) -> tuple[float, float]:
     """The 95 % interval of the noncentrality of a chi-squared statistic: those that make it neither small nor large."""
 
     def solved(level: float) -> float:
-        if stats.chi2.cdf(statistic, freedom) <= level:
+        if chdtr(freedom, statistic) <= level:
             return 0.0
         # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
         most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
-        return float(brentq(lambda x: stats.ncx2.cdf(statistic, freedom, x) - level, 0.0, most))
+        return float(brentq(lambda x: chndtr(statistic, freedom, x) - level, 0.0, most))
 
     return solved(0.975), solved(0.025)
 

@@ -74,7 +74,8 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
         pages = mmap.mmap(-1, count * dtype.itemsize)
     except OSError as error:
         needs = f"no memory for {size:,} x {size:,} entries, {count * dtype.itemsize / 2**30:,.0f} GiB"
-        raise UsageError(f"{needs}: select fewer tensors, or average over units (--exchangeable)") from error
+        advice = "select fewer tensors, compute it on disk (--matrix NAME.npy), or average over units (--exchangeable)"
+        raise UsageError(f"{needs}: {advice}") from error
     with contextlib.suppress(OSError):  # a kernel without huge pages, which affect speed only
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, dtype, count).reshape((size, size), order="F")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr, stdtrit
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.moments import EntryMoments, finite_rows
@@ -95,9 +95,9 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
     scale = n / (n - 1)
     left_out = np.log((above.sum() - scale * above) / (below.sum() - scale * below))  # (N,)
     error = np.sqrt((n - 1) / n * np.sum((left_out - left_out.mean()) ** 2))
-    half = stats.t.ppf(0.975, n - 1) * error
+    half = stdtrit(n - 1, 0.975) * error
     low, high = value * np.exp(-half), value * np.exp(half)
-    p = 2.0 * stats.t.sf(abs(np.log(value)) / error, n - 1) if error > 0 else float(value == 1.0)
+    p = 2.0 * stdtr(n - 1, -abs(np.log(value)) / error) if error > 0 else float(value == 1.0)
     return StripeRatio(float(value), (float(low), float(high)), float(p))
 
 
@@ -160,6 +160,6 @@ def mean_correlation(shares: np.ndarray, entries: int) -> TransposedCorrelation:
         raise DataError("expected weights that vary over the networks, found none")
     value = float(shares.sum() / (n - 1))
     error = float(shares.std(ddof=1)) / math.sqrt(n)
-    half = float(stats.t.isf(0.025, n - 1)) * error
-    p = float(2 * stats.t.sf(abs(value) / error, n - 1)) if error > 0 else 0.0
+    half = float(stdtrit(n - 1, 0.975)) * error
+    p = float(2 * stdtr(n - 1, -abs(value) / error)) if error > 0 else 0.0
     return TransposedCorrelation(value, (max(-1.0, value - half), min(1.0, value + half)), p, entries, n)

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import operator
-import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from weightscope._util.environment import available_memory, single_threaded
-from weightscope._util.workers import Workers, chosen_workers, lost_named, spread
+from weightscope._util.environment import available_memory
+from weightscope._util.workers import Workers, chosen_workers, in_order
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.kept import Keep, Kept
@@ -153,24 +152,30 @@ def over_parts(
     parts = source if isinstance(source, list) else parts_of(source, networks, size)
     if len(parts) < 2:
         return task(parts[0], 0)
-    first, total, write = 0, None, None
+    first, write = 0, None
+    total: Any = None
     if keep and hasattr(source, "kept"):
         folder, hashes = source.kept(parts)
         kept = Kept(folder, hashes, keep)
         (first, total), write = kept.read(), kept.write
-    left, merged = range(first, len(parts)), partial(_merged, total, first, write)
+    left = [*enumerate(parts)][first:]
     chosen = chosen.on_device("cpu", len(left))
     if chosen.backend == "loky" and chosen.count is not None:
         most = max(1, available_memory() // (_COPIES * max(size, 1)))
         if most < chosen.count:
             _log.warning("%d of %d workers: results of %.1f GB fill the memory", most, chosen.count, size / 1e9)
             chosen = Workers(count=most)
-    if chosen == Workers(count=1) or not left:
-        return merged((i, _on_part(task, parts, i)) for i in left)
-    named = [str(part.name) for part in parts].__getitem__
-    results = spread(partial(_sent, task, parts), left, chosen, named=named)
-    with contextlib.closing(results), lost_named(named):
-        return merged(_received(parts, results))
+    with contextlib.closing(in_order(partial(_on_part, task), left, [part.name for _, part in left], chosen)) as found:
+        for (i, part), each in zip(left, found, strict=True):
+            if isinstance(each, WeightscopeError):
+                raise each
+            value, verified = each
+            if verified:  # workers of the next pass need not verify again
+                part.verified.update(verified)
+            total = operator.iadd(total, value) if i else value
+            if write:
+                write(i + 1, total)
+    return total
 
 
 def parts_of(source: WeightSamples, networks: int | None = None, size: int = 0) -> list[Any]:
@@ -207,42 +212,10 @@ class Sums:
         return self
 
 
-def _on_part(task: Callable[[Any, int], T], parts: Sequence[Any], i: int) -> T | WeightscopeError:
-    """A result, or the error in its place: an error that a worker raises would not stop the others."""
-    try:
-        with single_threaded():
-            return task(parts[i], i)
-    except WeightscopeError as error:
-        return error
-
-
-def _sent(task: Callable[[Any, int], T], parts: Sequence[Any], i: int, **_: Any) -> bytes:
-    """A result as bytes, since arrays that clusters return may be read-only; and which hashes were verified for it."""
-    verified = getattr(parts[i], "verified", {})
-    before, value = dict(verified), _on_part(task, parts, i)
-    new = {tile: tag for tile, tag in verified.items() if tag != before.get(tile) and isinstance(tag, tuple)}
-    return pickle.dumps((value, new), protocol=5)
-
-
-def _received(parts: Sequence[Any], results: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, Any]]:
-    """Results; workers of the next pass need not verify again what those of this one have."""
-    for i, sent in results:
-        value, verified = pickle.loads(sent)
-        if verified:
-            parts[i].verified.update(verified)
-        yield i, value
-
-
-def _merged(total: Any, at: int, keep: Callable[[int, Any], None] | None, values: Iterable[tuple[int, Any]]) -> Any:
-    """The sum of the first values, and of those with numbers from `at`, which come in any order, in their order."""
-    waiting = dict[int, Any]()
-    for i, value in values:
-        if isinstance(value, WeightscopeError):
-            raise value
-        waiting[i] = value
-        while at in waiting:
-            total = operator.iadd(total, waiting.pop(at)) if at else waiting.pop(at)
-            at += 1
-            if keep:
-                keep(at, total)
-    return total
+def _on_part(task: Callable[[Any, int], T], item: tuple[int, Any]) -> tuple[T, dict[int, Any]]:
+    """A result, and which hashes were verified for it."""
+    i, part = item
+    verified = getattr(part, "verified", {})
+    before = dict(verified)
+    value = task(part, i)
+    return value, {tile: tag for tile, tag in verified.items() if tag != before.get(tile) and isinstance(tag, tuple)}

@@ -149,7 +149,7 @@ class Normalisation(BatchedLayer):
         if not isinstance(self.layer, nn.BatchNorm2d):
             y = functions.layer_norm(rows, self.pair, eps, kernels=self.kernels)
         elif self.after_gelu and self.training and not self.calibrating:
-            return functions.gelu_batch_norm(rows, self.pair, eps, more, kernels=self.kernels)
+            return functions.gelu_batch_norm(rows, self.pair, eps, more)
         else:
             y = self._batch_norm(F.gelu(rows) if self.after_gelu else rows)
         return y if more is None else y + more

@@ -45,7 +45,8 @@ class SequenceBatches:
 
     def draw(self) -> dict[str, Tensor]:
         """`compact` (steps, T, B, m): the sequences of each step, for `SequenceSource.expanded`."""
-        each = [self.data.draw_compact(stream, self.steps * self.batch) for stream in self.streams]  # (steps B, m)
+        corpus, length = self.data.corpus, self.data.config.length
+        each = [corpus.compact(stream, self.steps * self.batch, length) for stream in self.streams]  # (steps B, m)
         return {"compact": torch.stack([found.unflatten(0, (self.steps, self.batch)) for found in each], 1)}
 
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator
@@ -201,14 +202,16 @@ class Status(Result):
                 line += [f"{each.metrics[name]:.4g}" if name in each.metrics else "-" for name in names]
             parts.append(text_table(("population", "networks", *names), cells))
         if rows := self.rows():
-            today, columns = time.strftime("%Y-%m-%d "), ["tile", "state", "step", "worker", "since", "why"]
+            today, columns = time.strftime("%Y-%m-%d "), ["tile", "state", "step", "worker", "since"]
             for row in rows:  # the name of a host without its domain, and a time of this year
                 row["worker"] = re.sub(r"^([^.:]*[a-z][^.:]*)\.[^:]*", r"\1", row["worker"])
                 row["since"] = row["since"].removeprefix(today)[-14:-3]
                 row["step"] = "-" if row["step"] is None else f"{row['step']:,} of {row['steps']:,}"
             columns = ["population", *columns] if self.populations else columns
             left = [i for i, name in enumerate(columns) if name not in ("tile", "step")]
-            parts.append(text_table(columns, [[row[name] for name in columns] for row in rows], left=left))
+            head, *lines = text_table(columns, [[row[name] for name in columns] for row in rows], left=left).split("\n")
+            why = [[f"      {part}" for part in textwrap.wrap(row["why"], 72)] for row in rows]
+            parts.append("\n".join([head, *(x for line, own in zip(lines, why, strict=True) for x in (line, *own))]))
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:

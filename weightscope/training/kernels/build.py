@@ -50,39 +50,27 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
         identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (cache_folder, _temporary_folder):
             try:
-                found, errors = _load_or_compile(folder(), identity, full)
-            except OSError as error:  # no space left, or another process has removed what it found damaged
-                errors = str(error)
-                continue
-            if found is not None:
-                return found, identity
-            if errors:
+                return _load_or_compile(folder(), identity, full), identity
+            except subprocess.CalledProcessError as error:
+                errors = error.stderr.strip() or f"exit status {error.returncode}"
                 break
+            except OSError as error:  # no space, no executables, or another process has removed what it found damaged
+                errors = str(error)
     raise UsageError(f"kernels = 'compiled': `{shlex.join(command)}` failed: {errors[-500:]}; {_OTHERWISE}")
 
 
-def _load_or_compile(folder: Path, identity: str, command: list[str]) -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the compiler's message, which is empty if the folder does not allow executables."""
+def _load_or_compile(folder: Path, identity: str, command: list[str]) -> ctypes.CDLL:
     for file in folder.glob(f"kernels-{identity}-*.so"):
         if _only_ours(file) and _content(file) == file.stem.rpartition("-")[2]:
-            return _loaded(file), ""
+            return ctypes.CDLL(str(file))
         file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as there:
         made = Path(there, "kernels.so")
-        done = _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"])
-        if done.returncode:
-            return None, done.stderr.strip() or f"exit status {done.returncode}"
+        _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"]).check_returncode()
         made.chmod(0o700)
         file = folder / f"kernels-{identity}-{_content(made)}.so"
         os.replace(made, file)  # atomic: another process may be writing the same file
-    return _loaded(file), ""
-
-
-def _loaded(file: Path) -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL(str(file))
-    except OSError:  # a file system mounted with noexec
-        return None
+    return ctypes.CDLL(str(file))
 
 
 def _content(file: Path) -> str:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -75,12 +74,9 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
     return pytorch.normalise(x, norm, 1, eps)
 
 
-def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None, *, kernels: Kernels) -> Tensor:
-    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions."""
-    if kernels == "c":
-        return _compiled(_gelu_norm, _gelu_norm_backward, x, *norm, more, eps=eps)
-    y = pytorch.normalise(F.gelu(x), norm, 2, eps)
-    return y if more is None else y + more
+def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
+    """`more + batch_norm(gelu(x))` with the statistics of x (T, c, P) over its positions; in C."""
+    return _compiled(_gelu_norm, _gelu_norm_backward, x, *norm, more, eps=eps)
 
 
 def attention(qkv: Tensor, *, kernels: Kernels) -> Tensor:
