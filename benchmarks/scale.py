@@ -7,7 +7,7 @@ A generator writes shards of 32 networks of about 1,000 weights. Commands are ti
 the interpreter included, statistics against reading the same shards with their hashes by as many processes. Beside the
 time is that of processors, of all processes, which a busy machine changes less. Files are warm in the page cache.
 Memory is the peak of the largest worker, imports included. That the bits are equal is asserted. Without numbers after
-`--workers`, only commands are timed.
+`--workers`, only commands are timed, and with `--no-commands` only statistics.
 """
 
 import argparse
@@ -44,8 +44,9 @@ RECIPE = {
 
 
 def make_tiles(path: Path, manifest: manifests.Manifest, first: int, **_: Any) -> None:
-    """Write 256 shards of correlated random vectors."""
-    for tile in range(first, min(first + 256, manifest.tiles)):
+    """Write those of 256 shards that there are not yet, of correlated random vectors."""
+    tiles = range(first, min(first + 256, manifest.tiles))
+    for tile in (tile for tile in tiles if not shards.shard_file(path, tile).exists()):
         rng = np.random.default_rng(tile)
         weights = rng.standard_normal((32, manifest.spec.size), dtype=np.float32)
         weights += rng.standard_normal((32, 1), dtype=np.float32)
@@ -102,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", type=int, default=100_000)
     parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--no-commands", action="store_true")
     parser.add_argument("--folder", type=Path, help="where the population is, or is made")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -116,14 +118,16 @@ def main() -> None:
         size = manifest.spec.size
         print(f"{options.networks:,} networks of {size:,} weights, written in {made['seconds']:.0f} s", flush=True)
         rows: list[dict[str, Any]] = []
-        (path / shards.INDEX).unlink(missing_ok=True)
-        for name, arguments in (
+        commands: list[tuple[str, list[Any]]] = [
             ("inspect, the first time", ["inspect", path]),
             ("inspect", ["inspect", path]),
             ("status", ["status", path]),
             ("collect, nothing to train", ["collect", path, "-o", path]),
             *((f"verify, {n} workers", ["verify", path, "--workers", n]) for n in options.workers[:2]),
-        ):
+        ]
+        if not options.no_commands:
+            (path / shards.INDEX).unlink(missing_ok=True)
+        for name, arguments in [] if options.no_commands else commands:
             command = [sys.executable, "-m", "weightscope", *map(str, arguments)]
             taken, _ = timed(partial(subprocess.run, command, check=True, capture_output=True))
             rows.append({"row": name, **taken})
@@ -143,6 +147,7 @@ def main() -> None:
                 peak = {"worker_peak_mib": max(peaks()) / 2**20} if count > 1 else {}
                 rows.append(row | peak | {"equal_bits": True})
                 print(rows[-1], flush=True)
+                write(options.json, rows, networks=options.networks, weights=size, load=os.getloadavg()[0])
     write(options.json, rows, networks=options.networks, weights=size, load=os.getloadavg()[0])
 
 

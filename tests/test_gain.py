@@ -16,9 +16,11 @@ from weightscope.data import load
 from weightscope.errors import UsageError
 from weightscope.fits import load_artifact
 from weightscope.fits.exchangeable import Exchangeable
+from weightscope.fits.fitting import fit, fit_each
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
+from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.shrinkage import eigenvalues_clipped
 from weightscope.training.collection import collect
@@ -84,6 +86,21 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
     assert "no density of trained networks" in choice.text()
     with pytest.raises(UsageError, match="at least 2 different numbers"):
         choose_gain(population, out=tmp_path, gains=(3,))
+
+
+def test_all_gains_are_fitted_in_the_passes_of_one(population: Population, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, plain = [], Population.marked_chunks
+    monkeypatch.setattr(samples, "LEAF", 4)
+    monkeypatch.setattr(Population, "marked_chunks", lambda *a, **b: read.append(a) or plain(*a, **b))
+    options: list[Any] = [{"gain": gain} for gain in (0.0, 2.0, 5.0)]
+    several = fit_each(population, "stages.*", "exchangeable", options, joint="all", workers=1)
+    passes = len(read)
+    for found, each in zip(several, options, strict=True):
+        alone = fit(population, "stages.*", structure="exchangeable", options=each, joint="all", workers=1)
+        assert found.to_dict() == alone.to_dict()
+        assert all(np.array_equal(x, alone.arrays()[name]) for name, x in found.arrays().items())
+    assert len(read) == 4 * passes
+    assert len({found.fingerprint for found in several}) == 3
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ ROOT = Path(weightscope.__file__).parent
 ONLY_IN = {
     "h5py": {"population"},
     "matplotlib": {"plots"},
+    "seaborn": {"plots"},
     "huggingface_hub": {"checkpoint", "data"},
 }
 NUMPY_ONLY = (
@@ -70,7 +71,7 @@ def test_the_statistics_need_no_torch_to_import(part: str) -> None:
         assert not any(name.split(".")[0] == "torch" for name in names), path
 
 
-HEAVY = ["matplotlib", "h5py", "pandas", "scipy", "sklearn", "timm", "transformers"]
+HEAVY = ["matplotlib", "h5py", "seaborn", "pandas", "scipy", "sklearn", "timm", "transformers"]
 
 
 @pytest.mark.slow
@@ -81,7 +82,10 @@ HEAVY = ["matplotlib", "h5py", "pandas", "scipy", "sklearn", "timm", "transforme
         ("import weightscope.cli", [*HEAVY, "torch"]),
         ("from weightscope.recipe import Recipe", [*HEAVY, "torch"]),
         ("import weightscope.init", [*HEAVY, "pydantic"]),
-        ("import weightscope.plots, weightscope.analysis.across_networks", ["torch", "pandas", "scipy.stats"]),
+        (
+            "import weightscope.plots, weightscope.analysis.across_networks",
+            ["torch", "seaborn", "pandas", "scipy.stats"],
+        ),
         # its import takes more than a second of each worker
         (
             "import torch; from weightscope._util.torch_random import seeded\nwith seeded(0): torch.rand(3)",

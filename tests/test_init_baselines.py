@@ -129,6 +129,12 @@ def test_t_fixup_scales_by_depth(kind, scale):
     assert 0.95 < mlp.read("fc2").abs().max() / (math.sqrt(6 / (5 * 48)) * scale) <= 1 + 1e-6
 
 
+def test_t_fixup_embeddings():
+    model = t_fixup_(FAMILIES["hf-gpt2"].build(), kind="decoder", embeddings=True, generator=seeded())
+    table = model.transformer.wte.weight.detach()
+    assert abs(table.std() / (18**-0.25 / math.sqrt(48)) - 1) < 6 / math.sqrt(2 * table.numel())
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_delta_orthogonal_convolutions_are_isometries(groups):
     layer = delta_orthogonal_(nn.Conv2d(12, 24, 5, padding=2, groups=groups), generator=seeded())

@@ -65,13 +65,13 @@ def test_the_group_of_a_convolution_decides_what_is_depthwise(tmp_path):
     """A first layer for grey images has the shape of depthwise filters; names say nothing."""
     nodes = [
         helper.make_node("Conv", ["x", "first"], ["a"], "/one/Conv", group=1, strides=[2, 2]),
-        helper.make_node("Conv", ["a", "onnx::Conv_7"], ["b"], "/blocks/blocks.0/dw/Conv", group=8, dilations=[2, 2]),
+        helper.make_node("Conv", ["a", "onnx::Conv_7"], ["b"], "/blocks/blocks.0/dw/Conv", group=8),
         helper.make_node("ConvTranspose", ["b", "up.weight"], ["c"], "/up/ConvTranspose", group=1),
     ]
     tensors = {"first": array(8, 1, 3, 3), "onnx::Conv_7": array(8, 1, 5, 5), "up.weight": array(8, 1, 2, 2)}
     checkpoint = Checkpoint(saved(tmp_path / "m.onnx", nodes, tensors))
     (part,) = depthwise(checkpoint)
-    assert (part.name, part.kernel, part.dilation) == ("blocks.0.dw", (5, 5), 2)
+    assert (part.name, part.kernel) == ("blocks.0.dw", (5, 5))
     np.testing.assert_array_equal(part.read().numpy(), tensors["onnx::Conv_7"][:, 0])
     assert checkpoint.attributes["one"] == {"groups": 1, "transposed": False, "stride": (2, 2)}
 

@@ -310,6 +310,14 @@ def test_workers_read_each_shard_of_a_store_once(s3, tmp_path, monkeypatch):
     np.testing.assert_array_equal(found.matrix, expected.matrix)
     asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
     assert asked == {f"{tile:05d}.h5": 1 for tile in range(8)}
+    for path in (url, tmp_path / "a.pop"):
+        (path / "population.json").write_bytes(fake.write_population(path, fake.recipe(networks=96)).to_bytes())
+    expected = joint_covariance(Population(tmp_path / "a.pop"), "*fc1.weight", workers=1, keep_sums=False)
+    s3.requests.clear()
+    found = joint_covariance(Population(url), "*fc1.weight", workers=1)  # from the sums that are kept in the store
+    np.testing.assert_array_equal(found.matrix, expected.matrix)
+    asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
+    assert asked == {f"{tile:05d}.h5": 1 for tile in range(8, 12)}
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.fitting import fit
+from weightscope.fits.fitting import fit_each
 from weightscope.fits.population_fit import PopulationFit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -132,8 +132,8 @@ def choose_gain(
     recipe, settings = _short(population.recipe, seeds, epochs, validation, training.get("data"))
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})
-    given = [{"structure": "exchangeable", "options": options | {"gain": gain}, **fitting} for gain in candidates]
-    fits = [fit(population, select, **each) for each in given]
+    each = [options | {"gain": gain} for gain in candidates]
+    fits = fit_each(population, select, "exchangeable", each, **fitting)
     # A folder for each content, so that a population that has grown replaces nothing.
     folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
     atomic.make_folder(folder)

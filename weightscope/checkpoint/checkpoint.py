@@ -56,7 +56,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
         source: as text, for labels.
         config: the model's `config.json`; empty if it has none.
         metadata: free text of a safetensors file; of an ONNX model `onnx NAME` -> the name in the file, if another.
-        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `dilation`; empty elsewhere.
+        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `transposed`; empty elsewhere.
         commit: the commit at the hub that everything is read from; None elsewhere.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 

@@ -175,12 +175,9 @@ def _path(graph: _Graph, node: Any, wanted: Mapping[str, str]) -> str:
 
 def _convolution(node: Any) -> dict[str, Any]:
     given = {a.name: a for a in node.attribute}
-    out: dict[str, Any] = {"groups": given["group"].i if "group" in given else 1}
-    out |= {"transposed": node.op_type == "ConvTranspose"}
-    for name, key in (("strides", "stride"), ("dilations", "dilation")):
-        if name in given:
-            out[key] = tuple(given[name].ints)
-    return out
+    groups = given["group"].i if "group" in given else 1
+    out: dict[str, Any] = {"groups": groups, "transposed": node.op_type == "ConvTranspose"}
+    return out | ({"stride": tuple(given["strides"].ints)} if "strides" in given else {})
 
 
 def _in_memory(

@@ -128,22 +128,16 @@ def check_records(file: LocalFile) -> bool:
 
 def open_torch(file: LocalFile, key: str | None = None) -> Store:
     """The tensors of a file of `torch.save`; `key` names the dictionary of weights in a training checkpoint."""
-    start = read_bytes(file, 0, min(file.size, 512))
+    start = read_bytes(file, 0, min(file.size, len(_LEGACY_START)))
     if start.startswith(b"PK"):
         value, places = _from_zip(file)
-    elif start.startswith(_LEGACY_START):
+    elif start == _LEGACY_START:
         value, places = _from_stream(file)
-    elif start[257:262] == b"ustar" or start.startswith(b"\x80"):
-        kind = "a tar file of an early torch"
-        if start.startswith(b"\x80"):
-            kind = "a bare pickle"
-            # What it asks for, if it asks for code, is the more useful error.
-            _unpickler(io.BytesIO(read_bytes(file, 0, min(file.size, _MAX_PICKLE))), file.where).read()
-        raise DataError(f"{file.where}: {kind} is not read; load it where you trust it and save it with safetensors")
     else:
         raise DataError(
-            f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; "
-            "of a model converted for CTranslate2 or another program, open the original"
+            f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; of a model "
+            "converted for CTranslate2 or another program, open the original; a bare pickle, or a tar file of an early "
+            "torch, can be loaded where it is trusted, and saved with safetensors"
         )
     known = {*_TENSORS, *_PARAMETERS}
     weights, skipped = weights_in(value, key, file.where, lambda x: isinstance(x, Call) and x.name in known)

@@ -209,7 +209,7 @@ class Exchangeable(Structure):
 
     name = "exchangeable"
     form = "exchangeable"
-    options = ("gain", "denoise")
+    options = unsummed = ("gain", "denoise")
     needs_samples = False
     uses_permutations = True
     standalone = Standalone("from itertools import chain, combinations\n", "_parts", _STANDALONE)

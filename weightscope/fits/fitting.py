@@ -96,7 +96,26 @@ def fit(
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
         >>> result.save("digits-mlp.safetensors")
     """
-    classes = _classes(structure, options)
+    several = None if options is None else [options]
+    further: dict[str, Any] = {"holdout": holdout, "seed": seed, "permutations": permutations, "workers": workers}
+    return fit_each(source, select, structure, several, joint=joint, each=False, **further)[0]
+
+
+def fit_each(
+    source: WeightSamples,
+    select: str | Sequence[str] | None,
+    structure: Any,
+    options: Sequence[Mapping[str, Any]] | None,
+    *,
+    joint: Joint = "block",
+    holdout: float = 0.2,
+    seed: int = 0,
+    permutations: Any = None,
+    workers: Workers | int | None = None,
+    each: bool = True,
+) -> list[PopulationFit]:
+    """As `fit`, a fit for each of several options of a structure, by as many passes over the source as one."""
+    classes = _classes(structure, options[0] if options else None)
     own: dict[str, Any] = {}
     if any(item.uses_permutations for item in classes):
         from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
@@ -115,31 +134,31 @@ def fit(
     networks = over_parts(parts, partial(_UsableNetworks, spec, len(parts) == 1), workers)
     tests = _splits(networks.n, holdout, seed, networks.excluded)
     fewest = min(int((~test).sum()) for test in tests)
-    groups, table, scores = [], [], []
+    number = len(options) if each and options else 1
+    groups, tables, scores = (list[list[Any]]([] for _ in range(number)) for _ in range(3))
     for name, part in grouped(spec, joint).items():
         columns = spec.columns(part)
         varying = networks.varying[columns]
         frozen = () if varying.all() else (networks.head[0, columns].astype(np.float64), varying)
         if not varying.any():
-            groups.append(Group(name, part, None, {}, *frozen))
+            for found in groups:
+                found.append(Group(name, part, None, {}, *frozen))
             continue
         inner = part if varying.all() else varying_spec(part, varying)
         if len(parts) > 1:
             own["centre"] = centre_of(networks.head[:, columns][:, varying])
         candidates = []
         for cls in classes:
-            for given in [dict(options)] if options is not None else cls.candidates(fewest, inner.size):
+            for given in map(dict, cls.candidates(fewest, inner.size) if options is None else options):
                 candidates.append(candidate := _Candidate(cls, given, failed=too_large.get((name, cls))))
                 with candidate.attempt():
                     candidate.context = cls.context(source.spec, inner, **(own if cls.uses_permutations else {}))
-        compared = _compared(candidates, inner, tests, _Reading(networks, part, parts, workers))
-        if compared is None:
-            reasons = "; ".join(f"{c.label}: {c.failed}" for c in candidates)
-            raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
-        best, fitted = compared
-        groups.append(Group(name, part, fitted, best.options, *frozen))
-        table += [c.row(name, best) for c in candidates]
-        scores.append({c.label: c.scores for c in candidates if c.failed is None} | {_CHOSEN: best.scores})
+        rivals = [[c] for c in candidates] if each else [candidates]
+        chosen = _compared(name, rivals, inner, tests, _Reading(networks, part, parts, workers))
+        for k, (best, those) in enumerate(zip(chosen, rivals, strict=True)):
+            groups[k].append(Group(name, part, best.fits.pop(), best.options, *frozen))
+            tables[k] += [c.row(name, best) for c in those]
+            scores[k].append({c.label: c.scores for c in those if c.failed is None} | {_CHOSEN: best.scores})
     settings = {
         "select": select if isinstance(select, str) else ",".join(select),
         "joint": joint,
@@ -147,9 +166,11 @@ def fit(
         "seed": seed,
         "held_out": int(sum(test.sum() for test in tests)),
     }
-    table += _totals(table, scores)
     facts = networks.n, networks.excluded, settings, _provenance(source)
-    return PopulationFit(spec, tuple(groups), tuple(table), *facts)
+    return [
+        PopulationFit(spec, tuple(groups[k]), (*tables[k], *_totals(tables[k], scores[k])), *facts)
+        for k in range(number)
+    ]
 
 
 def _default_select(spec: WeightSpec) -> str | list[str]:
@@ -332,6 +353,12 @@ class _Candidate:
     def label(self) -> str:
         return structure_label(self.structure.name, self.options)
 
+    @property
+    def summed(self) -> tuple[Any, ...]:
+        """What its sums depend on."""
+        options = {name: value for name, value in sorted(self.options.items()) if name not in self.structure.unsummed}
+        return self.structure, repr(options)
+
     def accumulator(self, spec: WeightSpec) -> Accumulator:
         return self.structure.accumulator(spec, **self.options, **self.context)
 
@@ -375,10 +402,10 @@ def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray
 
 
 def _compared(
-    candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], reading: _Reading
-) -> tuple[_Candidate, Structure] | None:
-    """The first candidate with the highest mean score, and its fit to all networks; None if all fail."""
-    alive = [c for c in candidates if c.failed is None]
+    name: str, rivals: Sequence[list[_Candidate]], spec: WeightSpec, tests: Sequence[np.ndarray], reading: _Reading
+) -> list[_Candidate]:
+    """Of each list the first candidate with the highest mean score, fitted to all networks."""
+    alive = [c for those in rivals for c in those if c.failed is None]
     sampled = [c for c in alive if c.structure.needs_samples]
     _score([c for c in alive if c not in sampled], spec, tests, reading)
     data = reading.matrix() if sampled else None
@@ -388,24 +415,30 @@ def _compared(
 
     for candidate in sampled:  # one by one, since each keeps its samples
         _score([candidate], spec, tests, held)
-    best = max((c for c in candidates if c.failed is None), key=lambda c: c.scores.mean(), default=None)
-    if best is None:
-        return None
-    _fit([best], spec, [np.zeros_like(tests[0])], held if best in sampled else reading)
-    if best.failed is not None:
-        raise DataError(f"{best.label}, fitted to all networks: {best.failed}")
-    return best, best.fits.pop()
+    fine = [[c for c in those if c.failed is None] for those in rivals]
+    if [] in fine:
+        reasons = "; ".join(f"{c.label}: {c.failed}" for c in rivals[fine.index([])])
+        raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
+    best = [max(those, key=lambda c: c.scores.mean()) for those in fine]
+    for those, total in ([c for c in best if c not in sampled], reading), ([c for c in best if c in sampled], held):
+        _fit(those, spec, [np.zeros_like(tests[0])], total)
+    for c in best:
+        if c.failed is not None:
+            raise DataError(f"{c.label}, fitted to all networks: {c.failed}")
+    return best
 
 
 def _fit(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], total: Any) -> None:
     """Fit candidates to the other networks of each split."""
     if not candidates:
         return
-    size = len(tests) * sum(c.structure.memory(LEAF, spec.size) for c in candidates)
-    found = total(partial(_summed, candidates, spec, tests), size).items
-    for i, c in enumerate(candidates):
+    distinct = {c.summed: c for c in candidates}
+    size = len(tests) * sum(c.structure.memory(LEAF, spec.size) for c in distinct.values())
+    found = total(partial(_summed, [*distinct.values()], spec, tests), size).items
+    sums = {key: found[i * len(tests) : (i + 1) * len(tests)] for i, key in enumerate(distinct)}
+    for c in candidates:
         with c.attempt():
-            c.fits = [c.accumulator(spec).made(_unless_failed(x)) for x in found[i * len(tests) : (i + 1) * len(tests)]]
+            c.fits = [c.accumulator(spec).made(_unless_failed(x)) for x in sums[c.summed]]
 
 
 def _unless_failed(found: Any) -> Any:

@@ -67,6 +67,7 @@ class Structure(ABC):
     # samples, a name of one's own with `standalone`, or "custom".
     form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()  # names of the arguments of `fit` after data and spec
+    unsummed: ClassVar[tuple[str, ...]] = ()  # those of which the sums of `accumulator` are independent
     stored: ClassVar[tuple[str, ...]] = ()  # arrays beside the mean: attributes and arguments of the constructor
     needs_samples: ClassVar[bool] = True  # whether fitting needs all samples at once
     uses_permutations: ClassVar[bool] = False  # whether `context` takes a permutation specification of the user's own

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import choice, number, positive
+from weightscope._util.checks import choice, flag, number, positive
 from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
 from weightscope.anatomy.attention_modules import PartName
 from weightscope.anatomy.matrices import Matrix, fans
@@ -172,17 +172,21 @@ def zero_init_(module: M, *, parts: str = "attention", strict: bool = True, gene
 
 
 @INITIALISERS.register("t_fixup", source="Huang et al. 2020", needs="self-attention and MLPs")
-def t_fixup_(module: M, *, kind: str = "encoder", strict: bool = True, generator: Generator = None) -> M:
+def t_fixup_(
+    module: M, *, kind: str = "encoder", embeddings: bool = False, strict: bool = True, generator: Generator = None
+) -> M:
     """T-Fixup: Xavier-uniform matrices, those in the residual branches scaled down with the number of layers N.
 
         encoder   V, O, W1, W2 times 0.67 N^(-1/4)
         decoder   V, O, W1, W2 times (9 N)^(-1/4)
+        embeddings   N(0, 1/d), times (9 N)^(-1/4)
 
-    Queries and keys are not scaled. Normalisation layers, which the paper removes, and embeddings stay as they are. For
-    an encoder-decoder, call it on each of the two.
+    Queries and keys are not scaled. Normalisation layers, which the paper removes, stay. For an encoder-decoder, call
+    it on each of the two.
 
     Args:
         kind: "encoder" or "decoder".
+        embeddings: also initialise token embeddings.
 
     Source: Huang et al. 2020, section 3.2; attention paper, Table 5 (applied to attention and MLPs).
 
@@ -190,6 +194,7 @@ def t_fixup_(module: M, *, kind: str = "encoder", strict: bool = True, generator
         >>> t_fixup_(vit, generator=torch.Generator().manual_seed(0))
     """
     choice("kind", kind, ("encoder", "decoder"))
+    flag("embeddings", embeddings)
     found = branches(module, "both", strict=strict, caller="t_fixup_")
     scale = fixup_scale(found, kind)
     for part, name in found:
@@ -197,6 +202,13 @@ def t_fixup_(module: M, *, kind: str = "encoder", strict: bool = True, generator
         bound = math.sqrt(6 / sum(as_matrix(name, before).shape))
         draws = uniform(*before.shape, bound=bound, generator=generator)
         part.write(name, draws if name in ("q", "k") else draws * scale)
+    if embeddings:
+        tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding)]
+        if not tables:
+            raise UsageError("embeddings: expected token embeddings (nn.Embedding), found none")
+        for table in tables:
+            draws = normal(*table.weight.shape, generator=generator)
+            put(table.weight, draws * (fixup_scale(found, "decoder") / math.sqrt(table.embedding_dim)))
     return module
 
 

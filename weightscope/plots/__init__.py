@@ -2,7 +2,7 @@
 
 Every function draws on the axes it is given, or on those of a new figure, and returns them; `save` takes axes and
 figures. Tests and intervals are computed elsewhere. The user's matplotlib settings and backend are left unchanged. No
-other package of weightscope imports matplotlib.
+other package of weightscope imports matplotlib or seaborn.
 
 Arguments that many functions share: `ax`, matplotlib axes to draw on (a new figure if None); `title` of the figure, or
 of the axes given; `metric`, the `Metric` that is drawn, whose values are fractions for accuracies; `row_labels` and

@@ -53,10 +53,6 @@ _METADATA: dict[str, dict[str, str | None]] = {
 }
 
 _SETTINGS: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "lines.solid_capstyle": "round",
-    "patch.edgecolor": "w",
-    "patch.force_edgecolor": True,
     "font.family": FONT,
     "font.size": LABEL,
     "axes.labelsize": LABEL,
@@ -95,7 +91,9 @@ _SETTINGS: dict[str, Any] = {
 @contextlib.contextmanager
 def themed() -> Iterator[None]:
     """Apply the style within the block, or while a decorated drawing function runs, and restore the settings after."""
-    with matplotlib.style.context(["default", _SETTINGS]):
+    import seaborn  # takes half a second, which only figures need
+
+    with matplotlib.style.context(["default", seaborn.axes_style("ticks"), _SETTINGS]):
         yield
 
 

@@ -13,7 +13,6 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
-from weightscope._util.remote import RemotePath
 from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, trusting
@@ -149,11 +148,11 @@ class Population(Result):
     def kept(self, parts: "Sequence[Population]") -> tuple[Path, list[str]]:
         """The folder of sums over its first parts, and for k = 1, 2, ... a hash of the shards in the first k of them.
 
-        Only of complete parts, which do not change when it grows; and not in an object store, nor of weights that are
-        read by reference. Hashes are those of inode, size and modification time, of shards and of their SHA-256.
+        Only of complete parts, which do not change when it grows; and not of weights that are read by reference. Hashes
+        are those of inode (in a store, tag), size and modification time, of shards and of their SHA-256.
         """
         imported, out, found = self.manifest.imported, list[str](), f"{self.moment}"
-        if not isinstance(self.path, RemotePath) and not (imported and imported.by_reference):
+        if not (imported and imported.by_reference):
             known, whole = shards.signatures(self.path), len(parts[0]._rows) * self.manifest.tile
             for part in itertools.takewhile(lambda part: len(part) == whole, parts):
                 own = [found.encode(), *(known.get(tile, b"") for tile in part._rows)]

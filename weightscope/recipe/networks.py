@@ -271,8 +271,3 @@ def _section(value: Any) -> Any:
 
 NetworkField = Annotated[SerializeAsAny[NetworkConfig], BeforeValidator(_section)]
 """A [network] section in another model."""
-
-
-def network_types(takes: str) -> list[str]:
-    """The registered types of networks for what a task has, `Task.what`."""
-    return [name for name, section in SECTIONS.items() if section.takes == takes]

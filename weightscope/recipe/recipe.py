@@ -13,7 +13,7 @@ from weightscope.data.image_section import DataConfig
 from weightscope.data.section import Section
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.base import parse_toml, read_toml, validated
-from weightscope.recipe.networks import NetworkField, network_types
+from weightscope.recipe.networks import SECTIONS, NetworkField
 from weightscope.recipe.sections import (
     BenchConfig,
     DataSection,
@@ -52,7 +52,8 @@ class Recipe(Section):
         """A network for what the task has, and nothing that is of other tasks only."""
         takes, has = self.network.takes, self.data.what
         if takes not in (None, has):
-            named = ", ".join((*network_types(has), "'package.module:function'"))
+            fitting = [name for name, section in SECTIONS.items() if section.takes == has]
+            named = ", ".join((*fitting, "'package.module:function'"))
             raise ValueError(
                 f"network.type: {self.network.type} takes {takes}, {self.data.name} has {has}; expected one of "
                 f"{named}, or data that have {takes}"

@@ -8,7 +8,7 @@ arrays. Files with another one, or with arrays of other shapes or types, are rem
 
 import contextlib
 import hashlib
-import os
+import io
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -22,7 +22,7 @@ from weightscope._util.sources import open_regular
 from weightscope.errors import DataError, WeightscopeError
 
 _OURS = f"{'[0-9a-f]' * 32}-{'[0-9a-f]' * 32}.npz"  # others in the folder are left alone
-BYTES = 1 << 30  # of all files of a population, at most; those used least recently go
+BYTES = 1 << 30  # of all files of a population, at most; the oldest go
 
 
 class Keep(NamedTuple):
@@ -50,12 +50,10 @@ class Kept:
                 try:
                     sums = _read(files[name], self._keep.empty())
                 except (DataError, OSError, ValueError, LookupError, RuntimeError, EOFError, zipfile.BadZipFile):
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(WeightscopeError, OSError):
                         files[name].unlink()
                     continue
-                self._old = file = files[name]
-                with contextlib.suppress(OSError):
-                    os.utime(file)
+                self._old = files[name]
                 return count, sums
         return 0, None
 
@@ -70,8 +68,8 @@ class Kept:
             return
         with contextlib.suppress(WeightscopeError, OSError):
             atomic.make_folder(self._folder)
-            with atomic.replacing(self._folder / f"{self._names[-1]}-{_digest(arrays)}.npz") as out:
-                np.savez(out, *arrays)
+            np.savez(stream := io.BytesIO(), *arrays)
+            atomic.write(self._folder / f"{self._names[-1]}-{_digest(arrays)}.npz", stream.getvalue())
             if self._old is not None:
                 self._old.unlink()
             left = BYTES
