@@ -431,6 +431,11 @@ def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys
     assert [f"maps-{label}.png" for label in sorted(labels)] == sorted(p.name for p in tmp_path.glob("*.png"))
     found = json.loads((tmp_path / "maps.json").read_text())
     assert list(found["models"]) == ["vits.pop::1", "vits.pop::0"]
+    heads, *means = [line.split() for line in text.splitlines() if line.startswith(("mean of", "vits.pop::"))][-3:]
+    assert heads[2:5] == ["self", "3x3", "target"]
+    for row, model in zip(means, found["models"].values(), strict=True):
+        near = [head["near"] for head in model["heads"]]
+        assert float(row[2]) == pytest.approx(sum(near) / len(near), abs=6e-4)
     run("attention-maps", names[0], *out, capsys=capsys)
     alone = json.loads((tmp_path / "maps.json").read_text())
     del alone["written_by"]

@@ -155,7 +155,7 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
     grown = bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", seeds=5, **replacing)
     assert [r["accuracy"] for r in grown.runs[:3]] == [r["accuracy"] for r in alone.runs[:3]]
     other = RECIPE.replace({"network.kernel_size": 5, "training.learning_rate": 0.5})
-    with pytest.raises(RecipeError, match=r"was trained with another recipe.*training\.learning_rate"):
+    with pytest.raises(RecipeError, match=r"was collected with another recipe.*training\.learning_rate"):
         bench(other, inits, tmp_path / "b", seeds=5, **replacing)
 
 

@@ -276,7 +276,7 @@ def complete(*words: str) -> list[str]:
 
 
 def test_the_shell_completes_names_and_paths():
-    from weightscope.cli.options import names
+    from weightscope.cli.options import NAMES
     from weightscope.fits import STRUCTURES
     from weightscope.fits.one_network import NETWORK_FITS
     from weightscope.init import INITIALISERS
@@ -288,8 +288,8 @@ def test_the_shell_completes_names_and_paths():
     assert complete("attention-maps", "m.pop", "--images", "cifar10") == ["plain,cifar10", "plain,cifar100"]
     assert complete("attention-maps", "m.pop", "--tokens", "copy") == ["plain,copy:", "plain,copy_reversed:"]
     assert complete("collect", "digits-convn") == ["plain,digits-convnext"]
-    assert names("initialisers") == sorted(INITIALISERS)
-    assert set(names("structures")) == {"auto", *STRUCTURES, *NETWORK_FITS}
+    assert NAMES["initialisers"]() == sorted(INITIALISERS)
+    assert set(NAMES["structures"]()) == {"auto", *STRUCTURES, *NETWORK_FITS}
 
 
 @pytest.mark.slow
@@ -297,32 +297,6 @@ def test_audit_without_a_name_describes_and_exits_with_0(tmp_path, capsys):
     torch.save({n: torch.randn_like(v) for n, v in ViT(16, 4, 24, 1, 2, 3).state_dict().items()}, tmp_path / "m.pt")
     assert "mimetic_attention: no, " in succeed("audit", tmp_path / "m.pt", "--num-heads", "2", capsys=capsys)
     assert "no attribute or config with the number of heads" in succeed("audit", tmp_path / "m.pt", capsys=capsys)
-
-
-def test_audit_answers_with_its_exit_code(tmp_path, capsys):
-    from safetensors.torch import save_file
-
-    import weightscope.init as wi
-
-    vit = ViT(16, 4, 96, 2, 3, 10)
-    config = {"num_attention_heads": 3}
-    for name, right in (("plain", False), ("mimetic", True)):
-        if right:
-            wi.mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
-        folder = tmp_path / name
-        folder.mkdir()
-        save_file(vit.state_dict(), folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps(config))
-        arguments = ("audit", folder, "--init", "mimetic_attention", "--json", tmp_path / "audit.json")
-        code, out, _ = run(*arguments, capsys=capsys)
-        assert code == (0 if right else 1)
-        assert ("FAILED" in out) == (not right)
-        assert json.loads((tmp_path / "audit.json").read_text())["passed"] == right
-    out = succeed("inspect", tmp_path / "plain" / "model.safetensors", capsys=capsys)
-    assert "blocks.0.attn.qkv.weight" in out
-    (tmp_path / "language.toml").write_text('name = "mimetic_attention"\npreset = "language"\n')
-    code, _, _ = run("audit", tmp_path / "mimetic", "--init", tmp_path / "language.toml", capsys=capsys)
-    assert code == 1
 
 
 # A command line, its exit code and what the line of the error says; TINY and TOML are a population and its recipe.
@@ -464,13 +438,18 @@ def test_a_network_of_a_population_is_a_source(vits, tmp_path, arguments, expect
     assert err.count("\n") == 1
 
 
-def test_what_is_found_in_a_network_of_a_population_is_found_in_the_module(vits, capsys):
-    """And not in its neighbour."""
+def test_what_is_found_in_a_network_of_a_population_is_found_in_the_module(vits, tmp_path, capsys):
+    """And not in its neighbour, nor by other parameters; an audit answers with its exit code."""
     module = Population(vits).network(1)
     assert products(f"{vits}::1").rows() == [{**row, "source": "vits.pop::1"} for row in products(module).rows()]
     assert inspect(f"{vits}::1").tensors == inspect(Checkpoint(module)).tensors
     assert audit(f"{vits}::1", "mimetic_attention").passed
-    assert run("audit", f"{vits}::0", "--init", "mimetic_attention", capsys=capsys)[0] == 1
+    language, file = tmp_path / "language.toml", tmp_path / "audit.json"
+    language.write_text('name = "mimetic_attention"\npreset = "language"\n')
+    for number, init in ((0, "mimetic_attention"), (1, "mimetic_attention"), (1, language)):
+        code, out, _ = run("audit", f"{vits}::{number}", "--init", init, "--json", file, capsys=capsys)
+        right = (number, init) == (1, "mimetic_attention")
+        assert (code == 0, "FAILED" not in out, json.loads(file.read_text())["passed"]) == (right,) * 3
 
 
 REFUSED = """

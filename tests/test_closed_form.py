@@ -171,7 +171,7 @@ def test_one_layer_that_is_not_square_is_left_out_and_listed(tmp_path, capsys):
         init = wi.load_init(out)
         assert init.result.numbers.left_out == ("1 1x7",)
         target = copy.deepcopy(model)
-        with pytest.raises(UsageError, match=r"`1`: expected square filters of odd size, found 1 x 7.*strict=False"):
+        with pytest.raises(UsageError, match=r"expected square filters of odd size, found `1` 1 x 7.*strict=False"):
             init(target)
         assert all(torch.equal(a, b) for a, b in zip(target.parameters(), model.parameters(), strict=True))
         with pytest.warns(UserWarning, match="left as they are, not square: `1` 1 x 7"):
@@ -188,8 +188,8 @@ def test_shared_keys_are_recovered():
     config = {"num_attention_heads": 6, "num_key_value_heads": 2}
     g = seeded()
     for part in attention(state, config):
-        write_query_key(part, "svd", 0.7, 0.7, g)
-        write_value_output(part, "svd", 0.4, 0.4, g)
+        write_query_key(part, 0.7, 0.7, g)
+        write_value_output(part, 0.4, 0.4, g)
     for layer in fit_network(state, "identity_product", config=config).numbers.layers:
         assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=4 / 192)
         assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, -0.4), abs=4 / 192)

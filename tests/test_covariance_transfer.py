@@ -180,9 +180,9 @@ def one_dimensional():
     ("make", "error", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(4, 4)), AnatomyError, "expected depthwise convolutions"),
-        (one_dimensional, UsageError, "expected two-dimensional filters, found 1-D"),
+        (one_dimensional, UsageError, r"expected square filters .* 1-D 1 x 3"),
         (lambda: nn.Sequential(nn.Conv2d(8, 8, 4, groups=8)), UsageError, "expected square filters of odd size"),
-        (lambda: nn.Sequential(nn.Conv2d(8, 8, (3, 5), groups=8)), UsageError, "found 3 x 5"),
+        (lambda: nn.Sequential(nn.Conv2d(8, 8, (3, 5), groups=8)), UsageError, r"found .* 3 x 5"),
     ],
 )
 def test_networks_without_such_filters_are_refused_on_both_sides(make, error, message):
@@ -205,22 +205,6 @@ def test_weights_that_are_not_finite_are_refused_and_nothing_changes():
     with pytest.raises(DataError, match=r"blocks\.1.*2 of 32 filters hold NaN or infinity"):
         wi.covariance_transfer_(target, source)
     assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ({"kronecker": 1}, "kronecker: expected true or false"),
-        ({"means": "yes"}, "means: expected true or false"),
-        ({"schedule": "sawtooth"}, "schedule: expected one of 'depth', 'stage'"),
-        ({"psd": "shrink"}, "psd: expected one of"),
-        ({"kernel": 4}, "kernel: expected an odd number"),
-        ({"generator": 3}, "generator"),
-    ],
-)
-def test_arguments_that_cannot_be_meant(numbers, message):
-    with pytest.raises(UsageError, match=message):
-        wi.covariance_transfer_(mixer(), structured(mixer()), **numbers)
 
 
 @pytest.fixture

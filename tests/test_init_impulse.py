@@ -17,11 +17,11 @@ from weightscope.init.impulse_attention import (
     _pseudo,
     attention_map,
     by_adam,
+    coordinates,
     filter_offsets,
     impulse_matrix,
     normalised,
     solve,
-    span,
 )
 from weightscope.networks import ViT
 from weightscope.networks.layers import sinusoidal_positions
@@ -148,7 +148,7 @@ def test_queries_and_keys_outside_the_span_of_the_codes_are_kept():
     impulse_attention_(model, offsets=[(0, 1), (1, 0), (-1, -1)], generator=seeded())
     part = attention(model)[0]
     x = normalised(positions(model)[0].read())
-    v = span(x)
+    v = coordinates(x)[1]
     torch.testing.assert_close(v @ v.T, torch.eye(len(v), dtype=torch.float64))
     assert (x - x @ v.T @ v).norm() < 1e-3 * x.norm()
     assert len(v) < 64

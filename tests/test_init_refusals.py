@@ -67,8 +67,6 @@ REFUSED = {
         (wi.mimetic_attention_, vit, {"alpha_qk": -0.1}, "alpha_qk: expected a number >= 0"),
         (wi.mimetic_attention_, vit, {"preset": "audio"}, "'vision', 'language'"),
         (wi.mimetic_attention_, vit, {"preset": "language", "beta_qk": 0.1}, "leave them out"),
-        (wi.mimetic_attention_, vit, {"construction": "qr"}, "'svd', 'same-random'"),
-        (wi.mimetic_attention_, vit, {"construction": "same-random", "alpha_vo": 0.2}, "leave out the alphas"),
         (wi.mimetic_attention_, vit, {"parts": "q"}, "'both', 'qk', 'vo'"),
         (wi.mimetic_attention_, vit, {"layers": 5}, r"layers: expected some of \[0, 1\], found 5"),
         (wi.mimetic_attention_, vit, {"heads": 3}, r"heads of `blocks.0.attn`: expected some of \[0, 1, 2\], found 3"),
@@ -99,8 +97,8 @@ REFUSED = {
         (wi.mimetic_conv_mlp_, stages, {"correlation": -1.5}, r"correlation: .* in \[-1, 1\], found -1.5"),
         (wi.mimetic_conv_mlp_, equal_filters, {}, "expected entries that vary"),
         (wi.mimetic_conv_mlp_, EvenBlock, {}, "expected filters of odd side, found 4 x 4"),
-        (wi.conv_covariance_, lambda: stack(4), CURVE, "odd size, found 4 x 4"),
-        (wi.conv_covariance_, lambda: nn.Conv1d(4, 4, 3, groups=4), CURVE, "two-dimensional filters, found 1-D"),
+        (wi.conv_covariance_, lambda: stack(4), CURVE, "odd size, found `0` 4 x 4"),
+        (wi.conv_covariance_, lambda: nn.Conv1d(4, 4, 3, groups=4), CURVE, r"square filters .* found .* 1-D 1 x 3"),
         (wi.conv_covariance_, lambda: stack(7), {"sigma0": 0.1}, "missing v, a"),
         (wi.conv_covariance_, lambda: stack(7), {"preset": "cifar-patch2", "a": 1.0}, "leave out a"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "psd": "none"}, "'abs', 'clip'"),
@@ -108,6 +106,16 @@ REFUSED = {
         (wi.conv_covariance_, lambda: stack(7, 7), CURVE | {"v": -0.5, "a": 0.0}, "expected > 0 at every depth"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "sigma0": math.nan}, "finite"),
         (wi.conv_covariance_, lambda: stack(7), {**CURVE, "schedule": "linear"}, "sawtooth"),
+        *(
+            (wi.covariance_transfer_, lambda: stack(7), {"source": stack(7), key: value}, f"{key}: expected")
+            for key, value in (
+                ("kronecker", 1),
+                ("means", "yes"),
+                ("schedule", "sawtooth"),
+                ("psd", "no"),
+                ("kernel", 2.5),
+            )
+        ),
         (wi.impulse_filters_, lambda: stack(7), {"filter_size": 9}, "no central 9 x 9"),
         (wi.select_weights_, small, of_teacher({"layers": "last"}), "'first', 'spaced', 'linspace'"),
         (wi.select_weights_, small, of_teacher({"elements": "best"}), "'uniform'"),

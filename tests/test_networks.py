@@ -271,6 +271,16 @@ def test_positional_attention_follows_its_formula(kind: str, prefix: int) -> Non
     torch.testing.assert_close(layer(x), layer.proj(y.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.parametrize("kind", ["conv-logits", "conv-map", "conv-softmax-map"])
+def test_the_last_filters_of_a_network_that_reads_the_class_token_get_no_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 8, 8)
+    for pool, trained in (("token", [True, False]), ("average", [True, True])):
+        vit = ViT(8, 2, 8, 2, 2, 5, pool=pool, attention=kind)
+        vit(images).square().sum().backward()
+        assert [bool(block.attn.filters.grad.any()) for block in vit.blocks] == trained
+
+
 @pytest.mark.parametrize("heads", [4, 8, 9])
 def test_gated_attention_starts_as_a_local_filter(heads: int) -> None:
     """Heads look around the pixels of a 2 x 2 or 3 x 3 filter; of 8 heads the first four are local, as in ConViT."""

@@ -111,18 +111,22 @@ def halved(module, *, generator):
     return module
 
 
+def zeroed(module, *, generator):
+    nn.init.zeros_(module.head.bias)
+    return module
+
+
 def test_later_joined_and_own_initialisers_are_no_culprits(model):
     with track(model) as t:
         wi.trunc_normal_(model, generator=seeded())
         wi.compose("mimetic_attention", halved)(model, generator=seeded())
-        with t.initialising("ours"):
-            nn.init.zeros_(model.head.bias)
+        wi.get(zeroed)(model)
     assert t.overwritten == ()
-    named = dict.fromkeys(ATTENTION, "mimetic_attention_") | {"head.weight": "halved", "head.bias": "ours"}
+    named = dict.fromkeys(ATTENTION, "mimetic_attention_") | {"head.weight": "halved", "head.bias": "zeroed"}
     assert t.initialised.items() >= named.items()
     assert t.initialised["blocks.0.mlp.fc2.weight"] == "trunc_normal_"
     nn.init.ones_(model.head.bias)
-    assert [(o.name, o.initialiser, o.changed) for o in t.overwritten] == [("head.bias", "ours", 1.0)]
+    assert [(o.name, o.initialiser, o.changed) for o in t.overwritten] == [("head.bias", "zeroed", 1.0)]
 
 
 @pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16, nn.Module.half], ids=lambda f: f.__name__)

@@ -66,7 +66,7 @@ def test_filters_of_every_family_equal_numpy(family):
         agree(layer, part.read().numpy().reshape(part.channels, -1))
         assert (layer.name, layer.stage, layer.shape) == (part.name, part.stage, (1, *part.kernel))
     if any(part.ndim == 1 for part in parts):
-        with pytest.raises(UsageError, match="two-dimensional filters, found 1-D"):
+        with pytest.raises(UsageError, match=r"square filters of odd size, found .* 1-D"):
             filter_distributions(model)
         return
     for layer, part, row in zip(found.layers, parts, filter_distributions(model), strict=True):
@@ -236,9 +236,9 @@ def test_weights_that_are_not_finite_are_counted_and_the_rest_is_drawn(tmp_path)
 
 
 def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_arrays():
-    with pytest.raises(UsageError, match="expected square filters of odd size, found 4 x 4"):
+    with pytest.raises(UsageError, match=r"expected square filters of odd size, found .* 4 x 4"):
         filter_distributions(torch.nn.Conv2d(8, 8, 4, groups=8))
-    with pytest.raises(UsageError, match="expected square filters of odd size, found 3 x 5"):
+    with pytest.raises(UsageError, match=r"expected square filters of odd size, found .* 3 x 5"):
         filter_distributions(torch.nn.Conv2d(8, 8, (3, 5), groups=8))
     (found,) = filter_distributions(torch.nn.Conv2d(8, 8, 3, groups=8))
     assert (found.depth, found.stage, found.kernel, found.count) == (0.0, 0, 3, 8)

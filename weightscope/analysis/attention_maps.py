@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, odd
-from weightscope._util.results import Result, row_table
+from weightscope._util.results import Result, row_table, text_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -62,6 +62,14 @@ class AttentionMaps(Result):
     def _taps(self) -> str:
         """The formula of `taps`."""
         return "f^2" if self.inputs == "images" else "f"
+
+    @property
+    def columns(self) -> Mapping[str, str]:  # type: ignore[override]
+        """The statistics of `rows`."""
+        f = self.filter_size
+        near = f"{f}x{f}" if self.inputs == "images" else f"{'last' if self.tokens.causal else 'nearest'} {f}"
+        shares = {"self": "{self:.3f}", near: "{near:.3f}", "target": "{target:.3f}", "special": "{special:.3f}"}
+        return shares | {"entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
 
     def summary(self) -> str:
         heads = sum(len(layer.maps) for layer in self.layers)
@@ -146,17 +154,11 @@ class AttentionMaps(Result):
         """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
         f, grid, images = self.filter_size, self.tokens, self.inputs == "images"
         where = f"{grid.prefix} special tokens and {grid.rows} x {grid.columns} patches"
-        near = f"{f}x{f}" if images else f"{'last' if grid.causal else 'nearest'} {f}"
-        columns = {"layer": "{layer}", "self": "{self:.3f}", near: "{near:.3f}", "target": "{target:.3f}"}
-        columns |= {"special": "{special:.3f}"}
-        columns |= {"entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
-        columns |= {"k": "{stable_rank:.2f}", f"{self.taps} k": "{needed:.1f}", "D": "{width}", "": "{verdict}"}
-        heads, table = self.rows(), []
+        columns = {"layer": "{layer}", **self.columns, "k": "{stable_rank:.2f}", f"{self.taps} k": "{needed:.1f}"}
+        columns |= {"D": "{width}", "": "{verdict}"}
+        heads, table, near = self.rows(), [], list(self.columns)[1]
         for row in self.condition():
-            mine = [head for head in heads if head["layer"] == row["layer"]]
-            for key in ("self", "near", "target", "special", "entropy", "beta", "expected_r"):
-                known = [head[key] for head in mine if head[key] is not None]
-                row[key] = np.mean(known) if known else None
+            row |= _means([head for head in heads if head["layer"] == row["layer"]])
             table.append(row | {"verdict": "" if row["holds"] else f"D < k {self._taps}"})
         around = f"the {f} x {f} tokens around it" if images else f"the {near} tokens"
         lines = [
@@ -421,6 +423,27 @@ def _run(model: nn.Module, batch: Tensor, forward: Callable[[nn.Module, Tensor],
 
 
 # --- the analysis ----------------------------------------------------------------------------------------------------
+
+
+def compared(models: Mapping[str, Result]) -> str:
+    """A table with one line for each model, of means over its heads or layers, under the headers of its own table."""
+    lines: list[dict[str, str]] = []
+    for name, found in models.items():
+        means = _means(found.rows())
+        shown = {head: form for head, form in found.columns.items() if form[1:-1].partition(":")[0] in means}
+        lines.append({"mean of": name} | {head: form.format_map(means) for head, form in shown.items()})
+    columns = dict.fromkeys(head for line in lines for head in line)
+    return text_table(list(columns), [[line.get(head, "-") for head in columns] for line in lines])
+
+
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Means of the numbers that are no indices, each over the rows in which it is known."""
+    known: dict[str, list[float]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if isinstance(value, float):
+                known.setdefault(key, []).append(value)
+    return {key: sum(values) / len(values) for key, values in known.items()}
 
 
 def attention_maps(

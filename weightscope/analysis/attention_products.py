@@ -33,7 +33,6 @@ from weightscope.anatomy import (
 from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.anatomy.places import unit_offset
-from weightscope.anatomy.tensors import MappingTensors
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.population import open_network
@@ -272,7 +271,7 @@ class _Options(NamedTuple):
     clip: int | None
 
 
-class _Last(MappingTensors):
+class _Last(NamedTensors):
     """A checkpoint's tensors; the last one is kept, since each part of a fused one asks for the whole."""
 
     last: tuple[str, Tensor] | None = None

@@ -26,7 +26,7 @@ from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.probing import find_attention
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import MappingTensors, Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
+from weightscope.anatomy.tensors import Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -34,7 +34,6 @@ __all__ = [
     "DepthwisePart",
     "FilterMLP",
     "MLPPart",
-    "MappingTensors",
     "Model",
     "ModuleTensors",
     "NamedTensors",

@@ -4,6 +4,7 @@ An adapter is a row of `SCHEMES`: the names that a model family gives to the thr
 and how they are packed. Head counts come from attributes or the config; they are never guessed.
 """
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -205,7 +206,7 @@ def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     return in_layers(places(tensors, schemes, build), tensors, _same_block)
 
 
-def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed: bool) -> str | None:
+def _output(tensors: NamedTensors, prefix: str, transposed: bool, columns: int | None) -> str | None:
     parent = prefix[:-1].rpartition(".")[0]
     for candidate in OUTPUTS:
         base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
@@ -219,8 +220,8 @@ def _output(tensors: NamedTensors, prefix: str, columns: int | None, transposed:
     return None
 
 
-def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot], int] | None:
-    """Weight slots, bias slots and the number of query rows; None if the names are not those of an attention module."""
+def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot]] | None:
+    """Slots of weights and of biases; None if the names are not those of an attention module."""
     if f"{prefix}temperature" in tensors:  # XCiT attends between channels, not between tokens
         return None
     names = {"q": prefix + scheme.q, "k": prefix + scheme.k, "v": prefix + scheme.v}
@@ -231,10 +232,8 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
     transposed = scheme.conv1d and packed_shape[1] > packed_shape[0]
     rows = {part: shape[1 if transposed else 0] for part, shape in shapes.items()}
     triple, pair = names["q"] == names["k"] == names["v"], names["q"] != names["k"] == names["v"]
-    out = _output(tensors, prefix, None if triple or pair else rows["v"], transposed)
-    if out is None:
-        out = _output(tensors, prefix, None, transposed)
-    if out is None:
+    named = functools.partial(_output, tensors, prefix, transposed)
+    if (out := named(None if triple or pair else rows["v"]) or named(None)) is None:
         return None
     columns = tensors.shape(out)[0 if transposed else 1]
     if (triple and (rows["q"] - columns) % 2) or (pair and rows["k"] % 2):
@@ -248,8 +247,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
         spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
     weights["o"] = Slot(out, None, not transposed)  # (in, out): its rows are those of heads
-    query_rows = columns if triple else rows["q"]
-    return weights, _biases(tensors, prefix, scheme, weights, rows), query_rows
+    return weights, _biases(tensors, prefix, scheme, weights, rows)
 
 
 def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
@@ -331,12 +329,10 @@ def _block(path: str) -> str:
     return found.group(1) if found else ""
 
 
-def _part(
-    tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: dict[str, Slot], query_rows: int
-) -> AttentionPart:
+def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: dict[str, Slot]) -> AttentionPart:
     path = prefix.removesuffix(".")
     sizes = {part: slot.size(tensors) for part, slot in weights.items()}
-    heads, kv_heads, k, values = _heads(tensors, path, query_rows, sizes)
+    heads, kv_heads, k, values = _heads(tensors, path, sizes)
     kind = _kind(tensors, path, sizes)
     return AttentionPart(
         layer=0,
@@ -361,31 +357,29 @@ def _part(
     )
 
 
-def _heads(
-    tensors: NamedTensors, path: str, query_rows: int, sizes: dict[str, tuple[int, int]]
-) -> tuple[int, int, int, int]:
+def _heads(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> tuple[int, int, int, int]:
     """(heads, kv_heads, head width, value width) from hints, checked against the shape of every projection."""
+    (q, width), (keys, _), (rows, _), (inner, out) = (sizes[part] for part in "qkvo")
     heads = tensors.hint(path, HEADS)
     if heads is None:
-        width = tensors.hint(path, HEAD_WIDTHS)
-        if not width:
+        each = tensors.hint(path, HEAD_WIDTHS)
+        if not each:
             raise AnatomyError(
-                f"`{path}`: found {query_rows} query rows, and no attribute or config with the number of heads; "
+                f"`{path}`: found {q} query rows, and no attribute or config with the number of heads; "
                 "give the module an attribute num_heads, pass config={'num_attention_heads': H}, or --num-heads H"
             )
-        heads = query_rows // width
-    k = query_rows // heads if heads > 0 else 0
-    counted = {part: rows for part, (rows, _) in sizes.items()}
-    kv_heads = counted["k"] // k if k else 0
-    good = heads * k == counted["q"] and kv_heads and kv_heads * k == counted["k"] and heads % kv_heads == 0
-    values = counted["v"] // kv_heads if good else 0
-    if not good or values * kv_heads != counted["v"] or values * heads != sizes["o"][0]:
+        heads = q // each
+    k = q // heads if heads > 0 else 0
+    kv_heads = keys // k if k else 0
+    good = heads * k == q and kv_heads and kv_heads * k == keys and heads % kv_heads == 0
+    values = rows // kv_heads if good else 0
+    if not good or values * kv_heads != rows or values * heads != inner:
         raise AnatomyError(
-            f"`{path}`: {heads} heads do not divide the projections: q {counted['q']}, k {counted['k']}, "
-            f"v {counted['v']} rows, o {sizes['o'][0]} columns; check the number of heads"
+            f"`{path}`: {heads} heads do not divide the projections: q {q}, k {keys}, v {rows} rows, "
+            f"o {inner} columns; check the number of heads"
         )
-    if sizes["o"][1] != sizes["q"][1]:
-        raise AnatomyError(f"`{path}`: the output has {sizes['o'][1]} rows, the stream a width of {sizes['q'][1]}")
+    if out != width:
+        raise AnatomyError(f"`{path}`: the output has {out} rows, the stream a width of {width}")
     return heads, kv_heads, k, values
 
 

@@ -47,14 +47,6 @@ class DepthwisePart(OneTensor):
         """Whether the filters are two-dimensional, square and of odd size, so that they have a centre pixel."""
         return self.ndim == 2 and self.kernel[0] == self.kernel[1] and self.kernel[0] % 2 == 1
 
-    @property
-    def expected_square(self) -> str:
-        """What is wrong where the filters are not `square`, for error messages."""
-        kh, kw = self.kernel
-        if self.ndim != 2:
-            return f"two-dimensional filters, found {self.ndim}-D of size {kw}"
-        return f"square filters of odd size, found {kh} x {kw}"
-
 
 def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     """All depthwise convolutions, in depth order."""
@@ -135,7 +127,7 @@ def _weight_norm(tensors: NamedTensors, name: str) -> bool:
 
 def listed(parts: Sequence[DepthwisePart]) -> str:
     """The first few layers with their filters' sizes."""
-    return joined((f"`{part.name}` {part.kernel[0]} x {part.kernel[1]}" for part in parts), 3)
+    return joined((f"`{p.name}` {'1-D ' * (p.ndim == 1)}{p.kernel[0]} x {p.kernel[1]}" for p in parts), 3)
 
 
 def strides(tensors: NamedTensors, path: str) -> tuple[int, ...] | None:

@@ -24,12 +24,28 @@ from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 
 
 class NamedTensors:
-    """Named tensors with hints, of a module (`ModuleTensors`) or of a mapping (`MappingTensors`)."""
+    """Tensors by name (a state dict, a `Checkpoint`) with the model's config; of a module: `ModuleTensors`.
+
+    The mapping may have `shape(name)`, so that shapes are known without reading, `skipped` and `config`, a model's
+    `config.json`, before which `config` counts; sub-configs (`text_config`, ...) are found by name.
+    """
 
     names: tuple[str, ...]  # of the tensors that can be read, in the model's order
     every: Mapping[str, str]  # name of each tensor, in the model's order -> why it cannot be read, or nothing
     config: dict[str, Any]
     _tensors: Mapping[str, Any]
+
+    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
+        self._tensors = tensors
+        self._configs = dict(config or {}), getattr(tensors, "config", None) or {}
+        self.config = {**self._configs[1], **self._configs[0]}
+        skipped: Mapping[str, str] | None = getattr(tensors, "skipped", None)
+        if skipped is None:
+            values = {} if callable(getattr(tensors, "shape", None)) else tensors
+            skipped = not_weights({name: value for name, value in values.items() if isinstance(value, Tensor)})
+        packed = {name.removesuffix("qweight") + "weight": why for name, why in skipped.items() if "qweight" in name}
+        skipped = packed | dict(skipped)
+        self._know(sorted({*tensors, *skipped}, key=natural), skipped)
 
     def _know(self, every: Iterable[str], unreadable: Mapping[str, str]) -> None:
         self.every = {name: unreadable.get(name, "") for name in every}
@@ -72,13 +88,29 @@ class NamedTensors:
         """Whether the tensor is a parameter that requires gradients; True if unknown."""
         return True
 
+    def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
+        for config in self._configs:
+            for key, inner in config.items():
+                if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
+                    yield inner
+            yield config
+
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
         """The value of the first of `keys` that is known at `path` or above it, nearest first; None if unknown."""
-        raise NotImplementedError
+        side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
+        keys = tuple(keys)
+        for scope in self._scopes(path):
+            for key in keys:
+                sided = f"{side}_{key.removeprefix('num_')}" if side else key
+                for value in (scope.get(sided), scope.get(key)):
+                    value = _of_stage(value, path) if kind is int else value
+                    if _is(value, kind):
+                        return value
+        return None
 
     def own(self, path: str, key: str) -> Any | None:
-        """The attribute `key` of the module at `path` itself; None if unknown."""
-        raise NotImplementedError
+        """The attribute `key` of the layer at `path` itself, known of modules and ONNX models; None if unknown."""
+        return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
 
 
 Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path
@@ -128,49 +160,6 @@ class ModuleTensors(NamedTensors):
         return getattr(self._modules.get(path), key, None)
 
 
-class MappingTensors(NamedTensors):
-    """Tensors by name (a state dict, a `Checkpoint`) with the model's config.
-
-    The mapping may have `shape(name)`, so that shapes are known without reading, `skipped` and `config`, a model's
-    `config.json`, before which `config` counts; sub-configs (`text_config`, ...) are found by name.
-    """
-
-    def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
-        self._tensors = tensors
-        self._configs = dict(config or {}), getattr(tensors, "config", None) or {}
-        self.config = {**self._configs[1], **self._configs[0]}
-        skipped: Mapping[str, str] | None = getattr(tensors, "skipped", None)
-        if skipped is None:
-            values = {} if callable(getattr(tensors, "shape", None)) else tensors
-            skipped = not_weights({name: value for name, value in values.items() if isinstance(value, Tensor)})
-        packed = {name.removesuffix("qweight") + "weight": why for name, why in skipped.items() if "qweight" in name}
-        skipped = packed | dict(skipped)
-        self._know(sorted({*tensors, *skipped}, key=natural), skipped)
-
-    def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
-        for config in self._configs:
-            for key, inner in config.items():
-                if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
-                    yield inner
-            yield config
-
-    def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
-        side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
-        keys = tuple(keys)
-        for scope in self._scopes(path):
-            for key in keys:
-                sided = f"{side}_{key.removeprefix('num_')}" if side else key
-                for value in (scope.get(sided), scope.get(key)):
-                    value = _of_stage(value, path) if kind is int else value
-                    if _is(value, kind):
-                        return value
-        return None
-
-    def own(self, path: str, key: str) -> Any | None:
-        """See `NamedTensors.own`; known of ONNX models."""
-        return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
-
-
 _STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")
 
 
@@ -213,7 +202,7 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
     if isinstance(model, nn.Module):
         return ModuleTensors(model, config)
     if isinstance(model, Mapping):
-        return MappingTensors(model, config)
+        return NamedTensors(model, config)
     raise AnatomyError(
         f"expected a module, a mapping of tensors, a path or hf://org/name, found {type(model).__name__}"
     )
@@ -476,7 +465,7 @@ def in_layers(
     kept = [p for p in given if p.part is not None or p.sure or template(p.path) in good]
     if not good and (wrong := [place.error for place in given if place.error]):
         raise AnatomyError(wrong[0])
-    if isinstance(tensors, MappingTensors):  # a module has all of its blocks
+    if not isinstance(tensors, ModuleTensors):  # which has all of its blocks
         kept = _with_absent(kept, tensors)
     out, unread, last, layer = Parts[Any](), [], None, -1
     for place in kept:

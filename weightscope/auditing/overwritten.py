@@ -2,14 +2,12 @@
 
 Frameworks initialise as well: a `post_init`, an `apply(init_weights)`, a late `reset_parameters`. Two public libraries
 overwrote Mamba's initialisation in this way for months without an error. Within `track`, every in-place operation on
-the model's memory is recorded with the code that called it. Tensors written by an initialiser (or within
-`t.initialising(...)`) are copied, which takes their memory again; later changes are reported by name, file and line.
+the model's memory is recorded with the code that called it. Tensors written by an initialiser are copied, which takes
+their memory again; later changes are reported by name, file and line.
 """
 
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import FrameType
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightscope.errors import DataError, UsageError
-from weightscope.init.base import RUNNING, running
+from weightscope.init.base import RUNNING
 
 
 @dataclass(frozen=True)
@@ -108,19 +106,6 @@ class track(TorchDispatchMode):
         if found := self.overwritten:
             more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
             raise DataError(f"{len(found)} of {len(self._set)}: {'; '.join(map(str, found[:3]))}{more}")
-
-    @contextmanager
-    def initialising(self, label: str) -> Iterator[None]:
-        """Attribute writes within the block to the initialiser `label`, for initialisers not called by weightscope.
-
-        Example:
-            >>> with track(model) as t:
-            ...     with t.initialising("my_init"):
-            ...         my_init(model)
-            ...     framework.prepare(model)
-        """
-        with running(label):
-            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -13,7 +13,7 @@ from weightscope._util.results import Result, text_table
 from weightscope._util.sources import read_regular, reason
 from weightscope.benchmarking import pictures
 from weightscope.benchmarking.contrasts import Contrast, contrast_tests
-from weightscope.benchmarking.statistics import LEVEL, Hits, between_cells, cell_key, chance_note
+from weightscope.benchmarking.statistics import LEVEL, Hits, between_cells, cell_key, chance_note, other_examples
 from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
 from weightscope.errors import DataError
 
@@ -103,7 +103,7 @@ class BenchResult(Result):
         images = self._over_images(cells)
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
-            table += "\nintervals are over networks, for the test examples that were used"
+            table += f"\nintervals are over networks, for the test examples that were used{self._others(arms)}"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
@@ -137,6 +137,20 @@ class BenchResult(Result):
         header = (*(("cell",) if cells else ()), "comparison", "epochs", "over networks", "over networks and images")
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
+
+    def _others(self, arms: Mapping[Any, dict[str, Any]]) -> str:
+        """What `other_examples` adds for the pair of arms where it is most; empty if their number is not recorded."""
+        data = self.environment.get("recipe", {}).get("data", {})
+        m = data.get("validation") or data.get("test")
+        if not m or any(name.startswith("data.") for row in self.arms for name in row.get("cell", {})):
+            return ""
+        pairs = [
+            (row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"])
+            for row in self.arms
+            if row["difference"] is not None
+        ]
+        error = _number(max(other_examples(p, q, m) for p, q in pairs), self.metric)
+        return f"; other {m:,} move a difference by a standard error of at most {error}"
 
     def table(self) -> str:
         """A table like those of the papers, in Markdown: a column per cell and length.

@@ -352,12 +352,8 @@ class Design:
             tile = self._tile(arm, where, shared) if there is None else there.tile
             recipe = arm.recipe.replace({"population.tile": tile})
             out.append(_in_cell(arm, partial(Request.of, recipe, path, **options)))
-            differing = [] if there is None else there.recipe.differences(out[-1].manifest.recipe)
-            if lines := [line for line in differing if not line.startswith("population.networks:")]:
-                raise RecipeError(
-                    f"{path} was trained with another recipe (there -> this benchmark): {'; '.join(lines)}; "
-                    "give another folder (-o), or the same recipe and --seed"
-                )
+            if there is not None:
+                manifests.match(path, there, out[-1].manifest)
         return out, chosen
 
     def _tile(self, arm: Arm, device: torch.device, shared: dict[Any, Any]) -> int:

@@ -334,6 +334,21 @@ def crossed(
     return over_images(differences, interval, level, sum(map(abs, weights.values())) / 2)
 
 
+def other_examples(p: float, q: float, m: int) -> float:
+    """The largest standard error of a difference of accuracies p - q that other m test examples may cause.
+
+        sqrt((p (1 - p) + q (1 - q)) / m)
+
+    Of p_i in [0, 1], the share of an arm's networks that are right on example i, with mean p, the variance is at most
+    p (1 - p), since p_i^2 <= p_i; that of p_i - q_i is at most the sum of both, if what is hard for one arm is not
+    easier for the other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose
+    hits are not known, which `crossed` needs.
+
+    Source: Bhatia and Davis, A better bound on the variance, 2000.
+    """
+    return float(np.sqrt((p * (1 - p) + q * (1 - q)) / m))
+
+
 def _worst_ranks(values: np.ndarray, base: np.ndarray, metric: Metric) -> float:
     """The p-value of Wilcoxon's signed ranks, with what is not finite worse than all else."""
     differences = values - base

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.results import text_table
 from weightscope._util.sources import population_member
 from weightscope.cli.options import (
     Named,
@@ -407,13 +406,14 @@ def attention_maps(
     """
     from weightscope._util.names import label_of, labels_of
     from weightscope._util.workers import in_order
+    from weightscope.analysis.attention_maps import compared
 
     one, drawing = partial(_maps_of, kind, options), {} if kind == "maps" else {"kind": kind}
     if len(sources) == 1:
         found, notes = one(sources[0])
         _show(found, out, json_file, notes, **drawing)
         return
-    failed, rows, values, names = {}, [], {}, labels_of([label_of(source) for source in sources], None)
+    failed, models, names = {}, {}, labels_of([label_of(source) for source in sources], None)
     files = labels_of([re.sub("[^A-Za-z0-9._-]+", "-", name) for name in names], None)
     for name, file, each in zip(names, files, in_order(one, sources, names, workers), strict=True):
         if isinstance(each, WeightscopeError):
@@ -423,17 +423,13 @@ def attention_maps(
         click.echo(f"{name}:")
         _show(found, out.with_stem(f"{out.stem}-{file}"), None, notes, **drawing)
         click.echo()
-        values[name] = found.to_dict()
-        numbers = {key for row in found.rows() for key, x in row.items() if isinstance(x, float)}
-        means = {key: [row[key] for row in found.rows() if row[key] is not None] for key in sorted(numbers)}
-        rows.append({"mean of": name} | {key: f"{sum(x) / len(x):.4g}" for key, x in means.items()})
-    if not rows:
+        models[name] = found
+    if not models:
         raise DataError("; ".join(f"{name}: {why}" for name, why in failed.items()))
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    click.echo(text_table(columns, [[row.get(key, "-") for key in columns] for row in rows]))
+    click.echo(compared(models))
     for name, why in failed.items():
         click.echo(f"warning: {name}: left out: {why}")
-    write_json(json_file, {"models": values, "failed": failed})
+    write_json(json_file, {"models": {name: found.to_dict() for name, found in models.items()}, "failed": failed})
     _refuse(failed, sources)
 
 

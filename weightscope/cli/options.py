@@ -36,7 +36,7 @@ def _recipes() -> list[str]:
     return list(recipes())
 
 
-_NAMES: Mapping[str, Callable[[], list[str]]] = {
+NAMES: Mapping[str, Callable[[], list[str]]] = {
     "initialisers": lambda: _registered("INITIALISERS", "init"),
     "structures": lambda: ["auto", *_registered("STRUCTURES", "fits"), *_registered("NETWORK_FITS", "fits")],
     "recipes": _recipes,
@@ -48,13 +48,8 @@ _NAMES: Mapping[str, Callable[[], list[str]]] = {
 }
 
 
-def names(kind: str) -> list[str]:
-    """The names of one kind."""
-    return _NAMES[kind]()
-
-
 class Named(click.ParamType):
-    """A text that the shell completes: registered names of some kinds (see `names`), files, or both."""
+    """A text that the shell completes: registered names of some kinds (see `NAMES`), files, or both."""
 
     name = "text"
 
@@ -66,7 +61,7 @@ class Named(click.ParamType):
         """The names that begin like this, and paths."""
         # After a plus sign follows another name: mimetic_attention+mimetic_mlp
         done, plus, last = incomplete.rpartition("+")
-        found = [name for kind in self.kinds for name in names(kind) if name.startswith(last)]
+        found = [name for kind in self.kinds for name in NAMES[kind]() if name.startswith(last)]
         items = [CompletionItem(done + plus + name) for name in found]
         return items if items or not self.files else [CompletionItem(incomplete, type="file")]
 

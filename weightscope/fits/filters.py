@@ -255,7 +255,7 @@ def square_distributions(parts: Parts[DepthwisePart]) -> list[FilterDistribution
     """The distributions of the layers with square filters of odd size."""
     square = [(part, part.read().cpu().numpy().reshape(part.channels, -1)) for part in parts if part.square]
     if not square:
-        raise UsageError(f"`{parts[0].name}`: expected {parts[0].expected_square}")
+        raise UsageError(f"expected square filters of odd size, found {listed(parts)}")
     norms = [np.linalg.norm(filters.astype(np.float64), axis=1) for _, filters in square]
     typical = float(np.median([norm.max() for norm in norms]))
     found = []

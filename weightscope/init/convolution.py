@@ -59,7 +59,7 @@ def checked_filters(parts: list[DepthwisePart], why: str, strict: bool = True) -
     odd = [part for part in parts if not part.square]
     if odd and (strict or len(odd) == len(parts)):
         step = "" if len(odd) == len(parts) else f"; strict=False uses the {len(parts) - len(odd)} other layers"
-        raise UsageError(f"`{odd[0].name}`: expected {odd[0].expected_square}; {why}{step}")
+        raise UsageError(f"expected square filters of odd size, found {listed(odd)}; {why}{step}")
     if odd:
         warnings.warn(f"left as they are, not square: {listed(odd)}", stacklevel=4)
     return [part for part in parts if part.square]
@@ -129,14 +129,13 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: Gen
 def random_filters_(
     module: M, *, distribution: str = "normal", gain: float = 1.0, strict: bool = True, generator: Generator = None
 ) -> M:
-    """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
+    """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`.
 
     f^2 independent filters span all f x f filters: by Proposition 1 the channel mixing then reaches, but for
     activations, whatever trained filters could if D >= k f^2, k the rank of the input.
 
     Args:
-        distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
-            of the sign.
+        distribution: "normal", or "absolute" for the absolute values, which are a control of the sign.
         gain: > 0.
 
     Source: impulse paper, Proposition 1 and section 5.6.
@@ -144,15 +143,12 @@ def random_filters_(
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
     """
-    choice("distribution", distribution, ("normal", "uniform", "absolute"))
+    choice("distribution", distribution, ("normal", "absolute"))
     positive("gain", gain)
     for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
-        if distribution == "uniform":
-            draws = (torch.special.ndtr(draws) * 2 - 1) * math.sqrt(3)
-        elif distribution == "absolute":
-            draws = draws.abs()
+        draws = draws.abs() if distribution == "absolute" else draws
         part.write(draws * (gain / math.sqrt(math.prod(part.kernel))))
     return module
 

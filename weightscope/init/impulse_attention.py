@@ -86,8 +86,8 @@ def solve(
 
     found = {}
     with single_threaded():
-        coordinates, directions = _coordinates(codes.double())
-        problem = _Problem(coordinates, tokens, scale or 1 / math.sqrt(head_width))
+        own, directions = coordinates(codes)
+        problem = _Problem(own, tokens, scale or 1 / math.sqrt(head_width))
         start = problem.start(min(len(directions), head_width))
         home = problem.polish((0, 0), start, start)
         for offset in dict.fromkeys(offsets):
@@ -100,17 +100,12 @@ def solve(
     return found
 
 
-def span(codes: Tensor) -> Tensor:
-    """Orthonormal directions V (r, d) of the codes X (N, d) that `solve` keeps; the others hardly occur in X.
+def coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes X (N, d) in the directions that `solve` keeps (N, r), and these directions V, orthonormal (r, d).
 
-    They are the right singular vectors with singular values above 1e-4 of the largest. `V^T V` projects on them.
+    They are the right singular vectors with singular values above 1e-4 of the largest; the others hardly occur in X.
     """
-    return _coordinates(codes.double())[1]
-
-
-def _coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes in the directions kept (N, r), and these directions (r, d)."""
-    left, values, directions = torch.linalg.svd(codes, full_matrices=False)
+    left, values, directions = torch.linalg.svd(codes.double(), full_matrices=False)
     rank = int((values > _CUT * values[0]).sum())
     if rank == 0:
         raise UsageError("codes: expected position codes that differ from each other, found zeros")
@@ -460,7 +455,7 @@ def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan], norm: str) -> list
     solutions = {
         key: solve(x, tokens, offsets, key[0], scale=key[1], shared_key=key[2]) for key, offsets in needs.items()
     }
-    v, out = span(x), []
+    v, out = coordinates(x)[1], []
     for key, (part, offsets, rotations, *before) in zip(keys, plans, strict=True):
         first = offsets[:: part.heads // part.kv_heads]
         queries = [solutions[key][o][0] @ rotations[part.kv_head(h)] for h, o in enumerate(offsets)]

@@ -113,6 +113,9 @@ class ConvolutionalAttention(PositionalAttention):
     C (N, N) is doubly block-circulant: `C_ij = filter[j - i]` with displacements that wrap around at the edges of the
     grid; it is zero in rows and columns of the class token.
 
+    With `pool = "token"` only the class token of the last block is read, whose row of C is zero, so by construction the
+    filters and the scale of that block get no gradient and stay as they are initialised (weight decay shrinks them).
+
     Source: attention paper, Eq. 14 and 15, which leave open the size and that each head has a filter of its own.
     """
 

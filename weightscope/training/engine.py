@@ -51,15 +51,12 @@ class Batches(Protocol):
 
     def draw(self) -> dict[str, Tensor]:
         """The numbers of the next epoch, a row for each step, from each network's own streams."""
-        ...
 
     def losses(self, numbers: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Losses (T,), with a graph, and what else is reported of the step whose row of numbers is given, (T,) each."""
-        ...
 
     def evaluate(self) -> dict[str, Tensor]:
         """Metrics of held-out data, each (T,); `test_loss` is one of them."""
-        ...
 
 
 def spec_of(recipe: Recipe) -> WeightSpec:

@@ -11,7 +11,7 @@ from weightscope import init as initialisers
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.torch_random import repeatable, seeded
 from weightscope.anatomy.permutation_groups import permutations_of
-from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
+from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.controls import ScaleControl, UncorrelatedControl
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
@@ -50,9 +50,12 @@ def check_initialisers(recipe: Recipe, build: Build) -> None:
             _initialised(recipe, i, resolve(config), build)
             if config.control == "uncorrelated":
                 _permutations(recipe, build)
+        except (AnatomyError, SpecError, UsageError) as error:
+            raise RecipeError(f"{where}: {error}") from error
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         except Exception as error:
-            why = "" if isinstance(error, WeightscopeError) else f"it raised {type(error).__name__}: "
-            raise (DataError if isinstance(error, DataError) else RecipeError)(f"{where}: {why}{error}") from error
+            raise RecipeError(f"{where}: it raised {type(error).__name__}: {error}") from error
 
 
 def _controlled(config: InitConfig, recipe: Recipe, build: Build) -> Initialiser:

@@ -219,11 +219,9 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
     steps = training.epochs * (examples // min(training.batch_size, examples))
     share = training.ema ** (steps - 1)
     if steps > 1 and share > _FIRST_SHARE:
-        better = 1 - float(f"{10 / steps:.1g}")
-        advice = f"an average over a tenth of the steps has ema = {better:g}" if better > 0 else "leave ema out"
         _log.warning(
             f"{path}: training.ema = {training.ema:g} in {steps} steps: {100 * share:.0f} % of the average that is "
-            f"evaluated and stored are the weights of the first step; {advice}"
+            "evaluated and stored are the weights of the first step; 1 - 10 / steps averages over a tenth of them"
         )
 
 
