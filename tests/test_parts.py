@@ -111,15 +111,16 @@ def test_clusters_give_the_same_bits(path, small, tmp_path, backend):
 
 
 @clusters.torture
-def test_killed_workers_make_no_difference(path, small, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("backend", "pause"), [("loky", (0.5, 2)), ("dask", (2, 4))])
+def test_killed_workers_make_no_difference(path, small, tmp_path, monkeypatch, backend, pause):
     """20 workers are killed while covariances and fits are computed again and again; attempts are not limited."""
     monkeypatch.setattr(pools, "ATTEMPTS", 1000)
     statistics = covariance, exchangeable, fitted, matrices
     expected = [statistic(Population(path), 1, tmp_path) for statistic in statistics]
-    with clusters.killing("loky", 20, (0.5, 2), seed=3) as killed:
+    with clusters.two_workers(backend) as two, clusters.killing(backend, 20, pause, seed=3) as killed:
         while len(killed) < 20:
             for statistic, numbers in zip(statistics, expected, strict=True):
-                assert same(statistic(Population(path), 2, tmp_path), numbers)
+                assert same(statistic(Population(path), two, tmp_path), numbers)
     assert len(killed) == 20
 
 
