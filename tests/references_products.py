@@ -14,13 +14,10 @@ def statistics(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     return {
         "diagonal_mean": beta,
         "diagonal_std": diagonal.std(),
-        "diagonal_median": np.median(diagonal),
-        "diagonal_positive": (diagonal > 0).mean(),
         "offdiagonal_norm": np.linalg.norm(m - np.diag(diagonal)) / np.sqrt(d),
         "alpha": np.linalg.norm(m - beta * np.eye(d)) / np.sqrt(d),
         "beta": beta,
         "effective_rank": (s**2).sum() ** 2 / (s**4).sum(),
         "asymmetry": np.linalg.norm(m - m.T) / np.sqrt(2) / np.linalg.norm(m),
         "z": np.trace(m) / deviation,
-        "z_rotated": np.trace(m) * np.sqrt(d) / np.linalg.norm(m),
     }

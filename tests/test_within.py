@@ -24,7 +24,6 @@ from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
 from weightscope.statistics.filters import relative_depths
-from weightscope.statistics.kronecker import nearest_kronecker
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
@@ -344,22 +343,6 @@ def test_every_part_has_its_pictures(part, pictures, tmp_path):
     for picture in pictures:
         found.plot(tmp_path / f"{picture}.png", picture)
         assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
-
-
-def test_the_share_of_a_kronecker_product():
-    generator = torch.Generator().manual_seed(0)
-    convolution = torch.nn.Conv2d(400, 400, 3, groups=400)
-    roots = torch.randn(2, 3, 3, generator=generator)
-    with torch.no_grad():
-        convolution.weight[:, 0] = roots[0] @ torch.randn(400, 3, 3, generator=generator) @ roots[1]
-    (layer,) = covariance_within(convolution).layers
-    share = nearest_kronecker(layer.moments.covariance)
-    assert layer.statistics["kronecker"] == share.explained > 0.97  # sampling noise of 400 filters
-    sigma, near = (m - np.diag(m.diagonal()) for m in (layer.moments.covariance, np.kron(*share[:2])))
-    wanted = 1 - np.sum((sigma - near) ** 2) / np.sum(sigma**2)
-    assert layer.statistics["kronecker_dependence"] == pytest.approx(wanted, rel=1e-12)
-    assert wanted > 0.95
-    assert covariance_within(ViT(16, 4, 24, 1, 3, 5), part="patch").layers[0].kronecker is None  # three channels
 
 
 @pytest.fixture

@@ -209,20 +209,14 @@ def in_order(
     def named(tile: tuple[int, bytes]) -> str:
         return names[tile[0]]
 
-    with contextlib.closing(spread(partial(_sent, one), waiting, chosen, named=named)) as results, lost_named(named):
-        for (i, _), value in results:
-            held[i] = value
-            while at in held:
-                yield pickle.loads(held.pop(at))
-                at += 1
-                waiting.extend(itertools.islice(tiles, 1))
-
-
-@contextlib.contextmanager
-def lost_named(named: Callable[[Any], str]) -> Iterator[None]:
-    """The errors of `spread` in one line that names what the lost workers had."""
     try:
-        yield
+        with contextlib.closing(spread(partial(_sent, one), waiting, chosen, named=named)) as results:
+            for (i, _), value in results:
+                held[i] = value
+                while at in held:
+                    yield pickle.loads(held.pop(at))
+                    at += 1
+                    waiting.extend(itertools.islice(tiles, 1))
     except TilesFailed as error:
         tile, why = next(iter(error.errors.items()))
         raise WeightscopeError(f"{named(tile)}: {why}; run the same command again, with fewer workers") from why

@@ -299,13 +299,13 @@ class _Model:
         self.tensors = named_tensors(source, config) if checkpoint is None else _Last(checkpoint, config)
         state_spaces: Parts[SSMPart] = parts_of("state-space layers", self.tensors, strict=None)
         found: Parts[AttentionPart] = parts_of("attention modules", self.tensors, strict=None)
-        if not found and not state_spaces:
-            attention(self.tensors)  # says what there is
         self.skipped = {part.name: why for part in found if (why := _unusable(part))}
-        if found and len(self.skipped) == len(found):
+        usable: list[Any] = [*(part for part in found if part.name not in self.skipped), *state_spaces]
+        if not usable:
+            attention(self.tensors)  # without any, it says what there is
             name, why = next(iter(self.skipped.items()))
             raise AnatomyError(f"expected self-attention, found none: `{name}`: {why}")
-        chosen: list[Any] = chosen_layers([*(p for p in found if p.name not in self.skipped), *state_spaces], layers)
+        chosen = chosen_layers(usable, layers)
         self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
         self.parts = [part for part in chosen if isinstance(part, AttentionPart)]
         self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]

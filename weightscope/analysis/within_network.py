@@ -19,7 +19,6 @@ from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.population import open_network
-from weightscope.statistics.kronecker import nearest_kronecker
 from weightscope.statistics.slices import KEPT, Focus, SliceMoments, centre_focus, slice_moments
 
 if TYPE_CHECKING:
@@ -48,9 +47,6 @@ class Layer:
     nonfinite: int = 0  # weights that are NaN or infinite
     moments: SliceMoments | None = None  # None if fewer than 2 samples are finite
     focus: Focus | None = None  # None for rows and columns
-    # of images of one channel whose covariance is kept: the share of |S|^2 that one Kronecker product A (x) B explains,
-    # see `nearest_kronecker`, and the same over the entries off the diagonal, NaN where all of them are zero
-    kronecker: tuple[float, float] | None = None
     examples: np.ndarray | None = None  # (m, channels, kh, kw), some of the samples, as they are stored
     problem: str | None = None  # why there are no moments
 
@@ -75,8 +71,6 @@ class Layer:
         }
         if self.focus is not None:
             out |= asdict(self.focus)
-        if self.kronecker is not None:
-            out |= zip(("kronecker", "kronecker_dependence"), self.kronecker, strict=True)
         return out
 
     def row(self) -> dict[str, Any]:
@@ -110,8 +104,6 @@ _COLUMNS = (
     ("÷ even", "central_ratio:.2f", "centre: share of the central pixel, and in units of an even share"),
     ("neighbours", "neighbours:+.2f", "neighbours: mean correlation of touching pixels"),
     ("far", "from_centre:+.2f", "far: mean correlation of the centre with pixels that do not touch it"),
-    ("A(x)B", "kronecker:.2f", "A(x)B: share of |S|^2 that one Kronecker product explains"),
-    ("off-diag", "kronecker_dependence:.2f", "off-diag: the same off the diagonal of S"),
 )
 
 
@@ -483,9 +475,8 @@ def covariance_within(
         patch            the filters of a patch embedding, P = channels kh kw, all channels together
 
     and S = sum_i (x_i - mean)(x_i - mean)^T / (n - 1), in float64. Where samples are images, `Focus` describes
-    how their variance is distributed about the centre, and for single channels `kronecker` is the share of S that one
-    Kronecker product A (x) B explains. Layers are read one after the other: memory is that of the largest tensor, its
-    Gram matrix, and the covariances that are kept.
+    how their variance is distributed about the centre. Layers are read one after the other: memory is that of the
+    largest tensor, its Gram matrix, and the covariances that are kept.
 
     Args:
         sources: each a path (.safetensors, .pt, .pth, a model folder), `hf://org/name[@revision]`, a `Checkpoint`,
@@ -542,21 +533,9 @@ def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:
         return replace(layer, problem=str(error))
     if len(shape) == 1:
         return replace(layer, moments=moments)
-    square = shape[0] == 1 and min(shape[1:]) > 1  # single-channel images: rows and columns of pixels
     most = SAMPLES if layer.stage is not None else _PATCHES
     shown = samples
     if len(samples) > most:
         shown = samples[np.sort(np.random.default_rng(seed).choice(len(samples), most, replace=False))]
     focus = centre_focus(samples, (shape[1], shape[2]), moments)
-    kronecker = _kronecker(moments.covariance, shape[1]) if square else None
-    return replace(layer, moments=moments, focus=focus, kronecker=kronecker, examples=shown.reshape(-1, *shape))
-
-
-def _kronecker(covariance: np.ndarray | None, p: int) -> tuple[float, float] | None:
-    if covariance is None or not covariance.any():
-        return None
-    fit = nearest_kronecker(covariance, p)
-    off = ~np.eye(len(covariance), dtype=bool)
-    total = float(np.square(covariance[off]).sum())
-    left = float(np.square((covariance - np.kron(fit.rows, fit.columns))[off]).sum())
-    return fit.explained, 1.0 - left / total if total else math.nan
+    return replace(layer, moments=moments, focus=focus, examples=shown.reshape(-1, *shape))

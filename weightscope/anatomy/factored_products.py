@@ -8,8 +8,8 @@ from torch import Tensor
 
 _ROWS, _TILE = 256, 512  # block sizes for a large product
 STATISTICS = (
-    *("diagonal_mean", "diagonal_std", "diagonal_median", "diagonal_positive", "offdiagonal_norm", "alpha", "beta"),
-    *("effective_rank", "participation", "asymmetry", "z", "z_rotated"),
+    *("diagonal_mean", "diagonal_std", "offdiagonal_norm", "alpha", "beta"),
+    *("effective_rank", "participation", "asymmetry", "z"),
 )
 
 
@@ -88,8 +88,6 @@ class FactoredProduct:
 
         - diagonal_mean: tr(M) / d;
         - diagonal_std: the spread of the d entries on the diagonal (divisor d);
-        - diagonal_median: their median, robust to a few large channels;
-        - diagonal_positive: the share of them that is above zero;
         - offdiagonal_norm: Frobenius norm of the entries off the diagonal, over sqrt(d);
         - alpha, beta: the least-squares fit M ~ alpha Z + beta I, in which beta is the diagonal's mean and alpha is
           ||M - beta I||_F / sqrt(d), since ||Z||_F is sqrt(d) (thesis Eq. 3.12);
@@ -99,10 +97,7 @@ class FactoredProduct:
           antisymmetric M;
         - z: tr(M) sqrt(d r) / (||A||_F ||B||_F). Under the null that A and B are independent, with independent
           Gaussian entries of any two variances, it is sqrt(n) times the cosine between two random directions in
-          n = d r dimensions: mean 0, variance 1, and normal for all practical n;
-        - z_rotated: tr(M) sqrt(d) / ||M||_F. The same under the weaker null that M's singular values are fixed and
-          only the directions of the d channels are random (M R, R a uniformly random rotation), which also allows
-          factors with correlated or unequal columns.
+          n = d r dimensions: mean 0, variance 1, and normal for all practical n.
         """
         d = self.shape[0]
         diagonal, energy, fourth, cross = self._moments()
@@ -110,8 +105,6 @@ class FactoredProduct:
         values = (
             beta,
             diagonal.std(-1, correction=0),
-            diagonal.quantile(0.5, -1),
-            (diagonal > 0).double().mean(-1),
             # Rounding can make a difference that is zero slightly negative.
             ((energy - diagonal.square().sum(-1)).clamp_min(0) / d).sqrt(),
             ((energy - d * beta.square()).clamp_min(0) / d).sqrt(),
@@ -120,7 +113,6 @@ class FactoredProduct:
             energy.square() / (fourth * min(self.rank, d)),
             ((energy - cross).clamp_min(0) / energy).sqrt(),
             trace * math.sqrt(d * self.rank) / self._norms,
-            trace * math.sqrt(d) / energy.sqrt(),
         )
         return {name: torch.where(self.finite, value, math.nan) for name, value in zip(STATISTICS, values, strict=True)}
 
