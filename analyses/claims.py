@@ -169,6 +169,7 @@ def claims() -> list[Claim]:
         Claim("the same, on fresh seeds", "MLP paper, Fig. 4", "mlp_sweep_inits", "mean of b = -1 and 1, 10 epochs", np.mean([less("mlp_sweep_inits", f"mimetic_mlp (b={b})", "default", epochs=10) for b in (-1, 1)], 0)),
         Claim("the same, with a larger mean", "MLP paper, Fig. 4", "mlp_sweep_inits", "b = 2, 10 epochs", less("mlp_sweep_inits", "mimetic_mlp (b=2)", "default", epochs=10)),
         Claim("the same, in wider networks", "MLP paper, Fig. 4", "mlp_wide_inits", "mean of b = -2 and 2, digits, 1 epoch", np.mean([less("mlp_wide_inits", f"mimetic_mlp (b={b})", "default", learning_rate=0.01) for b in (-2, 2)], 0)),
+        Claim("the same, on photographs", "MLP paper, Fig. 4", "mlp_wide_inits/photographs", "b = 2, width 64, 10 epochs", less("mlp_wide_inits/photographs", "mimetic_mlp (b=2)", "default")),
         Claim("The sign of b does not matter", "MLP paper, Fig. 4", "mlp_wide_inits", "b = 1 - b = -1, digits, 1 epoch", less("mlp_wide_inits", "mimetic_mlp (b=1)", "mimetic_mlp (b=-1)", learning_rate=0.01), sign=0, margin=0.5),
         Claim("and with a mean for each column", "MLP paper, Eq. 1", "mlp_sweep_inits", "sigma = 1, 10 epochs", less("mlp_sweep_inits", "mimetic_mlp (mode=rows, sigma=1)", "default", epochs=10), decide="wider networks"),
         Claim("fc1 is striped: means of columns vary more than independent entries allow", "MLP paper, Fig. 1a", "mlp_stripes", "ratio, block 0", (stripe["ratio"], *stripe["ci95"], networks), null=1),
