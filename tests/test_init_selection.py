@@ -80,6 +80,18 @@ def test_batch_norm_statistics_come_along():
     assert small.stem[2].running_var.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
+def test_the_remainder_is_kept_outside_the_directions():
+    source, model = vit(), vit(seed=1)
+    old = model.blocks[1].mlp.fc1.weight.detach().clone()
+    transfer_singular_(model, source, fraction=0.25, remainder="keep", select="blocks.1.mlp.fc1.*")
+    u, s, vh = torch.linalg.svd(source.blocks[1].mlp.fc1.weight.detach(), full_matrices=False)
+    u, s, vh = u[:, :16], s[:16], vh[:16]
+    new = model.blocks[1].mlp.fc1.weight.detach()
+    torch.testing.assert_close(u.T @ new @ vh.T, torch.diag(s), atol=1e-4, rtol=1e-4)
+    outside = torch.eye(256) - u @ u.T, torch.eye(64) - vh.T @ vh
+    torch.testing.assert_close(outside[0] @ new @ outside[1], outside[0] @ old @ outside[1], atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("mode", ["entries", "rows", "columns"])
 def test_permutations_keep_what_they_say(mode):
     model = vit()

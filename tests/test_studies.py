@@ -85,7 +85,7 @@ def test_figures_of_committed_benchmarks_draw(results: Path, tmp_path: Path) -> 
 
 RECIPES = sorted(p for p in ROOT.glob("analyses/**/*.toml") if p.parent != ROOT / "analyses")
 BENCHMARKS = [path for path in RECIPES if Recipe.load(path).bench is not None]  # an invalid recipe is an error here
-IMAGES = [path for path in BENCHMARKS if "copying" not in path.parts]
+IMAGES = [path for path in BENCHMARKS if Recipe.load(path).data.what == "images"]
 COPYING = [path for path in BENCHMARKS if "copying" in path.parts]
 
 

@@ -103,13 +103,15 @@ def transfer_singular_(
     *,
     rank: int | None = None,
     fraction: float | None = None,
+    remainder: str = "zero",
     select: str = "*",
     components: str | Sequence[str] = "all",
     generator: Generator = None,
 ) -> M:
     """Copy the top singular directions of a source's matrices.
 
-        W <- U_r S_r V_r^T
+        zero   W <- U_r S_r V_r^T
+        keep   W <- U_r S_r V_r^T + (I - U_r U_r^T) W (I - V_r V_r^T)
 
     with U S V^T the singular value decomposition of the source's matrix. Convolutions are matrices (out, in * taps),
     fused projections three matrices. Vectors (biases, norms) are not changed.
@@ -117,6 +119,7 @@ def transfer_singular_(
     Args:
         rank: r, at most the matrix's smaller side.
         fraction: instead of rank: r = round(fraction * smaller side), at least 1.
+        remainder: of the other directions: "zero", or "keep" the module's own weights.
 
     Raises:
         SpecError: if a tensor is missing in the source or has another shape there.
@@ -124,20 +127,27 @@ def transfer_singular_(
     Source: thesis 4.1 (as future work, after Neyshabur et al. 2020).
 
     Example:
-        >>> transfer_singular_(new, trained, fraction=0.1, components="mlp")
+        >>> transfer_singular_(new, trained, fraction=0.1, remainder="keep", components="mlp")
     """
     if (rank is None) == (fraction is None):
         raise UsageError(f"expected one of rank and fraction, found rank={rank!r} and fraction={fraction!r}")
     if rank is not None:
         count("rank", rank)
     share = number("fraction", fraction, least=0, most=1) if rank is None else 0.0
+    choice("remainder", remainder, ("zero", "keep"))
     found = _matrices(module, select, components)
     taken = _taken(module, source, {matrix.name: matrix.weight for matrix in found})
     for matrix in found:
         for mine, theirs in zip(matrix.split(matrix.weight), matrix.split(taken[matrix.name]), strict=True):
             r = max(1, round(share * min(theirs.flatten(1).shape))) if rank is None else rank
             u, s, vh = torch.linalg.svd(theirs.flatten(1).float().cpu(), full_matrices=False)  # the same on any device
-            put(mine, ((u[:, :r] * s[:r]) @ vh[:r]).reshape(mine.shape))
+            u, s, vh = u[:, :r], s[:r], vh[:r]
+            new = (u * s) @ vh
+            if remainder == "keep":
+                rest = mine.flatten(1).float().cpu()
+                rest = rest - u @ (u.T @ rest)
+                new = new + rest - (rest @ vh.T) @ vh
+            put(mine, new.reshape(mine.shape))
     return module
 
 
