@@ -151,7 +151,7 @@ def test_the_error_of_a_finite_test_set_bounds_that_of_a_difference() -> None:
     own, shared = ((each < [0.9, 0.8]).mean(1) for each in (draws, draws[:, :, :1]))
     runs = rows_of("default", [0.9, 0.9, 0.9]) + rows_of("x", [0.8, 0.81, 0.79])
     found = BenchResult(runs, summarise(runs), {"recipe": {"data": {"name": "digits", "test": 200}}}).text()
-    assert "other 200 move a difference by a standard error of at most 3.54" in found
+    assert "the choice of these 200 adds a standard error of at most 3.54 to a difference of two arms" in found
     assert np.std(own[:, 0] - own[:, 1]) == pytest.approx(0.0354, rel=0.05)
     assert np.std(shared[:, 0] - shared[:, 1]) < 0.023
 

@@ -16,7 +16,10 @@ import pytest
 from programs import ROOT, script
 from scipy import stats
 
+from weightscope import init as wi
+from weightscope._util.trust import trusting
 from weightscope.benchmarking import BenchResult, plan_arms
+from weightscope.errors import UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -115,6 +118,20 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
         assert len(planned.bench.epochs) == 2
     readme = next(folder / "README.md" for folder in recipe.parents if (folder / "README.md").exists())
     assert result.text() in readme.read_text()
+
+
+@pytest.mark.parametrize("recipe", BENCHMARKS, ids=named)
+def test_initialisers_of_studies_have_their_parameters(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that is taken away here, and one that is misspelt, is an error."""
+    monkeypatch.syspath_prepend(recipe.parent)  # where functions of its own are
+    planned = Recipe.load(recipe)
+    assert planned.bench is not None
+    with trusting():
+        for arm in plan_arms(planned, planned.bench.init, grid=planned.bench.grid):
+            (config,) = arm.recipe.init
+            wi.get(config.name, **config.parameters)
+            with pytest.raises(UsageError, match="misspelt"):
+                wi.get(config.name, **config.parameters, misspelt=1)
 
 
 def test_effects_of_components_are_found() -> None:

@@ -103,7 +103,7 @@ class BenchResult(Result):
         images = self._over_images(cells)
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
-            table += f"\nintervals are over networks, for the test examples that were used{self._others(arms)}"
+            table += f"\nintervals are over networks, for the test examples that were used{self._others()}"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
@@ -138,19 +138,18 @@ class BenchResult(Result):
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
 
-    def _others(self, arms: Mapping[Any, dict[str, Any]]) -> str:
-        """What `other_examples` adds for the pair of arms where it is most; empty if their number is not recorded."""
+    def _others(self) -> str:
+        """What `other_examples` adds for the two arms where it is most; empty if their number is not recorded."""
         data = self.environment.get("recipe", {}).get("data", {})
         m = data.get("validation") or data.get("test")
         if not m or any(name.startswith("data.") for row in self.arms for name in row.get("cell", {})):
             return ""
-        pairs = [
-            (row["mean"], arms[cell_key(row), row["epochs"], row["reference"]]["mean"])
-            for row in self.arms
-            if row["difference"] is not None
-        ]
-        error = _number(max(other_examples(p, q, m) for p, q in pairs), self.metric)
-        return f"; other {m:,} move a difference by a standard error of at most {error}"
+        p, q = sorted((row["mean"] for row in self.arms if row["mean"] is not None), key=lambda p: abs(p - 0.5))[:2]
+        error = _number(other_examples(p, q, m), self.metric)
+        return (
+            f"; the choice of these {m:,} adds a standard error of at most {error} to a difference of two arms, "
+            "if what is hard for one is not easier for the other"
+        )
 
     def table(self) -> str:
         """A table like those of the papers, in Markdown: a column per cell and length.

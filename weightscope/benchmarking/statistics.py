@@ -335,14 +335,15 @@ def crossed(
 
 
 def other_examples(p: float, q: float, m: int) -> float:
-    """The largest standard error of a difference of accuracies p - q that other m test examples may cause.
+    """The largest standard error that the choice of m test examples adds to a difference of accuracies p - q.
 
         sqrt((p (1 - p) + q (1 - q)) / m)
 
-    Of p_i in [0, 1], the share of an arm's networks that are right on example i, with mean p, the variance is at most
-    p (1 - p), since p_i^2 <= p_i; that of p_i - q_i is at most the sum of both, if what is hard for one arm is not
-    easier for the other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose
-    hits are not known, which `crossed` needs.
+    That is around the difference on all such examples, and for two arms, not for a difference of differences. Of p_i in
+    [0, 1], the share of an arm's networks that are right on example i, with mean p, the variance is at most p (1 - p),
+    since p_i^2 <= p_i; that of p_i - q_i is at most the sum of both, if what is hard for one arm is not easier for the
+    other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose hits are not
+    known, which `crossed` needs.
 
     Source: Bhatia and Davis, A better bound on the variance, 2000.
     """
