@@ -76,6 +76,12 @@ def test_resizing_equals_the_naive_version(k, size):
     assert np.array_equal(found, found.T)
 
 
+@pytest.mark.parametrize(("k", "size"), [(3, 4), (4, 3), (4, 4)])
+def test_even_sizes_have_no_centre_and_are_refused(k, size):
+    with pytest.raises(UsageError, match=r"filter size: expected an odd number, .* found 4"):
+        resized_covariance(np.eye(k * k), k, size)
+
+
 def test_a_mean_filter_is_padded_with_its_mean_or_clipped():
     mean = np.arange(9.0).reshape(3, 3)
     wide = resized_mean(mean, 5)

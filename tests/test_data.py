@@ -83,6 +83,12 @@ def test_a_dataset_is_moved_and_told_apart() -> None:
     assert repr(data) == "<Dataset digits: 1437 training and 360 test images of 1 x 8 x 8 pixels, 10 classes>"
 
 
+@pytest.mark.parametrize("source", [load("digits", train=20), None, 3, (1, 2, 3, 4)], ids=repr)
+def test_what_is_no_source_is_refused(source: object) -> None:
+    with pytest.raises(UsageError, match=rf"expected a name, a function .*found {type(source).__name__}; of a `Datas"):
+        load(source)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "match"),
     [

@@ -214,12 +214,13 @@ def bomb(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
-@pytest.mark.parametrize("size", [(9000, 9000), (60_000, 60_000)])
+@pytest.mark.parametrize("size", [(9000, 9000), (60_000, 60_000), (4096, 4096)])
 def test_a_header_with_too_many_pixels_is_refused_before_decoding(
     tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bomb.png").write_bytes(bomb(*size))
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    monkeypatch.setattr(images, "available_memory", lambda: 2**24 * 12 - 1)  # of 4096 x 4096 on one core
     with pytest.raises(DataError, match="pixels"):
         images.decode(tmp_path / "bomb.png", 8, 3)
 

@@ -236,5 +236,8 @@ def test_missing_and_broken_matrices_of_a_grid() -> None:
     for matrices in ([[None]], [[np.eye(3), np.eye(4)]], np.zeros((2, 2, 3)), [[good], [good, good]]):
         with pytest.raises(DataError, match=r"expected \(R, C, m, n\)"):
             plots.matrix_grid(matrices)
+    for clip in (-1, 0):
+        with pytest.raises(UsageError, match=f"clip: expected an integer >= 1, found {clip}"):
+            plots.matrix_grid(np.zeros((2, 2, 3, 3)), clip=clip)
     with pytest.raises(UsageError, match="row_labels: expected 2 or none, found 1"):
         plots.matrix_grid(np.zeros((2, 2, 3, 3)), row_labels=["a"])

@@ -87,6 +87,9 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
         plots.heldout_scores(table, group="c")
     with pytest.raises(UsageError, match="table is empty"):
         plots.heldout_scores([])
+    for nothing in (lambda: plots.depth_curves([], []), lambda: plots.products_by_depth([])):
+        with pytest.raises(UsageError, match="expected at least one network and one statistic to draw, found none"):
+            nothing()
 
 
 def test_convergence_has_one_look_for_each_initialiser_and_ticks_where_it_ran() -> None:

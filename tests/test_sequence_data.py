@@ -128,6 +128,13 @@ def test_wrong_sizes_are_one_line_errors(task, length, vocabulary, match):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("task", sorted(TASKS))
+@pytest.mark.parametrize("batch", [True, 0, -1])
+def test_batches_are_at_least_one_sequence(task, batch):
+    with pytest.raises(UsageError, match=f"batch: expected an integer >= 1, found {batch}"):
+        TASKS[task](seeded(), batch, LENGTH, VOCABULARY)
+
+
 def test_metrics_count_the_answer_only():
     found = TASKS["copy"](seeded(), 2, 3, 5)
     logits = torch.nn.functional.one_hot(found.targets, 5).double() * 50

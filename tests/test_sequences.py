@@ -1,5 +1,7 @@
 """Networks for sequences: scans against the step-by-step recurrence, Mamba against transformers, hybrids."""
 
+import re
+
 import pytest
 import references_sequences as reference
 import shims
@@ -64,6 +66,38 @@ def test_scans_and_their_gradients_are_those_of_the_recurrence(tokens, scan, rec
     inputs = make(tokens)
     for mine, theirs in zip(_with_gradients(scan, inputs, **option), _with_gradients(recurrence, inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("scan", "place", "shape"),
+    [
+        (selective_scan, 0, (1, 6, 6)),
+        (selective_scan, 1, (2, 6, 1)),
+        (selective_scan, 2, (1, 4)),
+        (selective_scan, 3, (2, 6, 1)),
+        (selective_scan, 3, (2, 9, 4)),
+        (selective_scan, 4, (2, 1, 4)),
+        (selective_scan, 4, (6, 4)),
+        (block_scan, 0, (2, 6, 6, 3)),
+        (block_scan, 1, (2, 6, 1)),
+        (block_scan, 2, (1,)),
+        (block_scan, 3, (1, 6, 2, 5)),
+        (block_scan, 3, (2, 6, 1, 5)),
+        (block_scan, 4, (2, 6, 1, 5)),
+        (block_scan, 4, (2, 6, 2, 1)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_and_not_broadcast(scan, place, shape):
+    inputs = [value.detach() for value in (_scan_inputs(6) if scan is selective_scan else _block_inputs(6))]
+    inputs[place] = torch.ones(shape, dtype=torch.float64)
+    with pytest.raises(UsageError, match=rf"expected the shapes \(B, n, .*found .*{re.escape(str(shape))}"):
+        scan(*inputs)
+
+
+def test_groups_of_a_scan_divide_the_heads():
+    x, delta, a, b, _ = _block_inputs(6)
+    with pytest.raises(UsageError, match="groups must divide heads, found heads 4 and groups 3"):
+        block_scan(x, delta, a, b[:, :, [0, 1, 1]], b[:, :, [0, 1, 1]])
 
 
 def _theirs(version: int) -> nn.Module:

@@ -146,6 +146,11 @@ def load(
     """
     if isinstance(source, Task) and not isinstance(source, SourceConfig):
         return source.load(root)
+    if not isinstance(source, str | SourceConfig) and not callable(source):
+        raise UsageError(
+            f"data: expected a name, a function without arguments or a section [data], found {type(source).__name__}; "
+            "of a `Dataset` use `first`, of arrays `Dataset.from_arrays`"
+        )
     found = _read(source, None if root is None else Path(root), train, test)
     return found if validation is None else found.held_back(validation)
 

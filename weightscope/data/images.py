@@ -22,6 +22,7 @@ SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", 
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM")  # not EPS, for which Pillow starts Ghostscript
 _AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
 _MOST_PIXELS = 2**26  # of one image, by its header: 8192 x 8192
+_MANY_PIXELS, _PIXEL_BYTES = 2**22, 12  # above which the memory matters, of one thread
 _MOST_BYTES = 2**28  # of one file
 _SHOWN = 3  # files in a message
 _DELAY = 2.0  # seconds until progress is shown
@@ -60,8 +61,11 @@ def decode(path: Path, size: int, channels: int) -> np.ndarray:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"a file of {path.stat().st_size} bytes, more than {_MOST_BYTES}")
         with Image.open(io.BytesIO(path.read_bytes()), formats=_FORMATS) as image:
-            if prod(image.size) > _MOST_PIXELS:
-                raise DataError("{} x {} pixels by its header, more than {}".format(*image.size, _MOST_PIXELS))
+            pixels, text = prod(image.size), "{} x {} pixels by its header".format(*image.size)
+            if pixels > _MOST_PIXELS:
+                raise DataError(f"{text}, more than {_MOST_PIXELS}")
+            if pixels > _MANY_PIXELS and pixels * _PIXEL_BYTES * usable_cores() > available_memory():
+                raise DataError(f"{text}, more than fit the free memory")
             deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _AT_MOST_16_BITS)
             return _pixels(ImageOps.exif_transpose(image), deep, size, channels)
     except DataError:

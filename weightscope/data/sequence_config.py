@@ -39,9 +39,10 @@ TASK_SIZES = {
 }
 
 
-def check_task(name: str, length: int, vocabulary: int) -> None:
+def check_task(name: str, length: int, vocabulary: int, batch: int = 1) -> None:
     """Refuse sizes for which a task has no sequences, or the same answer to all of them."""
     size = TASK_SIZES[name]
+    count("batch", batch)
     count("length", length, size.step)
     if length % size.step:
         raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")

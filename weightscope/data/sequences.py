@@ -121,15 +121,16 @@ TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = R
 
 @TASKS.register("copy", source="Jelassi et al. 2024; thesis Eq. 3.36")
 def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
-    """Repeat the string: `a b c | a b c`, tokens uniform.
+    """Repeat the string: `a b c | a b c`, tokens 0 to v - 2 uniform, then the separator v - 1; v >= 3.
 
-    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v.
+    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v;
+    UsageError for a batch below 1 and sizes with which all answers are equal.
 
     Example:
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
         torch.Size([2, 6])
     """
-    check_task("copy", length, vocabulary)
+    check_task("copy", length, vocabulary, batch)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string, vocabulary)
 
@@ -137,15 +138,15 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
 def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string in stack order, last token first: `a b c | c b a`."""
-    check_task("copy_reversed", length, vocabulary)
+    check_task("copy_reversed", length, vocabulary, batch)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string.flip(1), vocabulary)
 
 
 @TASKS.register("sort", source="thesis 3.3.3")
 def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
-    """Sort the string, whose tokens are all different: `c a b | a b c`; there are at least `length` tokens."""
-    check_task("sort", length, vocabulary)
+    """Sort the string, whose tokens are all different: `c a b | a b c`; v >= length + 2, so that strings differ."""
+    check_task("sort", length, vocabulary, batch)
     string = _permutations(generator, batch, vocabulary - 1, length)
     return _joined(string, string.sort(1).values, vocabulary)
 
@@ -157,7 +158,7 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
     All keys are asked for, in random order. The length is even, and there are at least as many keys as pairs.
     """
-    check_task("associative_recall", length, vocabulary)
+    check_task("associative_recall", length, vocabulary, batch)
     pairs, keys = length // 2, (vocabulary - 1) // 2
     key = _permutations(generator, batch, keys, pairs)
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
@@ -173,9 +174,9 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
 def selective_copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string without its blanks: `a _ _ b | a b`, where a quarter of the tokens (rounded up) are not blank.
 
-    Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1, so v >= 3.
+    Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1; v >= 4, so that answers differ.
     """
-    check_task("selective_copy", length, vocabulary)
+    check_task("selective_copy", length, vocabulary, batch)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
     places = _permutations(generator, batch, length, kept).sort(1).values

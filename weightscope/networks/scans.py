@@ -8,6 +8,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from weightscope._util.checks import divided
+from weightscope.errors import UsageError
+
 _AT_ONCE = 65_536  # states of one vector operation: enough to hide its call, few enough for the cache (measured)
 
 
@@ -25,14 +28,29 @@ def selective_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *,
     maps B and C (B, n, N). `segments`, how many are run at once, affects speed only, except for rounding; None for a
     number that fits the processor's cache. Differentiable once with respect to all five tensors.
 
+    UsageError if shapes do not fit each other; nothing is broadcast.
+
     Source: Gu and Dao 2023, Algorithm 2 and Eq. 2a; thesis Eq. 3.30-3.33.
 
     Example:
         >>> selective_scan(x, F.softplus(step), -torch.exp(a_log), b, c).shape == x.shape
         True
     """
+    _check_shapes("(B, n, p), (B, n, p), (p, N), (B, n, N), (B, n, N)", x, delta, a, b, c)
     y, _ = _Scan.apply(*(value.unsqueeze(0) for value in (delta * x, delta, a, b, c)), segments)
     return y.squeeze(0)
+
+
+def _check_shapes(layout: str, *values: Tensor) -> None:
+    """Refuse x, delta, A, B and C in which a letter of the layout has two lengths."""
+    sizes: dict[str, int] = {}
+    for letters, value in zip(layout.strip("()").split("), ("), values, strict=True):
+        axes = letters.strip(",").split(", ")
+        if len(axes) != value.ndim or any(
+            sizes.setdefault(*axis) != axis[1] for axis in zip(axes, value.shape, strict=True)
+        ):
+            found = ", ".join(str(tuple(value.shape)) for value in values)
+            raise UsageError(f"x, delta, A, B, C: expected the shapes {layout}, found {found}")
 
 
 def _folded(value: Tensor, segments: int) -> Tensor:
@@ -199,14 +217,16 @@ def block_scan(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, *, blo
 
     Inputs x and y (B, n, H, k): batch, tokens, heads, width of a head; steps (B, n, H) >= 0; rates A (H,) <= 0; maps B
     and C (B, n, G, N), head h belongs to group `h // (H / G)`. `block`, tokens in a block, affects speed and memory
-    only, except for rounding.
+    only, except for rounding. UsageError if shapes do not fit each other or G does not divide H.
 
     Source: Dao and Gu 2024, section 6 and Listing 1; thesis 3.3.1.
 
     Example:
         >>> block_scan(values, torch.ones(2, 50, 1), torch.zeros(1), keys, queries)  # linear attention
     """
+    _check_shapes("(B, n, H, k), (B, n, H), (H,), (B, n, G, N), (B, n, G, N)", x, delta, a, b, c)
     tokens, groups = x.shape[1], b.shape[2]
+    divided("heads", x.shape[2], "groups", groups)
     block = min(block, tokens)
     short = -tokens % block
     # (B, blocks, block, ...), padded by tokens without a step, which leave the state as it is

@@ -254,7 +254,10 @@ class Mamba2Mixer(nn.Module):
 
 
 class TokenEmbedding(nn.Embedding):
-    """Vectors of tokens, initially normal with standard deviation 0.02. Tokens outside the vocabulary are an error.
+    """Vectors of tokens, initially normal with standard deviation 0.02.
+
+    On a CPU, tokens outside the vocabulary are an error; not where `torch.vmap` runs many networks (`checks`), whose
+    tokens are those of a recipe's source.
 
     In training, the whole vector of a token is 0 with probability r, wherever the token is in the batch, and divided by
     1 - r otherwise.

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from weightscope.errors import DataError
+from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, SMALL, number, wrap
 
@@ -56,6 +56,8 @@ def depth_curves(
     Bars are 95 % intervals (1.96 standard errors). A grey line marks the value for independent entries of equal
     variance. `axis` is the label of the horizontal axis.
     """
+    if not curves or not statistics:
+        raise UsageError("depth: expected at least one network and one statistic to draw, found none")
     kinds = list(dict.fromkeys(kind for curve in curves for kind in curve.kinds))
     across = len(statistics) if len(statistics) <= 3 else 2
     down = -(-len(statistics) // across)

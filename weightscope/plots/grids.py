@@ -13,7 +13,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from weightscope._util.checks import choice
+from weightscope._util.checks import choice, count
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.text import LABEL, SMALL, TITLE, inches, number, rounded_up, wrap
@@ -138,7 +138,7 @@ def matrix_grid(
     Example:
         >>> save(matrix_grid(qk, column_labels=[f"layer {i}" for i in range(12)]), "qk.png")
     """
-    panels, full = _clipped(matrices, clip)
+    panels, full = _clipped(matrices, None if clip is None else count("clip", clip))
     rows, columns = len(panels), len(panels[0])
     choice("share", share, ("row", "all"))
     panels, factor, size = _sized(panels, 1500, 24)

@@ -23,10 +23,12 @@ def resized_covariance(covariance: np.ndarray, k: int, size: int) -> np.ndarray:
     Steps 1 and 2 treat the two pixels of an entry differently, so step 3 is needed for a symmetric result. The thesis
     specifies neither step 3 nor whether corners or cell edges are aligned; with corners, block (0, 0) stays the first
     and the central block stays the central one. The result is not positive semi-definite in general; see
-    `covariance_root`.
+    `covariance_root`. UsageError for an even size.
 
     Source: thesis section 3.1.1, "Different filter sizes".
     """
+    for side in (k, size):
+        odd("filter size", side)
     if size == k:
         return covariance
     blocks = _recentred(covariance.reshape(k, k, k, k), size)  # (k, k, K, K)
