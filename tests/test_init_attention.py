@@ -1,6 +1,7 @@
 import copy
 import json
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, seeded
@@ -100,7 +101,7 @@ def test_chosen_heads_alone_are_set():
     """heads=[0, 2] of 3: their products are those of the scheme, the others keep their bits; the audit knows which."""
     torch.manual_seed(0)
     base = vit(width=96)
-    model = mimetic_attention_(copy.deepcopy(base), heads=[0, -1], generator=seeded(15))
+    model = mimetic_attention_(copy.deepcopy(base), heads=[0, np.int64(-1)], generator=seeded(15))
     for old, new in zip(attention(base), attention(model), strict=True):
         for name in "qkvo":
             same = [torch.equal(a, b) for a, b in zip(old.read(name), new.read(name), strict=True)]
