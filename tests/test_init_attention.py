@@ -1,5 +1,6 @@
 import copy
 import json
+import math
 
 import numpy as np
 import pytest
@@ -81,6 +82,23 @@ def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
     torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=2e-3)
     torch.testing.assert_close(left.T @ left, right.T @ right, atol=1e-4, rtol=1e-4)
     assert exact.square().sum() * (1 - 1e-6) < (left @ right.T).double().square().sum()
+
+
+def test_same_random_has_its_noise_from_the_widths():
+    """W_Q = W_K = N(0, I/k): mean of the diagonal beta, noise beta sqrt(d/k); W_proj = -W_V^T."""
+    model = vit(width=192, depth=2)
+    mimetic_attention_(model, construction="same-random", beta_qk=0.6, generator=seeded(11))
+    for part in attention(model):
+        q, k, v, o = (part.read(name) for name in "qkvo")
+        assert torch.equal(q, k)
+        torch.testing.assert_close(v.transpose(0, 1).reshape(192, 192), -o.reshape(192, 192).T)
+        mean, _, noise = product_statistics((v @ o).sum(0))
+        assert abs(mean + 0.4) < 0.02
+        assert abs(noise - 0.4) < 0.03
+        for h in range(3):
+            mean, _, noise = product_statistics(q[h] @ k[h].T)
+            assert abs(mean - 0.6) < 0.04
+            assert abs(noise - 0.6 * math.sqrt(192 / 64)) < 0.1
 
 
 def test_presets_parts_layers_and_the_sign_ablation():
