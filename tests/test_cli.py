@@ -318,6 +318,14 @@ WRONG = [
     (("covariance", "a.pt", "--picture", "map"), 2, "'maps', 'depth', 'samples'"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--structure", "diagnal"), 2, "did you mean 'diagonal'"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--gain", "3"), 2, "--gain requires --structure exchangeable"),
+    *(
+        (
+            ("fit-init", "TINY", "-o", "x.safetensors", "--gain", gain),
+            2,
+            f"--gain: expected a number >= 0 or auto, found {gain}",
+        )
+        for gain in ("nan", "inf", "-1", "true", "1e400", "[1]")
+    ),
     (("fit-init", "TINY", "-o", "x.safetensors", "--gain-seeds", "3"), 2, "--gain-seeds requires --gain auto"),
     (("fit-init", "vit", "-o", "folder.safetensors"), 2, "found a folder"),
     (("fit-init", "none.pop", "-o", "/proc/x.safetensors"), 1, "cannot write /proc/x"),

@@ -188,8 +188,8 @@ def test_shared_keys_are_recovered():
     config = {"num_attention_heads": 6, "num_key_value_heads": 2}
     g = seeded()
     for part in attention(state, config):
-        write_query_key(part, 0.7, 0.7, g)
-        write_value_output(part, 0.4, 0.4, g)
+        write_query_key(part, "svd", 0.7, 0.7, g)
+        write_value_output(part, "svd", 0.4, 0.4, g)
     for layer in fit_network(state, "identity_product", config=config).numbers.layers:
         assert (layer.qk.alpha, layer.qk.beta) == pytest.approx((0.7, 0.7), abs=4 / 192)
         assert (layer.vo.alpha, layer.vo.beta) == pytest.approx((0.4, -0.4), abs=4 / 192)

@@ -314,6 +314,11 @@ def test_a_network_of_dead_filters_is_refused():
     for use in (fit_filters, partial(wi.covariance_transfer_, mixer())):
         with pytest.raises(UsageError, match="no layer of the source has 7 x 7 filters, found sizes 3, 5"):
             use(model, kernel=7)
+    for layer in model:
+        with torch.no_grad():
+            layer.weight.zero_()
+    with pytest.raises(DataError, match="all filters are dead: `"):
+        fit_filters(model)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("CASES", "12"))))

@@ -1,6 +1,8 @@
 import copy
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, seeded
@@ -82,6 +84,23 @@ def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
     assert exact.square().sum() * (1 - 1e-6) < (left @ right.T).double().square().sum()
 
 
+def test_same_random_has_its_noise_from_the_widths():
+    """W_Q = W_K = N(0, I/k): mean of the diagonal beta, noise beta sqrt(d/k); W_proj = -W_V^T."""
+    model = vit(width=192, depth=2)
+    mimetic_attention_(model, construction="same-random", beta_qk=0.6, generator=seeded(11))
+    for part in attention(model):
+        q, k, v, o = (part.read(name) for name in "qkvo")
+        assert torch.equal(q, k)
+        torch.testing.assert_close(v.transpose(0, 1).reshape(192, 192), -o.reshape(192, 192).T)
+        mean, _, noise = product_statistics((v @ o).sum(0))
+        assert abs(mean + 0.4) < 0.02
+        assert abs(noise - 0.4) < 0.03
+        for h in range(3):
+            mean, _, noise = product_statistics(q[h] @ k[h].T)
+            assert abs(mean - 0.6) < 0.04
+            assert abs(noise - 0.6 * math.sqrt(192 / 64)) < 0.1
+
+
 def test_presets_parts_layers_and_the_sign_ablation():
     base, model = vit(), vit()
     model.load_state_dict(base.state_dict())
@@ -100,7 +119,7 @@ def test_chosen_heads_alone_are_set():
     """heads=[0, 2] of 3: their products are those of the scheme, the others keep their bits; the audit knows which."""
     torch.manual_seed(0)
     base = vit(width=96)
-    model = mimetic_attention_(copy.deepcopy(base), heads=[0, -1], generator=seeded(15))
+    model = mimetic_attention_(copy.deepcopy(base), heads=[0, np.int64(-1)], generator=seeded(15))
     for old, new in zip(attention(base), attention(model), strict=True):
         for name in "qkvo":
             same = [torch.equal(a, b) for a, b in zip(old.read(name), new.read(name), strict=True)]

@@ -61,7 +61,7 @@ def test_sawtooth_starts_again_in_every_stage():
     assert relative_depths(parts[:1], "depth") == [0]
 
 
-@pytest.mark.parametrize(("k", "sigma", "message"), [(4, 1.0, "odd"), (3.0, 1, "odd"), (3, 0.0, "> 0")])
+@pytest.mark.parametrize(("k", "sigma", "message"), [(4, 1.0, "odd"), (3.0, 1, "integer"), (3, 0.0, "> 0")])
 def test_no_covariance_of_such_sizes(k, sigma, message):
     with pytest.raises(UsageError, match=message):
         conv_covariance(k, sigma)
@@ -91,7 +91,7 @@ def test_signs_of_filters():
     assert torch.equal(net[0].weight, other[0].weight.abs())
 
 
-@pytest.mark.parametrize("distribution", ["normal", "absolute"])
+@pytest.mark.parametrize("distribution", ["normal", "uniform", "absolute"])
 def test_random_filters_have_the_stated_mean_square(distribution):
     """E F^2 = gain^2 / (kh kw), all distributions; of 18,000 squares of variance 2 at most, within 4.9 deviations."""
     random_filters_(net := stack(2000, k=3), distribution=distribution, gain=2.0, generator=seeded())

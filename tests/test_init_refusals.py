@@ -67,6 +67,8 @@ REFUSED = {
         (wi.mimetic_attention_, vit, {"alpha_qk": -0.1}, "alpha_qk: expected a number >= 0"),
         (wi.mimetic_attention_, vit, {"preset": "audio"}, "'vision', 'language'"),
         (wi.mimetic_attention_, vit, {"preset": "language", "beta_qk": 0.1}, "leave them out"),
+        (wi.mimetic_attention_, vit, {"construction": "qr"}, "'svd', 'same-random'"),
+        (wi.mimetic_attention_, vit, {"construction": "same-random", "alpha_vo": 0.2}, "leave out the alphas"),
         (wi.mimetic_attention_, vit, {"parts": "q"}, "'both', 'qk', 'vo'"),
         (wi.mimetic_attention_, vit, {"layers": 5}, r"layers: expected some of \[0, 1\], found 5"),
         (wi.mimetic_attention_, vit, {"heads": 3}, r"heads of `blocks.0.attn`: expected some of \[0, 1, 2\], found 3"),

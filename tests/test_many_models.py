@@ -1,6 +1,7 @@
 """`products` and `attention-maps` of many models: workers change no number, and an error is that of one model."""
 
 import json
+import os
 from functools import partial
 from itertools import count
 
@@ -24,6 +25,19 @@ def test_results_come_in_order_and_an_error_in_its_place(backend):
         found = list(in_order(partial(checks.count, "n"), [3, 2, 0, *range(1, 10)], "abcdefghijkl", two))
     assert "n: expected" in str(found.pop(2))
     assert found == [3, 2, *range(1, 10)]
+
+
+def test_a_relative_path_names_no_other_file_where_the_folder_is_missing(tmp_path, monkeypatch):
+    """As on another machine of a cluster; one process alone needs no folder."""
+    (tmp_path / "m.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    exists = partial(workers._in_place, os.path.exists)
+    assert [exists(folder, False, "m.txt") for folder in (None, str(tmp_path), "/no/such/folder")] == [
+        True,
+        True,
+        False,
+    ]
+    assert os.getcwd() == str(tmp_path)
 
 
 def test_few_results_wait_for_an_earlier_one(monkeypatch):

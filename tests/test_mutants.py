@@ -114,11 +114,6 @@ def one_head_again(part: anatomy.AttentionPart, g: torch.Generator) -> None:
     part.write("q", q)
 
 
-def equal_random(part: anatomy.AttentionPart, g: torch.Generator) -> Tensor:
-    """Z with `0.7 Z Z^T` of mean 0.7 I, for queries and keys alike."""
-    return torch.randn(part.heads, D, part.head_width, generator=g) * math.sqrt(0.7 / part.head_width)
-
-
 def mutate(**knobs: Any) -> Callable[[nn.Module, torch.Generator], None]:
     return functools.partial(naive_attention, **knobs)
 
@@ -149,7 +144,7 @@ ATTENTION = {
     ),
     "heads interleaved in q only": Mutant(heads_of(interleaved_heads), ("diagonal mean",)),
     "same random matrix for SVD": Mutant(
-        heads_of(lambda p, g: (p.write("q", z := equal_random(p, g)), p.write("k", z))), ("asymmetry",)
+        lambda m, g: wi.mimetic_attention_(m, construction="same-random", generator=g), ("asymmetry",)
     ),
     "language numbers for vision": Mutant(mutate(qk=(0.0, 0.5), vo=(0.2, -0.2)), ("diagonal mean",)),
     # what `model.apply(init_weights)` does after the initialiser ran

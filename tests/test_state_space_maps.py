@@ -70,22 +70,28 @@ def test_mean_maps_of_a_network(version, tmp_path):
     assert next(network.parameters()).dtype == torch.float32  # the model itself is left alone
 
 
-class Unnumbered(nn.Module):
-    """Two layers whose paths have no numbers."""
+class Two(nn.Module):
+    """Two layers in modules of these names; of one name, in a list."""
 
-    def __init__(self):
+    def __init__(self, *names):
         super().__init__()
         network = state_space(1)
         self.embedding = network.backbone.embeddings
-        self.first, self.second = network.backbone.layers[:2]
+        self.both = list(network.backbone.layers[:2])
+        for name, layer in zip(names, self.both, strict=False):
+            self.add_module(name, layer if len(names) == 2 else nn.ModuleList([nn.ModuleList(self.both)]))
 
     def forward(self, tokens):
-        return self.second(self.first(self.embedding(tokens)))
+        return self.both[1](self.both[0](self.embedding(tokens)))
 
 
-def test_layers_without_numbers_are_counted():
-    found = state_space_maps(Unnumbered(), _tokens())
-    assert [(layer.layer, layer.name) for layer in found.layers] == [(0, "first.mixer"), (1, "second.mixer")]
+@pytest.mark.parametrize(
+    ("names", "paths"),
+    [(("first", "second"), ("first", "second")), (("stages",), ("stages.0.0", "stages.0.1")), (("a", "0"), ("a", "0"))],
+)
+def test_layers_without_growing_numbers_are_counted(names, paths):
+    found = state_space_maps(Two(*names), _tokens())
+    assert [(layer.layer, layer.name) for layer in found.layers] == [(i, f"{p}.mixer") for i, p in enumerate(paths)]
 
 
 def test_mimetic_layers_reach_far():

@@ -98,7 +98,7 @@ def two_layers(inputs, width=8):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    monkeypatch.setitem(SECTIONS._entries, "line", LineConfig)
+    monkeypatch.setitem(SECTIONS, "line", LineConfig)
 
 
 PLAIN = {

@@ -125,7 +125,7 @@ def test_what_sets_nothing_says_so():
         with pytest.raises(UsageError, match="idle_: no tensor of ViT was set"):
             wi.get("idle_for_a_test")(wrappings.vit())
     finally:
-        wi.INITIALISERS._entries.pop("idle_for_a_test")
+        wi.INITIALISERS.pop("idle_for_a_test")
     assert wi.default_(wrappings.vit().to("meta")) is not None
 
 

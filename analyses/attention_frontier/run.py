@@ -5,7 +5,6 @@ python analyses/attention_frontier/run.py --out analyses/attention_frontier
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -19,7 +18,7 @@ from weightscope import plots
 from weightscope._util.environment import environment, single_threaded
 from weightscope._util.results import text_table
 from weightscope.anatomy.factored_products import FactoredProduct
-from weightscope.init.attention import query_key
+from weightscope.init.attention import query_key, same_random
 from weightscope.plots import theme
 
 GRID = tuple(round(0.1 * i, 1) for i in range(11))
@@ -36,8 +35,7 @@ def frontier(width: int, head_width: int, grid: Sequence[float] = GRID, seed: in
     with single_threaded():
         for rank in dict.fromkeys((width, head_width)):
             for scale in (0.25, 0.5, 0.75, 1.0):
-                z = torch.randn(width, rank, generator=generator) * math.sqrt(scale / rank)
-                points.append(point("equal random", z, z))
+                points.append(point("equal random", *same_random(width, rank, scale, generator)))
             for alpha, beta in product(grid, grid):
                 queries, keys = query_key(width, rank, 1, alpha, beta, generator)
                 points.append(point("SVD", queries[0], keys, alpha, beta))

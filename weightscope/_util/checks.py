@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 from weightscope.errors import UsageError
@@ -63,9 +64,10 @@ def divided(name: str, value: int, by: str, divisor: int) -> int:
 def chosen(name: str, wanted: Any, known: Iterable[int]) -> list[int]:
     """One integer or several of those known, in order, negative ones from the end; raises UsageError otherwise."""
     known = sorted(set(known))
-    given = [wanted] if isinstance(wanted, int) else list(wanted)
-    numbers = [n + known[-1] + 1 if type(n) is int and n < 0 else n for n in given]
-    bad = [n for n, number in zip(given, numbers, strict=True) if type(n) is not int or number not in known]
+    given = [wanted] if isinstance(wanted, Integral) else list(wanted)
+    integers = [isinstance(n, Integral) and not isinstance(n, bool) for n in given]
+    numbers = [int(n) + known[-1] + 1 if integer and n < 0 else n for n, integer in zip(given, integers, strict=True)]
+    bad = [n for n, i, number in zip(given, integers, numbers, strict=True) if not i or number not in known]
     if bad or not given:
         raise UsageError(f"{name}: expected some of {known}, found {bad[0] if bad else 'none'}")
-    return sorted(set(numbers))
+    return sorted({int(n) for n in numbers})

@@ -17,6 +17,7 @@ import logging
 import os
 import pickle
 import signal
+import tempfile
 import threading
 import time
 from collections import Counter, deque
@@ -198,10 +199,10 @@ def in_order(
         WeightscopeError: if the workers of an item are lost, or a cluster.
     """
     chosen = chosen_workers("loky", workers, None).on_device("cpu", len(items))
-    one = partial(_in_place, task, os.getcwd(), trusted())
     if not chosen.many:
-        yield from map(one, items)
+        yield from map(partial(_in_place, task, None, trusted()), items)
         return
+    one = partial(_in_place, task, os.getcwd(), trusted())
     tiles = ((i, cloudpickle.dumps(item)) for i, item in enumerate(items))
     waiting = deque(itertools.islice(tiles, _WAITING * (chosen.count or 16)))
     held, at = dict[int, bytes](), 0
@@ -224,10 +225,13 @@ def in_order(
         raise WeightscopeError(f"{error}; run the same command again") from error
 
 
-def _in_place(task: Callable[[Any], T], folder: str, trust: bool, item: Any) -> T | WeightscopeError:
+def _in_place(task: Callable[[Any], T], folder: str | None, trust: bool, item: Any) -> T | WeightscopeError:
     try:
-        # on machines of a cluster there may be no such folder
-        with contextlib.chdir(folder if os.path.isdir(folder) else "."), trusting(trust), single_threaded():
+        with contextlib.ExitStack() as stack, trusting(trust), single_threaded():
+            if folder is not None:
+                if not os.path.isdir(folder):  # on a machine of a cluster: a relative path must not name another file
+                    folder = stack.enter_context(tempfile.TemporaryDirectory())
+                stack.enter_context(contextlib.chdir(folder))
             return task(item)
     except WeightscopeError as error:
         return error

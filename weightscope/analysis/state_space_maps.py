@@ -28,7 +28,7 @@ class StateSpaceLayer:
     """One state-space layer on sequences of n tokens."""
 
     # number of the network's layer, from its path: 1 and 3 in a hybrid with attention in 0 and 2; the index among the
-    # state-space layers if it has no number
+    # state-space layers if their paths have no growing numbers
     layer: int
     name: str  # path of the mixer
     map: np.ndarray  # (n, n), (1/D) sum_d M_d, mean over sequences; rows are outputs, columns inputs
@@ -187,7 +187,8 @@ def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | Non
     try:
         with torch.no_grad():
             network(batch.long())
-            layers = [_layer(_number(n, i), n, mixer, *inputs[n]) for i, (n, mixer) in enumerate(mixers.items())]
+            numbers = _numbers(list(mixers))
+            layers = [_layer(i, name, mixers[name], *inputs[name]) for i, name in zip(numbers, mixers, strict=True)]
     finally:
         for hook in hooks:
             hook.remove()
@@ -208,9 +209,10 @@ def check_size(sequences: int, tokens: int) -> None:
         )
 
 
-def _number(path: str, index: int) -> int:
-    """The first number in the path of a layer, which is that of the network's layer; or its index."""
-    return next((int(part) for part in path.split(".") if part.isdecimal()), index)
+def _numbers(paths: list[str]) -> list[int]:
+    """The first number in each path, which is that of the network's layer; or 0, 1, ... unless these are growing."""
+    found = [next((int(part) for part in path.split(".") if part.isdecimal()), -1) for path in paths]
+    return found if found[0] >= 0 and found == sorted(set(found)) else list(range(len(paths)))
 
 
 def _layer(number: int, name: str, mixer: MambaMixer | Mamba2Mixer, x: Tensor, expected: Tensor) -> StateSpaceLayer:

@@ -90,7 +90,7 @@ class Null:
     group: int  # number of products that share one factor (query heads per key head)
     alpha: float  # scale of the noise
     beta: float  # diagonal, with its sign
-    independent: bool = False  # entries, as of an untouched network
+    construction: str  # "svd", "same-random", or "independent": entries of an untouched network
 
     def scaled(self) -> "Null":
         """The same at a width that is cheap to simulate, with the same rank / width."""
@@ -103,12 +103,12 @@ class Null:
     def draw(self, g: torch.Generator) -> dict[str, float]:
         """Statistics of one product, by the initialiser's own construction."""
         d, r = self.width, self.rank
-        if self.independent:  # with the norm of a correct product, which is the hardest to tell
+        if self.construction == "independent":  # with the norm of a correct product, which is the hardest to tell
             a, b = torch.randn(2, d, r, generator=g)
             a, b = torch.stack([a, b]) * (math.sqrt(d) * math.hypot(self.alpha, self.beta) / (a @ b.T).norm()) ** 0.5
             a = a[None]
         else:
-            a, b = query_key(d, r, self.group, self.alpha, self.beta, g)
+            a, b = query_key(d, r, self.group, self.alpha, self.beta, g, self.construction)
         return product_statistics(a[0], b, imbalance(a, b[None]))
 
 
@@ -122,12 +122,12 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float
     ratio, scale = small.width / null.width, max(null.alpha, abs(null.beta))
     drawn = [small.draw(g) for _ in range(12)]
     alpha, beta = (sum(draw[name] for draw in drawn) / 12 for name in ("alpha", "diagonal mean"))
-    others = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, independent=True)}
+    others = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, construction="independent")}
     for name in ("alpha", "beta"):
-        if getattr(null, name):
+        if getattr(null, name) and (name == "beta" or null.construction == "svd"):
             others[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)})
     draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
-    right, errors = simulated(lambda one: one.draw(g), small, others, draws)
+    right, errors = simulated(lambda construction: construction.draw(g), small, others, draws)
     # For half precision, an approximate SVD, and the finite width of the simulation.
     base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, float]]]()
     for name, values in right.items():
@@ -146,14 +146,14 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float
 )
 def mimetic_attention_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """Checks of every head's query-key product and every layer's value-output product."""
-    given = p["alpha_qk"], p["beta_qk"], p["alpha_vo"], p["beta_vo"]
-    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(p["preset"], given)
+    given, construction = (p["alpha_qk"], p["beta_qk"], p["alpha_vo"], p["beta_vo"]), p["construction"]
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(p["preset"], construction, given)
     choice("parts", p["parts"], PARTS)
     found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
     if p["parts"] != "vo":
-        yield from _checks("qk", [x for part in found for x in _query_key(part)], alpha_qk, beta_qk)
+        yield from _checks("qk", [x for part in found for x in _query_key(part)], alpha_qk, beta_qk, construction)
     if p["parts"] != "qk":
-        yield from _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo)
+        yield from _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ def _value_output(part: AttentionPart) -> _Product:
     return _Product(part, None, values, shared.sum(0), 1, imbalance(values[None], shared * math.sqrt(group)))
 
 
-def _checks(kind: str, products: list[_Product], alpha: float, beta: float) -> Iterator[Check]:
+def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> Iterator[Check]:
     """The checks of every product, and of its largest absolute correlation with another, near 1 if noise was reused.
 
     Query heads that share a key are correlated by construction and not compared.
@@ -197,7 +197,7 @@ def _checks(kind: str, products: list[_Product], alpha: float, beta: float) -> I
     images: dict[int, list[tuple[_Product, Tensor]]] = {}
     for one in products:
         found = product_statistics(one.a, one.b, one.uneven)
-        laws = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta), kind)
+        laws = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction), kind)
         yield from one.checks(kind, [(name, found[name], *limits) for name, limits in laws.items()])
         # (M - beta I) applied to fixed random vectors: nearly equal only for heads with the same noise
         probes = torch.randn(len(one.b), _PROBES, generator=torch.Generator().manual_seed(_SEED)).to(one.a)

@@ -65,7 +65,9 @@ def random_filters_checks(source: NamedTensors, *, distribution: str, gain: floa
     def rows(part: DepthwisePart) -> list[Row]:
         x, size = part.read().cpu(), math.prod(part.kernel)
         known: list[Row] = []
-        if distribution == "absolute":
+        if distribution == "uniform":
+            known = [row("largest", float(x.abs().max()) * math.sqrt(size) / gain, (0.0, math.sqrt(3) * 1.01))]
+        elif distribution == "absolute":
             known = [row("smallest", float(x.min()), (0.0, math.inf))]
             signs = torch.randint(2, x.shape, generator=torch.Generator().manual_seed(0))
             x = x * (2 * signs - 1)  # normal again

@@ -137,7 +137,7 @@ def open_torch(file: LocalFile, key: str | None = None) -> Store:
         raise DataError(
             f"{file.where}: expected a file of torch.save, found neither a zip archive nor its pickles; of a model "
             "converted for CTranslate2 or another program, open the original; a bare pickle, or a tar file of an early "
-            "torch, can be loaded where it is trusted, and saved with safetensors"
+            "torch, may run code when it is loaded: load it only if you trust who made it, and save it with safetensors"
         )
     known = {*_TENSORS, *_PARAMETERS}
     weights, skipped = weights_in(value, key, file.where, lambda x: isinstance(x, Call) and x.name in known)

@@ -1,5 +1,6 @@
 """Commands that make populations and initialisers: `demo`, `collect`, `import`, `fit-init`, `bench`."""
 
+import math
 import re
 import shutil
 import sys
@@ -203,6 +204,19 @@ def _fitted(text: str, columns: int, lines: int) -> str:
     return "".join(f"{line}\033[K\n" for line in cut)
 
 
+def _gain(text: str) -> float | str:
+    """`auto` or a number; 3 and 3.0 are the same one."""
+    if text == "auto":
+        return text
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise UsageError(f"--gain: expected a number >= 0 or auto, found {text}")
+    return int(value) if value.is_integer() else value
+
+
 @command("fit-init")
 @click.argument("sources", type=Named(), nargs=-1, required=True)
 @out_option("The artifact (.safetensors).", type=OutputFile(".safetensors"))
@@ -230,7 +244,12 @@ def _fitted(text: str, columns: int, lines: int) -> str:
 )
 @click.option("--seed", type=int, default=0, help="Seed that selects the held-out networks.")
 @permutations_option
-@click.option("--gain", help="Factor of the correlations, with --structure exchangeable; auto chooses by training.")
+@click.option(
+    "--gain",
+    type=_gain,
+    metavar="NUMBER|auto",
+    help="Factor of the correlations, with --structure exchangeable; auto chooses by training.",
+)
 @click.option("--gain-seeds", type=int, default=16, help="Networks for each gain, with --gain auto.")
 @click.option(
     "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
@@ -248,7 +267,7 @@ def fit_init(
     out: Path,
     structure: str,
     texts: tuple[str, ...],
-    gain: str | None,
+    gain: float | str | None,
     standalone: Path | None,
     at: int | None,
     partial: bool,
@@ -300,7 +319,7 @@ def fit_init(
         outputs.checked(picture, overwrite=overwriting(context))
     if standalone is not None:
         outputs.checked(standalone.with_name(out.name), overwrite=overwriting(context))  # a copy of the artifact
-    options = parsed_options(texts if gain in (None, "auto") else [*texts, f"gain={gain}"])
+    options = parsed_options(texts) | ({} if gain in (None, "auto") else {"gain": gain})
     curve: dict[str, Any] = {}
     result: Any
     if gain == "auto":

@@ -122,8 +122,10 @@ class FilterFit(Numbers):
         """`used`, or an error if there are none, or filters of one are all equal and no mean is drawn."""
         if not self.used:
             sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in self.layers if layer.usable}))
-            wanted = "filters that are not dead" if self.kernel is None else f"{self.kernel} x {self.kernel} filters"
-            raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes or 'of dead filters'}")
+            if not sizes:
+                raise DataError(f"all filters are dead: `{self.layers[0].name}`, ...")
+            wanted = f"{self.kernel} x {self.kernel} filters"
+            raise UsageError(f"kernel: no layer of the source has {wanted}, found sizes {sizes}")
         for layer in self.used:
             if layer.constant and not self.means:
                 raise DataError(

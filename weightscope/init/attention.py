@@ -10,7 +10,7 @@ from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.errors import UsageError
-from weightscope.init.base import INITIALISERS, Generator, M, frame
+from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import sinusoidal_positions
 
 _SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
@@ -93,6 +93,7 @@ PRESETS: dict[str, tuple[float, float, float, float]] = {
     "language": (0.0, 0.5, 0.2, 0.2),
 }
 PARTS = ("both", "qk", "vo")
+CONSTRUCTIONS = ("svd", "same-random")
 
 
 def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> Tensor:
@@ -102,7 +103,9 @@ def noisy_identity(d: int, alpha: float, beta: float, generator: Generator) -> T
     return out
 
 
-def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
+def query_key(
+    d: int, k: int, group: int, alpha: float, beta: float, generator: Generator, construction: str = "svd"
+) -> tuple[Tensor, Tensor]:
     """Queries of `group` heads and the key that they share, with `Q_h K^T ~ alpha Z_h + beta I`.
 
     Every head has its own Z. The factors Q (group, d, k) and K (d, k), float32, are the best approximation of rank k of
@@ -110,6 +113,9 @@ def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: 
     `mean_h Q_h^T Q_h = K^T K` is diagonal. Without noise an SVD would give every head the first k coordinates; a random
     subspace is drawn.
     """
+    if construction == "same-random":
+        query, key = same_random(d, k, beta, generator)
+        return query.expand(group, d, k), key
     if alpha == 0 and k <= d:
         basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
         return basis.mul(math.copysign(1, beta)).expand(group, d, k), basis
@@ -120,7 +126,14 @@ def query_key(d: int, k: int, group: int, alpha: float, beta: float, generator: 
 
 
 def value_output(
-    d: int, heads: int, kv_heads: int, k: int, alpha: float, beta: float, generator: Generator
+    d: int,
+    heads: int,
+    kv_heads: int,
+    k: int,
+    alpha: float,
+    beta: float,
+    generator: Generator,
+    construction: str = "svd",
 ) -> tuple[Tensor, Tensor]:
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
@@ -129,11 +142,20 @@ def value_output(
     its output.
     """
     group = heads // kv_heads
-    left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
+    if construction == "same-random":
+        left, right = same_random(d, kv_heads * k, -beta, generator)
+    else:
+        left, right = factors(noisy_identity(d, alpha, -beta, generator), kv_heads * k, generator)
     values = left.reshape(d, kv_heads, k).transpose(0, 1)
     outputs = right.reshape(d, kv_heads, k).permute(1, 2, 0)
     balance = group**0.25  # so that V and all the O of its group together have equal norms
     return values / balance, outputs.repeat_interleave(group, dim=0) * (balance / group)
+
+
+def same_random(d: int, k: int, beta: float, generator: Generator) -> tuple[Tensor, Tensor]:
+    """A, B (d, k) with `A B^T = beta Z Z^T`, entries of Z from N(0, 1/k), whose mean is beta I (thesis 3.2.3)."""
+    z = normal(d, k, generator=generator).mul_(math.sqrt(abs(beta) / k))
+    return z * math.copysign(1, beta), z
 
 
 @INITIALISERS.register("mimetic_attention", source="thesis 3.2; attention paper", needs="self-attention")
@@ -145,6 +167,7 @@ def mimetic_attention_(
     alpha_vo: float = 0.4,
     beta_vo: float = 0.4,
     preset: str | None = None,
+    construction: str = "svd",
     parts: str = "both",
     layers: int | list[int] | None = None,
     heads: int | list[int] | None = None,
@@ -163,6 +186,7 @@ def mimetic_attention_(
         alpha_vo: scale of the noise of the value-output product, >= 0.
         beta_vo: minus its diagonal; a negative number gives the thesis's ablation with a positive diagonal.
         preset: published numbers instead: "vision" (.7, .7, .4, .4) or "language" (0, .5, .2, .2).
+        construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, Gaussian, without alphas of its own.
         parts: "both", "qk" or "vo".
         heads: which heads of each layer, which alone have the value-output product; None for all; of heads that share
             a key all or none.
@@ -173,45 +197,49 @@ def mimetic_attention_(
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))
         >>> mimetic_attention_(gpt, preset="language", layers=[0, 1])
     """
-    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, (alpha_qk, beta_qk, alpha_vo, beta_vo))
+    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(preset, construction, (alpha_qk, beta_qk, alpha_vo, beta_vo))
     choice("parts", parts, PARTS)
     found = self_attention(module, strict=strict, caller="mimetic_attention_")
     for part in chosen_heads(chosen_layers(found, layers), heads):
         if parts != "vo":
-            write_query_key(part, alpha_qk, beta_qk, generator)
+            write_query_key(part, construction, alpha_qk, beta_qk, generator)
         if parts != "qk":
-            write_value_output(part, alpha_vo, beta_vo, generator)
+            write_value_output(part, construction, alpha_vo, beta_vo, generator)
     return module
 
 
 Numbers = tuple[float, float, float, float]
 
 
-def numbers(preset: str | None, given: Numbers) -> Numbers:
+def numbers(preset: str | None, construction: str, given: Numbers) -> Numbers:
     """The alphas and betas, checked, or those of the preset."""
     names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
+    choice("construction", construction, CONSTRUCTIONS)
     for name, value in zip(names, given, strict=True):
         number(name, value, least=0 if name.startswith("alpha") else -math.inf)
+    defaults = PRESETS["vision"]
+    if construction == "same-random" and given[::2] != defaults[::2]:
+        raise UsageError("construction: the noise of 'same-random' follows from the widths; leave out the alphas")
     if preset is None:
         return given
     choice("preset", preset, PRESETS)
-    if given != PRESETS["vision"]:  # the defaults
+    if given != defaults:
         raise UsageError(f"preset: {preset!r} sets {', '.join(names)}; leave them out")
     return PRESETS[preset]
 
 
-def write_query_key(part: AttentionPart, alpha: float, beta: float, generator: Generator) -> None:
+def write_query_key(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `W_Q W_K^T ~ alpha Z + beta I` in every head of one attention module."""
     d, k, group = part.width, part.head_width, part.heads // part.kv_heads
-    pairs = [query_key(d, k, group, alpha, beta, generator) for _ in range(part.kv_heads)]
+    pairs = [query_key(d, k, group, alpha, beta, generator, construction) for _ in range(part.kv_heads)]
     part.write("q", torch.cat([queries for queries, _ in pairs]))
     part.write("k", torch.stack([key for _, key in pairs]))
 
 
-def write_value_output(part: AttentionPart, alpha: float, beta: float, generator: Generator) -> None:
+def write_value_output(part: AttentionPart, construction: str, alpha: float, beta: float, generator: Generator) -> None:
     """Make `sum_h W_V W_proj ~ alpha Z - beta I` in one attention module."""
     sizes = part.width, part.heads, part.kv_heads, part.value_width
-    values, outputs = value_output(*sizes, alpha, beta, generator)
+    values, outputs = value_output(*sizes, alpha, beta, generator, construction)
     part.write("v", values)
     part.write("o", outputs)
 

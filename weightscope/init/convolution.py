@@ -129,13 +129,14 @@ def draw_filters(channels: int, covariance: np.ndarray, psd: str, generator: Gen
 def random_filters_(
     module: M, *, distribution: str = "normal", gain: float = 1.0, strict: bool = True, generator: Generator = None
 ) -> M:
-    """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`.
+    """Draw independent entries in every depthwise filter: `F ~ N(0, gain^2 / (kh kw))`, or uniform, same variance.
 
     f^2 independent filters span all f x f filters: by Proposition 1 the channel mixing then reaches, but for
     activations, whatever trained filters could if D >= k f^2, k the rank of the input.
 
     Args:
-        distribution: "normal", or "absolute" for the absolute values, which are a control of the sign.
+        distribution: "normal", "uniform", or "absolute" for the absolute values of normal entries, which are a control
+            of the sign.
         gain: > 0.
 
     Source: impulse paper, Proposition 1 and section 5.6.
@@ -143,12 +144,15 @@ def random_filters_(
     Example:
         >>> random_filters_(convmixer, generator=torch.Generator().manual_seed(0))
     """
-    choice("distribution", distribution, ("normal", "absolute"))
+    choice("distribution", distribution, ("normal", "uniform", "absolute"))
     positive("gain", gain)
     for part in depthwise(module, strict=strict, caller="random_filters_"):
         shape = (part.channels, *part.kernel)
         draws = normal(*shape, generator=generator)
-        draws = draws.abs() if distribution == "absolute" else draws
+        if distribution == "uniform":
+            draws = (torch.special.ndtr(draws) * 2 - 1) * math.sqrt(3)
+        elif distribution == "absolute":
+            draws = draws.abs()
         part.write(draws * (gain / math.sqrt(math.prod(part.kernel))))
     return module
 

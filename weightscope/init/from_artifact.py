@@ -221,6 +221,6 @@ def _products(module: nn.Module, fit: ProductFit, *, generator: Generator, stric
                 found = [getattr(layer, kind) for layer in fit.layers]
                 values = zip(*((product.alpha, product.beta) for product in found), strict=True)
                 alpha, beta = (float(np.interp(i / max(1, len(parts) - 1), depths, x)) for x in values)
-                write(part, alpha, beta if kind == "qk" else -beta, generator)  # `beta_vo` is minus the diagonal
+                write(part, "svd", alpha, beta if kind == "qk" else -beta, generator)  # `beta_vo` is minus the diagonal
                 touched += [name for letter in kind for name in part.parameters[letter]]
     return list(dict.fromkeys(touched))
