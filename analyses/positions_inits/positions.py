@@ -18,7 +18,8 @@ def start(
 ) -> nn.Module:
     """Set the positions, and the attention if asked to.
 
-    Learned positions are N(0, 0.02^2), as the network's own; permuted ones are the entries of the sinusoidal ones in random order.
+    Learned positions are N(0, 0.02^2), as the network's own. Permuted ones are the entries of the sinusoidal ones in
+    random order.
     """
     if mimetic:  # first, so that its random numbers are those of the arm with sinusoidal positions
         mimetic_attention_(module, generator=generator)
