@@ -4,7 +4,7 @@ import contextlib
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -186,12 +186,8 @@ def parts_of(source: WeightSamples, networks: int | None = None, size: int = 0) 
 class Sums:
     """Several sums that are added up (`+=`) one by one; an error takes the place of one that failed."""
 
-    def __init__(self, empty: Iterable[Callable[[], Any]]) -> None:
-        self.items: list[Any] = []
-        for i, new in enumerate(empty):
-            self.items.append(None)
-            with self.attempt(i):
-                self.items[i] = new()
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
 
     def alive(self) -> list[int]:
         """Which have not failed."""
