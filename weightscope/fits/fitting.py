@@ -155,8 +155,8 @@ def fit_each(
         rivals = [[c] for c in candidates] if each else [candidates]
 
         def total(function: Callable[[Blocks], T], size: int = 0, part: WeightSpec = part) -> T:
-            """A function of blocks of each part of the source, summed; `size` is about how many bytes a result takes."""
-            return over_parts(parts, partial(networks.over, part, function), workers, size=size)
+            """A function of blocks of each part of the source, summed; a result takes about `size` bytes."""
+            return over_parts(parts, lambda each, i: function(networks.blocks(part, each, i)), workers, size=size)
 
         chosen = _compared(name, rivals, inner, tests, total, partial(networks.matrix, part, parts))
         for k, (best, those) in enumerate(zip(chosen, rivals, strict=True)):
@@ -282,10 +282,6 @@ class _UsableNetworks:
     def _begin(self, rows: np.ndarray) -> None:
         if len(self.head) < CENTRE:
             self.head = np.concatenate([self.head, rows[: CENTRE - len(self.head)]])
-
-    def over(self, part: WeightSpec, function: Callable[[Blocks], T], source: WeightSamples, i: int) -> T:
-        """A function of `blocks`."""
-        return function(self.blocks(part, source, i))
 
     def matrix(self, part: WeightSpec, sources: Sequence[WeightSamples]) -> np.ndarray:
         """The varying entries of some tensors in all networks, (N, D) float64."""
