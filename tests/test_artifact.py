@@ -21,8 +21,8 @@ from torch import nn
 from weightscope._util.plugins import source_hash
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.fits import STRUCTURES, PopulationFit, load_artifact, write_standalone
-from weightscope.fits.artifact import Group
 from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import Group
 from weightscope.fits.standalone import standalone_source
 from weightscope.init.from_artifact import PopulationInit, load_init
 from weightscope.spec import TensorSpec, WeightSpec

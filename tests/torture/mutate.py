@@ -45,8 +45,8 @@ from torch import nn
 from weightscope._util.environment import environment
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import load_artifact
 from weightscope.fits.fitting import fit
+from weightscope.fits.population_fit import load_artifact
 from weightscope.population import Population, export
 from weightscope.population.exporting import read_export
 from weightscope.recipe import InitConfig, Recipe

@@ -12,7 +12,7 @@ from weightscope.auditing.intervals import DECIDED, UNTOUCHED, error_in, predict
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import UsageError
 from weightscope.fits import Exchangeable, load_artifact
-from weightscope.fits.artifact import PopulationFit
+from weightscope.fits.population_fit import PopulationFit
 from weightscope.fits.pretrained import placed
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType

@@ -16,8 +16,8 @@ from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import PopulationFit
 from weightscope.fits.fitting import fit_each
+from weightscope.fits.population_fit import PopulationFit
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 

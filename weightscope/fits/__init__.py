@@ -7,16 +7,16 @@ structure          the contract of a fitted distribution (`Structure`); one file
   exchangeable     whole networks; `resizing` takes it to other widths and depths
 fitting            `fit`: structures fitted to a population, compared by held-out likelihood; `fit_init`
 one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
-artifact           fits to a population (`PopulationFit`) and to one network, and their file: `load_artifact`
+artifact           the file of a fit, and fits to one network; `population_fit`: those to a population, `load_artifact`
 standalone         `write_standalone`, a Python file that needs torch and safetensors only
 """
 
 from weightscope.fits.artifact import NetworkFit as NetworkFit
-from weightscope.fits.artifact import PopulationFit as PopulationFit
-from weightscope.fits.artifact import load_artifact as load_artifact
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.gaussian import Dense, Diagonal, Isotropic, LowRank
 from weightscope.fits.group_means import GroupMeans
+from weightscope.fits.population_fit import PopulationFit as PopulationFit
+from weightscope.fits.population_fit import load_artifact as load_artifact
 from weightscope.fits.resizing import resized_fit as resized_fit
 from weightscope.fits.separable import Kronecker
 from weightscope.fits.standalone import write_standalone as write_standalone

@@ -23,7 +23,8 @@ from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers
 from weightscope._version import __version__
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
-from weightscope.fits.artifact import Group, NetworkFit, PopulationFit, structure_label, varying_spec
+from weightscope.fits.artifact import NetworkFit
+from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
 from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import CENTRE, centre_of

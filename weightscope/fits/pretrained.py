@@ -17,9 +17,9 @@ from weightscope._version import __version__
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.anatomy.places import Source, tensors_of
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.fits.artifact import Group, PopulationFit
 from weightscope.fits.exchangeable import Amplification, Exchangeable, Gain
 from weightscope.fits.one_network import origin
+from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.fits.resizing import (
     block_of,
     default_deviations,

@@ -12,8 +12,8 @@ from scipy.linalg import cholesky
 
 from weightscope._util.names import listing
 from weightscope.errors import AnatomyError, SpecError
-from weightscope.fits.artifact import Group, PopulationFit
 from weightscope.fits.exchangeable import Exchangeable, mean_vector
+from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed

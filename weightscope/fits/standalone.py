@@ -7,7 +7,7 @@ from pathlib import Path
 from weightscope._util import atomic, outputs
 from weightscope._util.names import listing
 from weightscope.errors import UsageError
-from weightscope.fits.artifact import PopulationFit, load_artifact
+from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.structure import STRUCTURES, Structure
 
 _FORMS = ("affine", "kronecker", "group_means")  # what the template samples; others bring a function of their own

@@ -17,9 +17,10 @@ from weightscope.anatomy.effective import writable
 from weightscope.anatomy.places import Source
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits import Structure
-from weightscope.fits.artifact import NetworkFit, PopulationFit, load_artifact
+from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit
+from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output

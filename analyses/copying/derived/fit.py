@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 import weightscope as ws
-from weightscope.fits.artifact import PopulationFit
+from weightscope.fits.population_fit import PopulationFit
 from weightscope.statistics.samples import WeightArray
 
 LEAST = 0.9  # accuracy at the training length of a network that copies
