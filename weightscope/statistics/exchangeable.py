@@ -305,7 +305,8 @@ class ExchangeableMoments:
         if self.n >= 3 and key:
             mean, squares, weights = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
-            flat = centred(self._units[key], self._types[key]).reshape(-1, len(mean)) / self.n
+            kind = self._types[key]
+            flat = centred(self._units[key], kind).reshape(prod(kind.sizes), len(mean)) / self.n
             own = weights.diagonal() + (weights.diagonal() == 0)  # zero where a copy is
             means = flat.T @ flat * weights / np.outer(own, own)
             left = np.maximum(1 - means.diagonal(), 1e-12)
