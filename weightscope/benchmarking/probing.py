@@ -167,7 +167,7 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
 
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
     """Train the classifiers of some networks; returns `_METRICS`: (T,), by epoch (T, E), by test image (T, n)."""
-    weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
+    weights = initial_weights(recipe, ids, lambda: build_for(recipe))
     with seeded(0):
         network = build_for(recipe).to(device)
     images = (data.train_images, data.test_images)

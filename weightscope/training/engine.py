@@ -142,7 +142,7 @@ class TileRun:
         if distillation is not None:
             template = distillation.extended(template, recipe.data.output_shape()[-1])
         self.nets = networks_for(recipe, template, self.ids, device, kernels)
-        start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
+        start = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
         self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
         if distillation is not None:
@@ -203,7 +203,7 @@ class TileRun:
         snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
         hits = getattr(self.batches, "hits", None)
         hits = None if hits is None else hits.cpu().numpy()
-        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots, hits=hits)
+        return TrainedTile(self.tile, weights, metrics, snapshots, hits=hits)
 
     def _weights(self) -> np.ndarray:
         """What is stored of the weights, (T, D): of the average, if there is one."""
