@@ -17,7 +17,7 @@ from weightscope._util.names import shortened
 from weightscope._util.sources import POPULATION_FILE, open_regular, read_regular
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
-from weightscope.recipe.sections import MOST_NETWORKS
+from weightscope.recipe.recipe import MOST_NETWORKS
 from weightscope.spec import WeightSpec
 
 _log = logging.getLogger(__name__)
