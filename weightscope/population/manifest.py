@@ -14,7 +14,7 @@ import tomli_w
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.sources import POPULATION_FILE, open_regular, read_regular
+from weightscope._util.sources import POPULATION_FILE, read_regular
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
 from weightscope.recipe.recipe import MOST_NETWORKS
@@ -318,18 +318,6 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
                 f"{path} was collected with another {shortened(name)}: expected hash {shortened(expected)}, "
                 f"found {found}; restore the original, or collect into another folder"
             )
-
-
-def artifact_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"init FILE"` -> 16 hex digits of the sha256 of each initialiser artifact that a recipe names."""
-    hashes = {}
-    for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
-        try:
-            with open_regular(name) as file:
-                hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        except OSError as error:
-            raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
-    return hashes
 
 
 def _others(path: Path) -> list[Path]:

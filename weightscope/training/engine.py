@@ -96,7 +96,9 @@ def train_tile(
     with one_thread(), current(where):
         if kernels is None:
             kernels = choose_kernels(recipe, where).kernels
-        data = _load(recipe, data_root)
+        # a reference may be bound to another function later, and files of a folder may change
+        changes = is_reference(recipe.data.name) or recipe.data.name in (FOLDER, TEXT)
+        data = recipe.data.load(data_root) if changes else _loaded(recipe.data, data_root)
         if data_hash not in (None, data.fingerprint):
             hint = "did they change, or is it another copy?"
             if is_reference(recipe.data.name):
@@ -107,16 +109,8 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _load_cached(section: Task, root: str | None) -> Source:
+def _loaded(section: Task, root: str | Path | None) -> Source:
     return section.load(root)
-
-
-def _load(recipe: Recipe, root: str | Path | None) -> Source:
-    data = recipe.data
-    # a reference may be bound to another function later, and files of a folder may change
-    if is_reference(data.name) or data.name in (FOLDER, TEXT):
-        return data.load(root)
-    return _load_cached(data, None if root is None else str(root))
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:

@@ -47,7 +47,7 @@ def depthwise_conv2d(
         bias = torch.zeros(len(weight)) if bias is None else bias
         return _compiled(_depthwise, _depthwise_backward, x, weight, bias, dilation=dilation)
     weight = weight.to(x.dtype)
-    y = pytorch.depthwise_conv2d(x, weight, dilation=dilation)
+    y = pytorch.DepthwiseConv2d.apply(x, weight, dilation)
     return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     if kernels == "c":
         return _compiled(_norm, _norm_backward, x, *norm, eps=eps)
-    return pytorch.normalise(x, norm, 1, eps)
+    return pytorch.Normalise.apply(x, *norm, 1, eps)
 
 
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
