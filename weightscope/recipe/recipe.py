@@ -1,8 +1,9 @@
 """`Recipe` and its sections [data] [training] [distillation] [init] [population] [bench]."""
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -19,20 +20,118 @@ from pydantic import (
     model_validator,
 )
 
-from weightscope._util.names import shortened
+from weightscope._util.names import fitted, nearest, shortened
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.sources import recipe_path
+from weightscope._util.sources import read_regular, reason, recipe_path
 from weightscope.data import sequence_config  # noqa: F401 - registered in SECTIONS
 from weightscope.data.image_section import DataConfig
-from weightscope.data.task import Count, Fraction, FromList, NonNegative, Positive, Section, Seed, Share, Task, Width
+from weightscope.data.task import (
+    TOO_DEEP,
+    Count,
+    Fraction,
+    FromList,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    Task,
+    Width,
+    check_numbers,
+)
 from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import check_numbers, parse_toml, read_toml, validated
 from weightscope.recipe.networks import SECTIONS, NetworkField
 
+_MOST_ERRORS = 3
+_LARGEST = 2**20  # bytes; recipes have about 1000
 MOST_NETWORKS = 10_000_000
 MOST_SNAPSHOTS = 1024
 Moment = Annotated[int, Field(ge=0, lt=2**31)]
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+# --- TOML text to values, and errors to messages ----------------------------------------------------------------------
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The values of TOML text; raises RecipeError."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise RecipeError(f"{where}: {TOO_DEEP}") from None
+    except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
+        raise RecipeError(f"{where}: not TOML: {error}") from error
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file; raises RecipeError."""
+    try:
+        text = read_regular(path, _LARGEST).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {reason(error)}") from error
+    return parse_toml(text, str(path))
+
+
+def validated(model: type[_Model], values: Any, where: str) -> _Model:
+    """The values as a model; RecipeError with the first few errors as `path: what is allowed, found what`."""
+    try:
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            errors: Sequence[Any] = error.errors()
+            # which keys a section has may depend on its name, so they are not judged where that is wrong
+            misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+            told = [e for e in errors if e["type"] != "extra_forbidden" or e["loc"][:-1] not in misnamed]
+            lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
+            more = [f"and {len(told) - len(lines)} more"] * (len(told) > len(lines))
+    except RecursionError:
+        lines, more = [TOO_DEEP], []
+    raise RecipeError(f"{where}: {'; '.join(lines + more)}")
+
+
+def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
+    parts, known = _path(error["loc"], model, values)
+    path = shortened(".".join(parts)) or "(top level)"
+    if error["type"] == "extra_forbidden":
+        near = nearest(parts[-1], known)
+        return f"{path}: unknown key, " + (f"did you mean {near!r}?" if near else f"there are {fitted(known)}")
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    found = "" if isinstance(error["input"], dict) else f", found {shortened(repr(error['input']))}"
+    return f"{path}: {message[0].lower()}{message[1:]}{found}"
+
+
+def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[list[str], list[str]]:
+    """The path of an error in the recipe, without pydantic's tags of unions, and the keys of the section there."""
+    models, path = [model], []
+    known: list[str] = []
+    for part in loc:
+        models = [m.of(values) if hasattr(m, "of") else m for m in models]
+        known = list(dict.fromkeys(key for m in models for key in m.model_fields))
+        if isinstance(part, str) and part not in known and not (isinstance(values, Mapping) and part in values):
+            continue
+        path.append(str(part))
+        if isinstance(part, int):
+            continue
+        values = values.get(part) if isinstance(values, Mapping) else None
+        fields = [m.model_fields[part] for m in models if part in m.model_fields]
+        models = [inner for field in fields for inner in _models(field.annotation)]
+    return path, known
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+# --- the sections -----------------------------------------------------------------------------------------------------
 
 
 def _section(value: Any) -> Any:
@@ -237,6 +336,9 @@ class BenchConfig(Section):
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
 
 
 class Recipe(Section):
