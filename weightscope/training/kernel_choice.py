@@ -292,7 +292,7 @@ def _choose(recipe: Recipe, device: torch.device) -> Choice:
     kernels: Kernels = "inductor" if device.type == "cuda" else "c"
     try:
         _refuse(recipe, device)
-        made = build.build_id() if kernels == "c" else f"triton {version('triton')}"
+        made = build.library("float")[1] if kernels == "c" else f"triton {version('triton')}"
         choice = Choice(kernels, made, check_kernels(recipe, kernels, device))
     except UsageError as error:
         if training.kernels != "auto":

@@ -233,7 +233,7 @@ def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None
             f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
         )
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
-    function = getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)
+    function = getattr(library("float" if given[0].dtype == torch.float32 else "double")[0], name)
     if function(*map(_pointer, tensors), *values):
         raise MemoryError(f"{name}: cannot allocate the workspace")
 
