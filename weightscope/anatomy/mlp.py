@@ -1,7 +1,6 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +20,6 @@ from weightscope.anatomy.tensors import (
     in_layers,
     places,
     template,
-    unread_matrices,
 )
 from weightscope.errors import AnatomyError, UsageError
 
@@ -169,9 +167,9 @@ def _bias(tensors: NamedTensors, slot: Slot) -> Slot | None:
 _MODULE = re.compile(r"(^|_)(mlp|ffn|feed_?forward|ff|experts)s?\d*$", re.IGNORECASE)
 
 
-def unparsed(tensors: NamedTensors, parts: Sequence[MLPPart]) -> tuple[str, ...]:
-    """Two or more matrices in a module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts` that were not read."""
-    return unread_matrices(tensors, parts, lambda name: None if POSITIONAL.search(name) else deepest(name, _MODULE))
+def owner(name: str) -> str | None:
+    """The module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts` that a tensor is of."""
+    return None if POSITIONAL.search(name) else deepest(name, _MODULE)
 
 
 @dataclass(frozen=True, eq=False)
