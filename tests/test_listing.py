@@ -63,7 +63,8 @@ def test_the_catalogue_is_a_result() -> None:
     assert repr(found) == f"<Catalogue: {len(found.entries)} datasets>"
     assert "1 x 8 x 8 pixels, 1,437 training and 360 test images" in found.text()
     assert found["copy"].signature.startswith("copy(length, vocabulary, train=2000, test=100, held_out='test'")
-    assert found["copy"].description == "Sequences. Repeat the string: a b c | a b c, tokens 0 to v - 2 uniform, then the separator v - 1."
+    description = "Sequences. Repeat the string: a b c | a b c, tokens 0 to v - 2 uniform, then the separator v - 1."
+    assert found["copy"].description == description
     assert set(found.to_pandas()["kind"]) == {"datasets"}
     json.dumps(catalogue().to_dict(), allow_nan=False)
     assert max(map(len, catalogue().text().splitlines())) <= 110
