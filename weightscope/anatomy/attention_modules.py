@@ -142,7 +142,8 @@ class AttentionPart(InSlots):
             rows = torch.arange(self._tensors.shape(slot.name)[int(slot.transposed)])
             rows = rows if slot.rows is None else rows[slot.rows]
             kept = numbers if part in "qo" else groups
-            return replace(slot, rows=rows.reshape(slot.heads or 1, -1)[kept].flatten(), heads=len(kept))
+            assert slot.shape is not None
+            return replace(slot, rows=rows.reshape(slot.shape[:2])[kept].flatten(), shape=(len(kept), *slot.shape[1:]))
 
         weights = {part: some(part, slot) for part, slot in self._weights.items()}
         biases = {part: slot if part == "o" else some(part, slot) for part, slot in self._biases.items()}
@@ -212,7 +213,7 @@ def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str
     elif pair:
         spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
     weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
-    weights["o"] = Slot(out, None, not transposed, outputs=True)  # (in, out): its rows are those of heads
+    weights["o"] = Slot(out, None, not transposed)  # (in, out): its rows are those of heads
     return weights, _biases(tensors, prefix, scheme, weights, rows)
 
 
@@ -299,7 +300,7 @@ def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: 
     path = prefix.removesuffix(".")
     sizes = {part: slot.size(tensors) for part, slot in weights.items()}
     heads, kv_heads, k, values = _heads(tensors, path, sizes)
-    counts = {"q": heads, "k": kv_heads, "v": kv_heads}
+    blocks = {"q": (heads, k), "k": (kv_heads, k), "v": (kv_heads, values), "o": (heads, values)}
     kind = _kind(tensors, path, sizes)
     return AttentionPart(
         layer=0,
@@ -319,8 +320,11 @@ def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: 
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
         _tensors=tensors,
-        _weights={name: replace(slot, heads=counts.get(name, heads)) for name, slot in weights.items()},
-        _biases={name: replace(slot, heads=counts.get(name)) for name, slot in biases.items()},
+        _weights={
+            name: replace(slot, shape=(*blocks[name], sizes[name][1]), swapped=name != "o")
+            for name, slot in weights.items()
+        },
+        _biases={name: slot if name == "o" else replace(slot, shape=blocks[name]) for name, slot in biases.items()},
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -35,8 +35,7 @@ class PatchEmbedding(OneTensor):
     channels: int  # c, of the image
     patch: tuple[int, int]  # height and width of a patch
     _tensors: NamedTensors = field(repr=False)
-    _tensor: str = field(repr=False)
-    _shape: tuple[int, ...] = field(repr=False)
+    _slot: Slot = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +49,7 @@ class PositionEmbedding(OneTensor):
     grid: tuple[int, int] | None  # (rows, columns) of the patches after them; None for a sequence
     trained: bool  # whether it is a parameter that takes gradients (a fixed table is a buffer or frozen)
     _tensors: NamedTensors = field(repr=False)
-    _tensor: str = field(repr=False)
-    _shape: tuple[int, ...] = field(repr=False)
+    _slot: Slot = field(repr=False)
 
 
 def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
@@ -72,7 +70,7 @@ def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
         stride = strides(tensors, path)
         fits = stride == kernel if stride is not None else kernel != (3, 3)
         if fits and (_PATCH.search(name) or (first and stride is not None and max(kernel) > 1)):
-            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name, shape))
+            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, Slot(name, vector=True)))
         first = False
     return parts
 
@@ -97,7 +95,8 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
         patch = owners.get(name)
         prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)
         trained = tensors.trained(name)
-        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, name, (tokens, width)))
+        slot = Slot(name, vector=True, shape=(tokens, width))
+        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, slot))
     return parts
 
 

@@ -213,9 +213,9 @@ class Slot:
     name: str  # of the tensor
     rows: Rows = None  # of the (out, in) matrix
     transposed: bool = False  # the tensor stores (in, out), as transformers' Conv1D does
-    vector: bool = False  # the tensor is a vector (a bias), read as it is
-    heads: int | None = None  # number of blocks of equal height in the rows, which are then read with an axis for them
-    outputs: bool = False  # each block is read as it is, and not as (columns, rows)
+    vector: bool = False  # the tensor is no matrix (a bias, filters), taken as it is
+    shape: tuple[int, ...] | None = None  # in which the rows are read, such as (heads, rows of one, columns)
+    swapped: bool = False  # after which the last two axes are exchanged
 
     def size(self, tensors: NamedTensors) -> tuple[int, int]:
         """(rows, columns) of the (out, in) matrix, without reading it."""
@@ -232,13 +232,11 @@ class Slot:
         return tensor.flatten(1).T if self.transposed else tensor.flatten(1)
 
     def read(self, tensors: NamedTensors) -> Tensor:
-        """A copy of the rows, (rows, columns) or (rows,), or of the blocks of heads, float32 or better."""
+        """A copy of the rows, float32 or better: (rows, columns), (rows,), or the shape of the slot."""
         view = self._view(tensors)
         value = exact_float(view if self.rows is None else view[self.rows])
-        if self.heads is None:
-            return value
-        value = value.reshape(self.heads, len(value) // self.heads, *value.shape[1:])
-        return value if self.vector or self.outputs else value.mT
+        value = value if self.shape is None else value.reshape(self.shape)
+        return value.mT if self.swapped else value
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors, value: Tensor) -> None:
@@ -246,34 +244,32 @@ class Slot:
         tensors.writable(self.name)
         view = self._view(tensors)
         rows = slice(None) if self.rows is None else self.rows
-        shape = tuple(view[rows].shape)
-        swapped = self.heads is not None and not (self.vector or self.outputs)
-        expected = shape if self.heads is None else (self.heads, shape[0] // self.heads, *shape[1:])
-        expected = (expected[0], expected[2], expected[1]) if swapped else expected
+        stored = view[rows].shape
+        shape = tuple(self.shape or stored)
+        expected = (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
         if tuple(value.shape) != expected:
             raise SpecError(f"`{self.name}`: expected values of shape {expected}, found {tuple(value.shape)}")
-        view[rows] = cast(f"`{self.name}`", (value.mT if swapped else value).reshape(shape), view)
+        view[rows] = cast(f"`{self.name}`", (value.mT if self.swapped else value).reshape(stored), view)
 
 
 class OneTensor:
-    """A part that is one tensor, seen in the shape `_shape`."""
+    """A part that is one tensor."""
 
     _tensors: NamedTensors
-    _tensor: str
-    _shape: tuple[int, ...]
+    _slot: Slot
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of the tensors that `read` and `write` touch."""
-        return (self._tensor,)
+        return (self._slot.name,)
 
     def read(self) -> Tensor:
         """A copy of the numbers, float32 or better."""
-        return exact_float(self._tensors.get(self._tensor)).reshape(self._shape)
+        return self._slot.read(self._tensors)
 
     def write(self, value: Tensor) -> None:
         """Write numbers in place; the exact inverse of `read`."""
-        put(self._tensors, self._tensor, value, self._shape)
+        self._slot.write(self._tensors, value)
 
 
 class InSlots:
@@ -319,16 +315,6 @@ class InSlots:
         if part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")
         self._biases[part].write(self._tensors, value)
-
-
-@torch.no_grad()
-def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    """Write a whole tensor in place, given in the shape that its view has."""
-    if tuple(value.shape) != tuple(shape):
-        raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
-    tensors.writable(name)
-    target = tensors.get(name)
-    target.copy_(cast(f"`{name}`", value, target).reshape(target.shape))
 
 
 def cast(name: str, value: Tensor, target: Tensor) -> Tensor:
