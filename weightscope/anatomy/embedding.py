@@ -90,24 +90,16 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
         if len(shape) == 2 and min(shape) > 1 and tensors.identity(name) not in seen:
             seen.add(tensors.identity(name))
             tables.append((name, shape))
-    owners = _owners([name for name, _ in tables], find_patches(tensors))
+    owners: dict[str, PatchEmbedding] = {}  # each patch embedding is that of the table with the most similar name
+    for patch in find_patches(tensors) if tables else ():
+        owner = max(tables, key=lambda table: shared_path(table[0], patch.name))[0]
+        owners.setdefault(owner, patch)
     for name, (tokens, width) in tables:
-        patch = owners.get(name)
-        prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)
+        prefix, grid = _grid(tensors, name, tokens, owners[name]) if name in owners else (0, None)
         trained = tensors.trained(name)
         slot = Slot(name, vector=True, shape=(tokens, width))
         parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, slot))
     return parts
-
-
-def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchEmbedding]:
-    """Position table -> patch embedding; each patch embedding is assigned to the table with the most similar name."""
-    out: dict[str, PatchEmbedding] = {}
-    for patch in patches:
-        near = [(shared_path(name, patch.name), -i) for i, name in enumerate(names)]
-        if near:
-            out.setdefault(names[-max(near)[1]], patch)
-    return out
 
 
 def shared_path(name: str, other: str) -> int:

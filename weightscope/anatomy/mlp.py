@@ -94,7 +94,8 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         weights = None if POSITIONAL.search(prefix) else _slots(tensors, prefix, scheme)
         if weights is None:
             return None
-        biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
+        names = {part: slot.name.removesuffix("weight") + "bias" for part, slot in weights.items()}
+        biases = {part: Slot(name, weights[part].rows, vector=True) for part, name in names.items() if name in tensors}
         (hidden, width), gate = weights["fc1"].size(tensors), weights.get("gate")
         if gate is not None and gate.size(tensors) != (hidden, width):
             raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
@@ -157,11 +158,6 @@ def _is_conv1d(tensors: NamedTensors, path: str) -> bool:
     if rows == columns:
         return tensors.hint(path, ("model_type",), str) in ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
     return columns > rows
-
-
-def _bias(tensors: NamedTensors, slot: Slot) -> Slot | None:
-    name = slot.name.removesuffix("weight") + "bias"
-    return Slot(name, slot.rows, vector=True) if name in tensors else None
 
 
 _MODULE = re.compile(r"(^|_)(mlp|ffn|feed_?forward|ff|experts)s?\d*$", re.IGNORECASE)
