@@ -9,7 +9,7 @@ of any width is described by a few small matrices, each estimated from N d_S sam
 Tests of the pairs of such a covariance say which tensors of a network are correlated.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import atanh, copysign, inf, lgamma, log, prod, sqrt, tanh
@@ -30,34 +30,28 @@ from weightscope.statistics.permutations import InvariantType, PermutationSpec, 
 CENTRE = 64  # networks whose median is taken
 
 
-class _Averages:
+Averages = Callable[[View, tuple[str, ...]], np.ndarray]
+
+
+def _averages(arrays: Mapping[str, np.ndarray]) -> Averages:
     """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
 
     What has been summed over one axis is used again for sums over more.
     """
+    sums: dict[tuple[str, tuple[int, ...]], np.ndarray] = {(name, ()): array for name, array in arrays.items()}
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays = arrays
-        self._sums: dict[tuple[str, frozenset[int]], np.ndarray] = {}
-
-    def __call__(self, view: View, keep: tuple[str, ...]) -> np.ndarray:
-        away = frozenset(i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
-        array = self._summed(view, away)
+    def averaged(view: View, keep: tuple[str, ...]) -> np.ndarray:
+        away = tuple(i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
+        for n, axis in enumerate(away):
+            if (view.name, away[: n + 1]) not in sums:
+                sums[view.name, away[: n + 1]] = _sum(sums[view.name, away[:n]], axis + 1 - n)
         axes = [axis for axis in view.axes if axis is None or axis in keep]
         order = [0, *(axes.index(group) + 1 for group in keep), *(i + 1 for i, axis in enumerate(axes) if axis is None)]
-        moved = array.transpose(order)
+        moved = sums[view.name, away].transpose(order)
         moved = moved.reshape(*moved.shape[: len(keep) + 1], view.copies)
-        return moved / sqrt(_away(view, keep)) if away else moved
+        return moved / sqrt(prod(view.shape[i] for i in away)) if away else moved
 
-    def _summed(self, view: View, away: frozenset[int]) -> np.ndarray:
-        """The view's array with these of its axes summed."""
-        if not away:
-            return self._arrays[view.name]
-        if (view.name, away) not in self._sums:
-            last = max(away)
-            before = self._summed(view, away - {last})
-            self._sums[view.name, away] = _sum(before, last + 1 - sum(i < last for i in away))
-        return self._sums[view.name, away]
+    return averaged
 
 
 def _sum(array: np.ndarray, axis: int) -> np.ndarray:
@@ -69,11 +63,12 @@ def _sum(array: np.ndarray, axis: int) -> np.ndarray:
     return out.reshape(len(array), *lead, *rest)
 
 
-def centred(stack: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """A copy whose mean along each of the axes is zero: the projection on the standard part of each."""
+def centred(stack: np.ndarray, kind: InvariantType) -> np.ndarray:
+    """A copy of (..., *sizes of S, C) with mean zero along each unsigned axis: the projection on the type's part."""
     stack = np.array(stack, dtype=np.float64)
-    for axis in axes:
-        stack -= stack.mean(axis=axis, keepdims=True)
+    for axis, label in enumerate(kind.groups, -len(kind.groups) - 1):
+        if not is_signed(label):
+            stack -= stack.mean(axis=axis, keepdims=True)
     return stack
 
 
@@ -81,11 +76,8 @@ def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: Permuta
     """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes."""
     tensors = spec.unpack(weights)
     for kind in permutations.types:
-        views = {view.name: view.of(tensors[view.tensor]) for view in kind.views}
-        averages = _Averages(views)
-        rows = [averages(view, kind.groups) for view in kind.views]
-        unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
-        yield centred(np.concatenate(rows, axis=-1), unsigned)
+        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in kind.views})
+        yield centred(np.concatenate([averages(view, kind.groups) for view in kind.views], axis=-1), kind)
 
 
 def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
@@ -108,8 +100,8 @@ def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
     there = [axis for axis in view.axes if axis is None or axis in keep]
     fixed_at = iter(range(len(keep) + 1, part.ndim))
     part = part.transpose([0, *(next(fixed_at) if axis is None else keep.index(axis) + 1 for axis in there)])
-    missing = tuple(i + 1 for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
-    return np.expand_dims(part, missing) / sqrt(_away(view, keep))
+    missing = [i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep]
+    return np.expand_dims(part, tuple(i + 1 for i in missing)) / sqrt(prod(view.shape[i] for i in missing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,9 +187,8 @@ class ExchangeableMoments:
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         # for each type over networks (*sizes of S, C), and single copies over their squared lengths (*sizes of S, C1)
-        places = {key: [permutations.sizes[label.removeprefix("~")] for label in key] for key in self._types}
-        self._sums = {key: np.zeros((*places[key], kind.copies)) for key, kind in self._types.items()}
-        self._units = {key: np.zeros((*places[key], int(one.sum()))) for key, one in self._single.items()}
+        self._sums = {key: np.zeros((*kind.sizes, kind.copies)) for key, kind in self._types.items()}
+        self._units = {key: np.zeros((*self._types[key].sizes, int(one.sum()))) for key, one in self._single.items()}
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
         self._centre = np.empty(0) if centre is None else centre  # (D,), which is subtracted
 
@@ -238,8 +229,7 @@ class ExchangeableMoments:
             self._centre = centre_of(block)
         block -= self._centre
         tensors = self.spec.unpack(block)
-        views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
-        averages = _Averages(views)
+        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
                 grams = _centred_grams(averages, kind.views, key)
@@ -251,10 +241,9 @@ class ExchangeableMoments:
                 units = np.stack([np.tensordot(w, averages(v, key)[..., 0], 1) for w, v in weighted], -1)
             else:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
-                unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
-                sums, products = joined.sum(axis=0), _centred_products(joined, unsigned)
+                sums, products = joined.sum(axis=0), _centred_products(joined, kind)
                 if key:
-                    parts = centred(joined, unsigned).reshape(len(block), kind.places, -1)
+                    parts = centred(joined, kind).reshape(len(block), -1, kind.copies)
                     single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
                     inverse = _inverse_lengths(grams)
@@ -286,8 +275,7 @@ class ExchangeableMoments:
         out = []
         centres = invariant_parts(self._centre[None], self.spec, self.permutations)
         for (key, kind), centre in zip(self._types.items(), centres, strict=True):
-            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], unsigned), centre))
+            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], kind), centre))
             samples = (self.n - (about == "networks")) * kind.dimension
             matrix = self._products[key] - sums.T @ sums / self.n
             mean = sums / self.n + centre
@@ -299,7 +287,7 @@ class ExchangeableMoments:
             own = self._alone(key)
             traces = self._traces[key]
             networks = _inflation(traces[0], self.n)
-            units = _inflation(traces[1], self.n * kind.places) if traces[1].any() else networks
+            units = _inflation(traces[1], self.n * prod(kind.sizes)) if traces[1].any() else networks
             sizes = [view.copies for view in kind.views]
             errors = own[1] * np.sqrt(networks).repeat(sizes, axis=0).repeat(sizes, axis=1)
             means = np.zeros(kind.copies) if key else mean[0]
@@ -317,8 +305,8 @@ class ExchangeableMoments:
         if self.n >= 3 and key:
             mean, squares, weights = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
-            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-            flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
+            kind = self._types[key]
+            flat = centred(self._units[key], kind).reshape(prod(kind.sizes), len(mean)) / self.n
             own = weights.diagonal() + (weights.diagonal() == 0)  # zero where a copy is
             means = flat.T @ flat * weights / np.outer(own, own)
             left = np.maximum(1 - means.diagonal(), 1e-12)
@@ -358,19 +346,19 @@ def _inflation(moments: np.ndarray, n: int) -> np.ndarray:
     return np.divide(n * moments[:-1], scale, out=np.ones_like(scale), where=moments[:-1] > 0)
 
 
-def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:
+def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
     """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
-    if len(unsigned) != 1 or joined.ndim != 3:
-        joined, unsigned = (centred(joined, unsigned) if unsigned else joined), ()
-    rows = joined.reshape(-1, joined.shape[-1])
+    unsigned = [label for label in kind.groups if not is_signed(label)]
+    alone = len(unsigned) == len(kind.groups) == 1  # centring the products is then cheaper than centring the parts
+    rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.copies)
     out = rows.T @ rows
-    if unsigned:  # centring the products is cheaper than centring the parts
+    if alone:
         sums = joined.sum(axis=1)
         out -= sums.T @ sums / joined.shape[1]
     return out
 
 
-def _centred_grams(averages: _Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
+def _centred_grams(averages: Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
     out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
     for smaller in subsets([label for label in key if not is_signed(label)]):
@@ -389,11 +377,6 @@ def _inverse_lengths(grams: np.ndarray) -> np.ndarray:
     """1 / sqrt(G_aa) (n, C) of Gram matrices (n, C, C); zero where G_aa is."""
     lengths = np.sqrt(np.maximum(grams.diagonal(axis1=1, axis2=2), 0))
     return np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-
-
-def _away(view: View, keep: tuple[str, ...]) -> int:
-    """The number of entries that are averaged for a type."""
-    return prod(n for n, axis in zip(view.shape, view.axes, strict=True) if axis is not None and axis not in keep)
 
 
 @dataclass(frozen=True)
@@ -433,15 +416,19 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
         places = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
         for a, b in combinations(testable, 2):
-            block = found.covariance[blocks[a], blocks[b]]
-            if block.size == 1:
-                pair = _single(found, blocks[a].start, blocks[b].start)
-            else:
+            block, i, j = found.covariance[blocks[a], blocks[b]], blocks[a].start, blocks[b].start
+            tested = None
+            if block.size > 1:
                 effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[places[a], places[b]]))
-                pair = _canonical(block, white[a], white[b], found.samples / effect)
-            if pair is not None:
-                correlation, interval, z, p = pair
-                out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
+                tested = _canonical(block, white[a], white[b], found.samples / effect)
+            elif (scale := sqrt(found.covariance[i, i] * found.covariance[j, j])) > 0:
+                value, error = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
+                known = bool(np.isfinite(error))
+                r = float(np.clip(value if known else block.item() / scale, -1, 1))
+                error = float(error) if known else (1 - r**2) / sqrt(found.samples - 3)
+                tested = r, *fisher_interval(r, error, found.networks - 1 if known else inf)
+            if tested is not None:
+                out.append(Pair(found.kind.groups, a, b, *tested, block.size == 1))
     pairs = [replace(pair, p=p) for pair, p in zip(out, holm([pair.p for pair in out]), strict=True)]
     return sorted(pairs, key=lambda pair: -abs(pair.z))
 
@@ -450,20 +437,6 @@ def design_effect(found: TypeCovariance) -> float:
     """The median over pairs of views of what units of different scale do to the variance of their correlation; >= 1."""
     pairs = np.empty(0) if found.inflation is None else found.inflation[np.triu_indices(len(found.inflation), 1)]
     return max(1.0, float(np.median(pairs))) if len(pairs) else 1.0
-
-
-_Tested = tuple[float, tuple[float, float], float, float]
-
-
-def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
-    scale = sqrt(found.covariance[i, i] * found.covariance[j, j])
-    if not scale > 0 or found.samples < 4:
-        return None
-    own = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
-    known = bool(np.isfinite(own[1]))
-    r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
-    error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
-    return r, *fisher_interval(r, error, found.networks - 1 if known else inf)
 
 
 def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float, float], float, float]:
@@ -478,7 +451,9 @@ def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float
     return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * stdtr(freedom, -abs(centre) / step))
 
 
-def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
+def _canonical(
+    block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float
+) -> tuple[float, tuple[float, float], float, float] | None:
     p, q = left.shape[1], right.shape[1]
     if not p or not q or samples <= p + q + 2:
         return None
@@ -489,23 +464,19 @@ def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: 
     # the logarithm of one that underflows is that of the leading term of the incomplete gamma function
     log_p = log(tail) if tail else (p * q / 2 - 1) * log(statistic / 2) - statistic / 2 - lgamma(p * q / 2)
     z = -float(ndtri(tail / 2)) if log_p > -600 else sqrt(-2 * log_p)
-    low, high = (noncentrality / weight for noncentrality in _noncentralities(statistic, p * q))
+    low, high = (_noncentrality(statistic, p * q, level) / weight for level in (0.975, 0.025))
     # -sum log(1 - rho^2) of all canonical correlations is at least that of the largest, at most min(p, q) times it
     interval = sqrt(-np.expm1(-low / min(p, q))), sqrt(-np.expm1(-high))
     return float(values[0]), interval, z, tail
 
 
-def _noncentralities(statistic: float, freedom: int) -> tuple[float, float]:
-    """The 95 % interval of the noncentrality of a chi-squared statistic: those that make it neither small nor large."""
-
-    def solved(level: float) -> float:
-        if chdtr(freedom, statistic) <= level:
-            return 0.0
-        # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
-        most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
-        return float(brentq(lambda x: chndtr(statistic, freedom, x) - level, 0.0, most))
-
-    return solved(0.975), solved(0.025)
+def _noncentrality(statistic: float, freedom: int, level: float) -> float:
+    """That with which a chi-squared statistic is below this one with such a probability; zero if none is so large."""
+    if chdtr(freedom, statistic) <= level:
+        return 0.0
+    # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
+    most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
+    return float(brentq(lambda x: chndtr(statistic, freedom, x) - level, 0.0, most))
 
 
 def _whitened(block: np.ndarray) -> np.ndarray:
