@@ -31,7 +31,7 @@ from scipy.linalg import blas
 from weightscope._util.environment import usable_cores
 from weightscope.analysis.across_networks import eigenpairs, joint_covariance
 from weightscope.population import Population
-from weightscope.statistics.gram import add_gram
+from weightscope.statistics.moments import add_gram
 
 RANK = 64
 

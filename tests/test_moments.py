@@ -4,8 +4,7 @@ import references_statistics as naive
 from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics.gram import _TorchGram, new_gram
-from weightscope.statistics.moments import BLOCK, Moments, finite_rows
+from weightscope.statistics.moments import BLOCK, Moments, _TorchGram, finite_rows, new_gram
 from weightscope.statistics.shrinkage import shrunk_covariance
 
 

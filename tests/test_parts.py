@@ -17,7 +17,6 @@ from weightscope.cli import main
 from weightscope.errors import DataError, UsageError, WeightscopeError
 from weightscope.fits.fitting import fit
 from weightscope.population import Population, export, exporting
-from weightscope.statistics import kept as kept_sums
 from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import over_parts
@@ -284,13 +283,13 @@ def other_numbers(file, arrays):
 
 def not_finite(file, arrays):
     arrays[-1] = arrays[-1] * np.nan
-    np.savez(file.with_name(f"{file.stem.partition('-')[0]}-{kept_sums._digest(arrays)}.npz"), *arrays)
+    np.savez(file.with_name(f"{file.stem.partition('-')[0]}-{samples._digest(arrays)}.npz"), *arrays)
     file.unlink()
 
 
 def other_shapes(file, arrays):
     arrays[-1] = arrays[-1].ravel()[:1]
-    np.savez(file.with_name(f"{file.stem.partition('-')[0]}-{kept_sums._digest(arrays)}.npz"), *arrays)
+    np.savez(file.with_name(f"{file.stem.partition('-')[0]}-{samples._digest(arrays)}.npz"), *arrays)
     file.unlink()
 
 
@@ -322,7 +321,7 @@ def test_a_damaged_file_of_sums_is_never_used(grown, tamper):
 @pytest.mark.parametrize("change", ["code", "shard", "folder"])
 def test_sums_of_other_code_or_shards_are_not_used_nor_is_a_folder_needed(grown, change, monkeypatch):
     if change == "code":
-        monkeypatch.setattr(kept_sums, "_code", lambda: "another version")
+        monkeypatch.setattr(samples, "_code", lambda: "another version")
     elif change == "shard":
         os.utime(grown / "shards/00001.h5", (1, 1))
     else:
@@ -351,10 +350,10 @@ def test_sums_used_least_recently_go(grown, monkeypatch):
     sizes = {file: file.stat().st_size for file in (grown / "sums").iterdir()}
     (grown / "sums/mine.npz").write_bytes(b"another's")
     oldest = min(sizes, key=lambda file: file.stat().st_mtime_ns)
-    monkeypatch.setattr(kept_sums, "BYTES", sum(sizes.values()) + 100)
+    monkeypatch.setattr(samples, "BYTES", sum(sizes.values()) + 100)
     joint_covariance(Population(grown), "mlp.fc1.bias")
     assert (grown / "sums/mine.npz").exists()
     left = {*(grown / "sums").glob("*-*.npz")}
     assert oldest not in left
     assert len(left) < 4
-    assert sum(file.stat().st_size for file in left) <= kept_sums.BYTES
+    assert sum(file.stat().st_size for file in left) <= samples.BYTES

@@ -18,8 +18,6 @@ from weightscope.analysis.exchangeable import ExchangeableCovariance, exchangeab
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.coordinates import Coordinates
-from weightscope.statistics.gram import Precision
-from weightscope.statistics.kept import Keep
 from weightscope.statistics.mlps import (
     StripeResult,
     TransposedCorrelation,
@@ -28,9 +26,10 @@ from weightscope.statistics.mlps import (
     stripe_terms,
     transposed_terms,
 )
-from weightscope.statistics.moments import BLOCK, EntryMoments, Moments
+from weightscope.statistics.moments import BLOCK, EntryMoments, Moments, Precision
 from weightscope.statistics.out_of_core import Eigenpairs, top_eigenpairs, write_covariance
 from weightscope.statistics.samples import (
+    Keep,
     WeightArray,
     WeightSamples,
     ahead,
@@ -356,7 +355,7 @@ def joint_covariance(
         workers: processes of this machine, by default one for each core, or `Workers` of a cluster, that read a
             population of more than 4,096 networks (`weightscope.statistics.samples.over_parts`).
         keep_sums: whether sums over a population's first parts are kept in its folder, at most 1 GiB, and used when it
-            has grown (`weightscope.statistics.kept`); not those of `file` or a device.
+            has grown (`weightscope.statistics.samples`); not those of `file` or a device.
 
     UsageError for invalid or contradictory options; DataError if fewer than 2 networks are usable.
 
@@ -435,25 +434,23 @@ def _total(source: WeightSamples, coordinates: Coordinates, workers: Workers | i
     """Adds up a function of blocks of coordinates over the parts of a source; one pass over the data, see `Total`."""
 
     def total(function: Callable[[Iterable[np.ndarray]], T], size: int = 0, keep: Keep | None = None) -> T:
-        return over_parts(source, partial(_pass, coordinates, chunk, function), workers, size=size, keep=keep)
+        def task(part: WeightSamples, _: int) -> T:
+            diverged = 0
+
+            def blocks() -> Iterator[np.ndarray]:
+                nonlocal diverged
+                for rows, out in ahead(usable_chunks(part, coordinates.reads.names, chunk)):
+                    diverged += out
+                    yield coordinates(rows)
+
+            found = function(blocks())
+            if isinstance(found, EntryMoments | Moments):
+                found.excluded += diverged
+            return found
+
+        return over_parts(source, task, workers, size=size, keep=keep)
 
     return total
-
-
-def _pass(coordinates: Coordinates, chunk: int, function: Callable[..., T], part: WeightSamples, _: int) -> T:
-    """A function of the blocks of a part; diverged networks are among those that moments count as excluded."""
-    diverged = 0
-
-    def blocks() -> Iterator[np.ndarray]:
-        nonlocal diverged
-        for rows, out in ahead(usable_chunks(part, coordinates.reads.names, chunk)):
-            diverged += out
-            yield coordinates(rows)
-
-    found = function(blocks())
-    if isinstance(found, EntryMoments | Moments):
-        found.excluded += diverged
-    return found
 
 
 ACROSS = ("kind", "computed", "fold_norms", "precision", "device", "chunk", "file", "memory")

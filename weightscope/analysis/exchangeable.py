@@ -6,7 +6,7 @@ And when in training its correlations appear.
 import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,11 +28,10 @@ from weightscope.statistics.exchangeable import (
     correlated_pairs,
 )
 from weightscope.statistics.index_effects import IndexEffect, described
-from weightscope.statistics.kept import Keep
 from weightscope.statistics.moments import BLOCK
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.statistics.samples import WeightSamples, finite_chunks, over_parts
+from weightscope.statistics.samples import Keep, WeightSamples, finite_chunks, over_parts
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -194,35 +193,30 @@ def exchangeable_covariance(
         >>> print(found.text())
     """
     spec = source.spec.select(select)
-    own = _permutations(source, permutations).restrict(spec.names)
+    own = None
+    if permutations is None:
+        with contextlib.suppress(AnatomyError):
+            own = permutations_by_name(source.spec)
+    if own is None or own.heads:  # names do not say all that there is to know
+        from weightscope.anatomy.permutation_groups import permutations_of  # imports torch
+
+        own = permutations_of(source, permutations)
+    own = own.restrict(spec.names)
     centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names, BLOCK)), spec, own)
     empty = partial(ExchangeableMoments, spec, own, centre=centre, index=False)
     keep = Keep(empty, ("exchangeable", spec.to_json(), own.views, centre)) if keep_sums else None
-    moments = over_parts(source, partial(_moments, spec.names, empty), workers, keep=keep)
+
+    def summed(part: WeightSamples, _: int) -> ExchangeableMoments:
+        found = empty()
+        with single_threaded():  # another thread reads; on two cores more of them wait for each other
+            for rows, out in finite_chunks(part, spec.names):
+                found.excluded += out
+                found.update(rows)
+        return found
+
+    moments = over_parts(source, summed, workers, keep=keep)
     found = moments.covariances("networks" if moments.n > 1 else "zero")
     return ExchangeableCovariance(found, own, moments.n, moments.excluded, effects)
-
-
-def _permutations(source: WeightSamples, given: Any) -> PermutationSpec:
-    """As `permutations_of`, which imports torch, unless names say all that there is to know."""
-    if given is None:
-        with contextlib.suppress(AnatomyError):
-            if not (named := permutations_by_name(source.spec)).heads:
-                return named
-    from weightscope.anatomy.permutation_groups import permutations_of
-
-    return permutations_of(source, given)
-
-
-def _moments(
-    names: Sequence[str], empty: Callable[[], ExchangeableMoments], part: WeightSamples, _: int
-) -> ExchangeableMoments:
-    moments = empty()
-    with single_threaded():  # another thread reads; on two cores more of them wait for each other
-        for rows, out in finite_chunks(part, names):
-            moments.excluded += out
-            moments.update(rows)
-    return moments
 
 
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:

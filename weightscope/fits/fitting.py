@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
@@ -154,7 +154,12 @@ def fit_each(
                 with candidate.attempt():
                     candidate.context = cls.context(source.spec, inner, **(own if cls.uses_permutations else {}))
         rivals = [[c] for c in candidates] if each else [candidates]
-        chosen = _compared(name, rivals, inner, tests, _Reading(networks, part, parts, workers))
+
+        def total(function: Callable[[Blocks], T], size: int = 0, part: WeightSpec = part) -> T:
+            """A function of blocks of each part of the source, summed; a result takes about `size` bytes."""
+            return over_parts(parts, lambda each, i: function(networks.blocks(part, each, i)), workers, size=size)
+
+        chosen = _compared(name, rivals, inner, tests, total, partial(networks.matrix, part, parts))
         for k, (best, those) in enumerate(zip(chosen, rivals, strict=True)):
             groups[k].append(Group(name, part, best.fits.pop(), best.options, *frozen))
             tables[k] += [c.row(name, best) for c in those]
@@ -279,9 +284,9 @@ class _UsableNetworks:
         if len(self.head) < CENTRE:
             self.head = np.concatenate([self.head, rows[: CENTRE - len(self.head)]])
 
-    def over(self, part: WeightSpec, function: Callable[[Blocks], T], source: WeightSamples, i: int) -> T:
-        """A function of `blocks`."""
-        return function(self.blocks(part, source, i))
+    def matrix(self, part: WeightSpec, sources: Sequence[WeightSamples]) -> np.ndarray:
+        """The varying entries of some tensors in all networks, (N, D) float64."""
+        return np.concatenate([rows for i, each in enumerate(sources) for _, rows in self.blocks(part, each, i)])
 
     def blocks(self, part: WeightSpec, source: WeightSamples, i: int) -> Blocks:
         """The varying entries of some tensors in part i of a source, in blocks of 256."""
@@ -315,28 +320,6 @@ class _UsableNetworks:
             )
 
 
-class _Reading(NamedTuple):
-    """Passes over one group's entries."""
-
-    networks: _UsableNetworks
-    group: WeightSpec
-    parts: list[Any]
-    workers: Workers | int | None
-
-    def __call__(self, function: Callable[[Blocks], T], size: int = 0) -> T:
-        """A function of blocks of each part, summed; `size` is about how many bytes a result takes."""
-        return over_parts(self.parts, partial(self.networks.over, self.group, function), self.workers, size=size)
-
-    def matrix(self) -> np.ndarray:
-        """All networks, (N, D) float64."""
-        out = np.empty((0, 0))
-        for i, part in enumerate(self.parts):
-            for start, rows in self.networks.blocks(self.group, part, i):
-                out = out if len(out) else np.empty((self.networks.n, rows.shape[1]))
-                out[start : start + len(rows)] = rows
-        return out
-
-
 @dataclass(eq=False)
 class _Candidate:
     """A structure with options, and its score in one group."""
@@ -361,10 +344,6 @@ class _Candidate:
 
     def accumulator(self, spec: WeightSpec) -> Accumulator:
         return self.structure.accumulator(spec, **self.options, **self.context)
-
-    def sums(self, spec: WeightSpec) -> Any:
-        """The accumulator's, empty."""
-        return self.accumulator(spec).sums
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
@@ -402,16 +381,24 @@ def _splits(n: int, holdout: float, seed: int, excluded: int) -> list[np.ndarray
 
 
 def _compared(
-    name: str, rivals: Sequence[list[_Candidate]], spec: WeightSpec, tests: Sequence[np.ndarray], reading: _Reading
+    name: str,
+    rivals: Sequence[list[_Candidate]],
+    spec: WeightSpec,
+    tests: Sequence[np.ndarray],
+    total: Any,
+    matrix: Callable[[], np.ndarray],
 ) -> list[_Candidate]:
-    """Of each list the first candidate with the highest mean score, fitted to all networks."""
+    """Of each list the first candidate with the highest mean score, fitted to all networks.
+
+    `total` passes over blocks of them, `matrix` gives all.
+    """
     alive = [c for those in rivals for c in those if c.failed is None]
     sampled = [c for c in alive if c.structure.needs_samples]
-    _score([c for c in alive if c not in sampled], spec, tests, reading)
-    data = reading.matrix() if sampled else None
+    _score([c for c in alive if c not in sampled], spec, tests, total)
+    blocks = [(0, matrix())] if sampled else []
 
     def held(function: Callable[[Blocks], T], size: int = 0) -> T:
-        return function(iter([(0, data)] if data is not None else []))
+        return function(iter(blocks))
 
     for candidate in sampled:  # one by one, since each keeps its samples
         _score([candidate], spec, tests, held)
@@ -420,8 +407,8 @@ def _compared(
         reasons = "; ".join(f"{c.label}: {c.failed}" for c in rivals[fine.index([])])
         raise DataError(f"`{name}`: no structure can be fitted: {reasons}")
     best = [max(those, key=lambda c: c.scores.mean()) for those in fine]
-    for those, total in ([c for c in best if c not in sampled], reading), ([c for c in best if c in sampled], held):
-        _fit(those, spec, [np.zeros_like(tests[0])], total)
+    for those, read in ([c for c in best if c not in sampled], total), ([c for c in best if c in sampled], held):
+        _fit(those, spec, [np.zeros_like(tests[0])], read)
     for c in best:
         if c.failed is not None:
             raise DataError(f"{c.label}, fitted to all networks: {c.failed}")
@@ -449,7 +436,10 @@ def _unless_failed(found: Any) -> Any:
 
 def _summed(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[np.ndarray], blocks: Blocks) -> Sums:
     """The sums of each candidate over the networks that each split does not hold out."""
-    found = Sums(partial(c.sums, spec) for c in candidates for _ in tests)
+    found = Sums([None] * (len(candidates) * len(tests)))
+    for i in found.alive():
+        with found.attempt(i):
+            found.items[i] = candidates[i // len(tests)].accumulator(spec).sums
     for start, rows in blocks:
         inside = [~test[start : start + len(rows)] for test in tests]
         train = [rows if own.all() else rows[own] for own in inside]
@@ -478,7 +468,7 @@ def _score(candidates: Sequence[_Candidate], spec: WeightSpec, tests: Sequence[n
 
 def _log_probs(candidates: Sequence[_Candidate], tests: Sequence[np.ndarray], blocks: Blocks) -> Sums:
     """Of each candidate the held-out networks and their log-likelihoods, in pairs of arrays."""
-    found = Sums(list for _ in candidates)
+    found = Sums([[] for _ in candidates])
     for start, rows in blocks:
         for split, test in enumerate(tests):
             here = np.flatnonzero(test[start : start + len(rows)])

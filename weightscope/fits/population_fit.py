@@ -1,7 +1,7 @@
 """`PopulationFit`: structures fitted to a population, and their artifact; `load_artifact` reads any artifact."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -13,7 +13,15 @@ from weightscope._util.names import listing
 from weightscope._util.plugins import imported, is_reference, source_hash
 from weightscope._util.trust import CannotRun, trusting
 from weightscope.errors import DataError
-from weightscope.fits.artifact import NETWORK_FORMAT, VERSION, Artifact, NetworkFit, checked_header, read_contents
+from weightscope.fits.artifact import (
+    NETWORK_FORMAT,
+    VERSION,
+    Artifact,
+    NetworkFit,
+    StrictModel,
+    checked_header,
+    read_contents,
+)
 from weightscope.fits.structure import STRUCTURES, Structure, checked, matrix_shapes, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
 
@@ -45,14 +53,12 @@ class Group:
         """How many entries never vary."""
         return 0 if self.varying is None else int((~self.varying).sum())
 
-    @property
-    def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the standard normal arrays that one sample takes, in the order in which they are drawn."""
-        return () if self.structure is None else self.structure.noise_shapes
-
-    def transform(self, noise: Sequence[np.ndarray], size: int) -> np.ndarray:
-        """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
-        inner = np.empty((size, 0)) if self.structure is None else self.structure.transform(noise)
+    def draw(self, normal: Callable[[tuple[int, ...]], np.ndarray], size: int) -> np.ndarray:
+        """Samples (size, D); `normal` draws a standard normal array of a shape."""
+        if self.structure is None:
+            inner = np.empty((size, 0))
+        else:
+            inner = self.structure.transform([normal((size, *shape)) for shape in self.structure.noise_shapes])
         if self.varying is None or self.values is None:
             return inner
         out = np.tile(self.values, (size, 1))
@@ -113,8 +119,7 @@ class PopulationFit(Artifact):
         """Independent weight vectors (size, D) in the order of `spec`."""
         parts: dict[str, np.ndarray] = {}
         for group in self.groups:
-            noise = [rng.standard_normal((size, *shape)) for shape in group.noise_shapes]
-            parts |= group.spec.unpack(group.transform(noise, size))
+            parts |= group.spec.unpack(group.draw(rng.standard_normal, size))
         return np.concatenate([parts[name].reshape(size, -1) for name in self.spec.names], axis=1)
 
     def to_dict(self) -> dict[str, Any]:
@@ -153,7 +158,15 @@ class PopulationFit(Artifact):
         for name in dict.fromkeys(row["group"] for row in self.table):
             lines += ["", name + (f" ({fixed[name]} entries never vary)" if fixed.get(name) else "")]
             lines.append(f"  {'structure':<20}{'parameters':>11}{'held-out':>16}{'difference to best':>26}")
-            lines += [_row_text(row) for row in self.table if row["group"] == name]
+            for row in self.table:
+                if row["group"] == name:
+                    start = f"{'*' if row['chosen'] else ' '} {row['structure']:<20}"
+                    if row["failed"] is not None:
+                        lines.append(f"{start}{'-':>11}  {row['failed']}")
+                        continue
+                    error = f"{row['difference']:.2f} +- {row['difference_se']:.2f}"
+                    difference = "best" if row["difference"] == 0 else error
+                    lines.append(f"{start}{row['parameters']:>11}{row['log_prob']:>16.2f}{difference:>26}")
         lines += [f"{group.name}: fixed, it never varies" for group in self.groups if group.structure is None]
         for group in self.groups:
             if group.structure is not None and (notes := group.structure.notes()):
@@ -214,9 +227,7 @@ class _Row(BaseModel):
         return self
 
 
-class _Header(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class _Header(StrictModel):
     format: Literal["weightscope-initialiser"]
     version: Literal[1]
     spec: list[Any]
@@ -313,14 +324,6 @@ def _spec(rows: list[Any]) -> WeightSpec:
     if not spec.tensors or not all(tensor.size for tensor in spec.tensors):
         raise DataError("its spec has no tensors, or empty ones")
     return spec
-
-
-def _row_text(row: Mapping[str, Any]) -> str:
-    mark = "*" if row["chosen"] else " "
-    if row["failed"] is not None:
-        return f"{mark} {row['structure']:<20}{'-':>11}  {row['failed']}"
-    difference = "best" if row["difference"] == 0 else f"{row['difference']:.2f} +- {row['difference_se']:.2f}"
-    return f"{mark} {row['structure']:<20}{row['parameters']:>11}{row['log_prob']:>16.2f}{difference:>26}"
 
 
 def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationFit | NetworkFit:

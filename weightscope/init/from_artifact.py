@@ -20,7 +20,7 @@ from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit
-from weightscope.fits.population_fit import Group, PopulationFit, load_artifact
+from weightscope.fits.population_fit import PopulationFit, load_artifact
 from weightscope.fits.pretrained import placed
 from weightscope.fits.resizing import resized_fit
 from weightscope.init.attention import write_query_key, write_value_output
@@ -28,7 +28,7 @@ from weightscope.init.base import Generator, M, check_generator, running
 from weightscope.init.convolution import conv_covariance_, draw_transferred
 from weightscope.spec import WeightSpec
 
-__all__ = ["InitReport", "NetworkInit", "PopulationInit", "draw", "load_init"]
+__all__ = ["InitReport", "NetworkInit", "PopulationInit", "load_init"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,11 @@ class PopulationInit(FittedInit):
         there = dict(zip(map(unwrapped, named), named.values(), strict=True)) | named
         source = None if self.result.scale is None else Source(there, module)
         if source is None:
-            found, whole = self._resized(module), there
+            tensors = WeightSpec.of(module).tensors
+            spec = WeightSpec(replace(tensor, name=unwrapped(tensor.name)) for tensor in tensors)
+            if self._last is None or self._last[0] != spec:  # kept for the next module of its shapes
+                self._last = spec, resized_fit(self.result, spec)
+            found, whole = self._last[1], there
         else:
             found = placed(self.result, source)
             whole = {name: source.whole(name) for name in found.spec.names if name in source.names}
@@ -105,9 +109,13 @@ class PopulationInit(FittedInit):
             ]
             more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
             raise SpecError(f"the artifact is for another network: {'; '.join(texts[:3])}{more}")
+
+        def normal(shape: tuple[int, ...]) -> np.ndarray:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64).numpy()
+
         values: dict[str, np.ndarray] = {}
         for group in found.groups:
-            values |= group.spec.unpack(draw(group, generator))
+            values |= group.spec.unpack(group.draw(normal, 1)[0])
         values = {name: values[name] for name in fits}
         if source is not None:
             values = {own: part for name, value in values.items() for own, part in source.split(name, value).items()}
@@ -126,14 +134,6 @@ class PopulationInit(FittedInit):
         done = {id(there[name]) for name in drawn}
         others = [name for name, value in module.named_parameters() if id(value) not in done]
         return InitReport(tuple(drawn), tuple(map(unwrapped, others)), tuple(problems), found.resized)
-
-    def _resized(self, module: nn.Module) -> PopulationFit:
-        """The fit for a module, which is kept for the next one of its shapes."""
-        spec = WeightSpec.of(module)
-        spec = WeightSpec(replace(tensor, name=unwrapped(tensor.name)) for tensor in spec.tensors)
-        if self._last is None or self._last[0] != spec:
-            self._last = spec, resized_fit(self.result, spec)
-        return self._last[1]
 
     def __repr__(self) -> str:
         kinds = sorted({group.label for group in self.result.groups})
@@ -192,14 +192,6 @@ def load_init(
     with trusting(trust):
         found = load_artifact(path, structures=structures)
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
-
-
-def draw(group: Group, generator: Generator) -> np.ndarray:
-    """One sample (D,) float64 of a group, from a torch generator of the CPU."""
-    noise = [
-        torch.randn(*shape, generator=generator, dtype=torch.float64).numpy()[None] for shape in group.noise_shapes
-    ]
-    return group.transform(noise, 1)[0]
 
 
 def _problem(tensor: Tensor | None, shape: tuple[int, ...]) -> str | None:

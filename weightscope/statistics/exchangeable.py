@@ -9,7 +9,7 @@ of any width is described by a few small matrices, each estimated from N d_S sam
 Tests of the pairs of such a covariance say which tensors of a network are correlated.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from math import atanh, copysign, inf, lgamma, log, prod, sqrt, tanh
@@ -30,34 +30,28 @@ from weightscope.statistics.permutations import InvariantType, PermutationSpec, 
 CENTRE = 64  # networks whose median is taken
 
 
-class _Averages:
+Averages = Callable[[View, tuple[str, ...]], np.ndarray]
+
+
+def _averages(arrays: Mapping[str, np.ndarray]) -> Averages:
     """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
 
     What has been summed over one axis is used again for sums over more.
     """
+    sums: dict[tuple[str, tuple[int, ...]], np.ndarray] = {(name, ()): array for name, array in arrays.items()}
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays = arrays
-        self._sums: dict[tuple[str, frozenset[int]], np.ndarray] = {}
-
-    def __call__(self, view: View, keep: tuple[str, ...]) -> np.ndarray:
-        away = frozenset(i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
-        array = self._summed(view, away)
+    def averaged(view: View, keep: tuple[str, ...]) -> np.ndarray:
+        away = tuple(i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
+        for n, axis in enumerate(away):
+            if (view.name, away[: n + 1]) not in sums:
+                sums[view.name, away[: n + 1]] = _sum(sums[view.name, away[:n]], axis + 1 - n)
         axes = [axis for axis in view.axes if axis is None or axis in keep]
         order = [0, *(axes.index(group) + 1 for group in keep), *(i + 1 for i, axis in enumerate(axes) if axis is None)]
-        moved = array.transpose(order)
+        moved = sums[view.name, away].transpose(order)
         moved = moved.reshape(*moved.shape[: len(keep) + 1], view.copies)
-        return moved / sqrt(_away(view, keep)) if away else moved
+        return moved / sqrt(prod(view.shape[i] for i in away)) if away else moved
 
-    def _summed(self, view: View, away: frozenset[int]) -> np.ndarray:
-        """The view's array with these of its axes summed."""
-        if not away:
-            return self._arrays[view.name]
-        if (view.name, away) not in self._sums:
-            last = max(away)
-            before = self._summed(view, away - {last})
-            self._sums[view.name, away] = _sum(before, last + 1 - sum(i < last for i in away))
-        return self._sums[view.name, away]
+    return averaged
 
 
 def _sum(array: np.ndarray, axis: int) -> np.ndarray:
@@ -81,8 +75,7 @@ def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: Permuta
     """The parts of each type S in turn, (N, *sizes of S, C): float64, with mean zero along unsigned axes."""
     tensors = spec.unpack(weights)
     for kind in permutations.types:
-        views = {view.name: view.of(tensors[view.tensor]) for view in kind.views}
-        averages = _Averages(views)
+        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in kind.views})
         rows = [averages(view, kind.groups) for view in kind.views]
         unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
         yield centred(np.concatenate(rows, axis=-1), unsigned)
@@ -108,8 +101,8 @@ def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
     there = [axis for axis in view.axes if axis is None or axis in keep]
     fixed_at = iter(range(len(keep) + 1, part.ndim))
     part = part.transpose([0, *(next(fixed_at) if axis is None else keep.index(axis) + 1 for axis in there)])
-    missing = tuple(i + 1 for i, axis in enumerate(view.axes) if axis is not None and axis not in keep)
-    return np.expand_dims(part, missing) / sqrt(_away(view, keep))
+    missing = [i for i, axis in enumerate(view.axes) if axis is not None and axis not in keep]
+    return np.expand_dims(part, tuple(i + 1 for i in missing)) / sqrt(prod(view.shape[i] for i in missing))
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,8 +231,7 @@ class ExchangeableMoments:
             self._centre = centre_of(block)
         block -= self._centre
         tensors = self.spec.unpack(block)
-        views = {view.name: view.of(tensors[view.tensor]) for view in self.permutations.views}
-        averages = _Averages(views)
+        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
                 grams = _centred_grams(averages, kind.views, key)
@@ -370,7 +362,7 @@ def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarr
     return out
 
 
-def _centred_grams(averages: _Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
+def _centred_grams(averages: Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
     out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
     for smaller in subsets([label for label in key if not is_signed(label)]):
@@ -389,11 +381,6 @@ def _inverse_lengths(grams: np.ndarray) -> np.ndarray:
     """1 / sqrt(G_aa) (n, C) of Gram matrices (n, C, C); zero where G_aa is."""
     lengths = np.sqrt(np.maximum(grams.diagonal(axis1=1, axis2=2), 0))
     return np.divide(1.0, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-
-
-def _away(view: View, keep: tuple[str, ...]) -> int:
-    """The number of entries that are averaged for a type."""
-    return prod(n for n, axis in zip(view.shape, view.axes, strict=True) if axis is not None and axis not in keep)
 
 
 @dataclass(frozen=True)
@@ -433,15 +420,19 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
         places = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
         for a, b in combinations(testable, 2):
-            block = found.covariance[blocks[a], blocks[b]]
-            if block.size == 1:
-                pair = _single(found, blocks[a].start, blocks[b].start)
-            else:
+            block, i, j = found.covariance[blocks[a], blocks[b]], blocks[a].start, blocks[b].start
+            tested = None
+            if block.size > 1:
                 effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[places[a], places[b]]))
-                pair = _canonical(block, white[a], white[b], found.samples / effect)
-            if pair is not None:
-                correlation, interval, z, p = pair
-                out.append(Pair(found.kind.groups, a, b, correlation, interval, z, p, block.size == 1))
+                tested = _canonical(block, white[a], white[b], found.samples / effect)
+            elif (scale := sqrt(found.covariance[i, i] * found.covariance[j, j])) > 0:
+                value, error = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
+                known = bool(np.isfinite(error))
+                r = float(np.clip(value if known else block.item() / scale, -1, 1))
+                error = float(error) if known else (1 - r**2) / sqrt(found.samples - 3)
+                tested = r, *fisher_interval(r, error, found.networks - 1 if known else inf)
+            if tested is not None:
+                out.append(Pair(found.kind.groups, a, b, *tested, block.size == 1))
     pairs = [replace(pair, p=p) for pair, p in zip(out, holm([pair.p for pair in out]), strict=True)]
     return sorted(pairs, key=lambda pair: -abs(pair.z))
 
@@ -450,20 +441,6 @@ def design_effect(found: TypeCovariance) -> float:
     """The median over pairs of views of what units of different scale do to the variance of their correlation; >= 1."""
     pairs = np.empty(0) if found.inflation is None else found.inflation[np.triu_indices(len(found.inflation), 1)]
     return max(1.0, float(np.median(pairs))) if len(pairs) else 1.0
-
-
-_Tested = tuple[float, tuple[float, float], float, float]
-
-
-def _single(found: TypeCovariance, i: int, j: int) -> _Tested | None:
-    scale = sqrt(found.covariance[i, i] * found.covariance[j, j])
-    if not scale > 0 or found.samples < 4:
-        return None
-    own = (np.nan, np.nan) if found.own is None else found.own[:, i, j]
-    known = bool(np.isfinite(own[1]))
-    r = float(np.clip(own[0] if known else found.covariance[i, j] / scale, -1, 1))
-    error = float(own[1]) if known else (1 - r**2) / sqrt(found.samples - 3)
-    return r, *fisher_interval(r, error, found.networks - 1 if known else inf)
 
 
 def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float, float], float, float]:
@@ -478,7 +455,9 @@ def fisher_interval(r: float, error: float, freedom: float) -> tuple[tuple[float
     return (tanh(centre - half), tanh(centre + half)), centre / step, float(2 * stdtr(freedom, -abs(centre) / step))
 
 
-def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float) -> _Tested | None:
+def _canonical(
+    block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: float
+) -> tuple[float, tuple[float, float], float, float] | None:
     p, q = left.shape[1], right.shape[1]
     if not p or not q or samples <= p + q + 2:
         return None
@@ -489,23 +468,19 @@ def _canonical(block: np.ndarray, left: np.ndarray, right: np.ndarray, samples: 
     # the logarithm of one that underflows is that of the leading term of the incomplete gamma function
     log_p = log(tail) if tail else (p * q / 2 - 1) * log(statistic / 2) - statistic / 2 - lgamma(p * q / 2)
     z = -float(ndtri(tail / 2)) if log_p > -600 else sqrt(-2 * log_p)
-    low, high = (noncentrality / weight for noncentrality in _noncentralities(statistic, p * q))
+    low, high = (_noncentrality(statistic, p * q, level) / weight for level in (0.975, 0.025))
     # -sum log(1 - rho^2) of all canonical correlations is at least that of the largest, at most min(p, q) times it
     interval = sqrt(-np.expm1(-low / min(p, q))), sqrt(-np.expm1(-high))
     return float(values[0]), interval, z, tail
 
 
-def _noncentralities(statistic: float, freedom: int) -> tuple[float, float]:
-    """The 95 % interval of the noncentrality of a chi-squared statistic: those that make it neither small nor large."""
-
-    def solved(level: float) -> float:
-        if chdtr(freedom, statistic) <= level:
-            return 0.0
-        # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
-        most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
-        return float(brentq(lambda x: chndtr(statistic, freedom, x) - level, 0.0, most))
-
-    return solved(0.975), solved(0.025)
+def _noncentrality(statistic: float, freedom: int, level: float) -> float:
+    """That with which a chi-squared statistic is below this one with such a probability; zero if none is so large."""
+    if chdtr(freedom, statistic) <= level:
+        return 0.0
+    # the mean is freedom + noncentrality, the variance 2 (freedom + 2 noncentrality)
+    most = statistic + 20 * sqrt(freedom + 2 * statistic) + 100
+    return float(brentq(lambda x: chndtr(statistic, freedom, x) - level, 0.0, most))
 
 
 def _whitened(block: np.ndarray) -> np.ndarray:

@@ -11,8 +11,7 @@ import numpy as np
 from scipy.linalg import blas, eigh
 
 from weightscope.errors import DataError, UsageError
-from weightscope.statistics.gram import add_gram
-from weightscope.statistics.moments import BLOCK, EntryMoments, finite_rows
+from weightscope.statistics.moments import BLOCK, EntryMoments, add_gram, finite_rows
 
 # The passes hold about this many arrays of BLOCK rows: read ahead, waiting, centred in float64, rounded, cut.
 _BLOCKS = 8
