@@ -17,7 +17,7 @@ import torch
 from weightscope import load_init
 from weightscope._util.environment import environment
 from weightscope.anatomy import self_attention
-from weightscope.benchmarking import bench
+from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.networks import build_for
@@ -82,7 +82,7 @@ def choose(
     **options: Any,
 ) -> tuple[Arms, dict[str, Any]]:
     """For each start the candidate and rate with the highest mean accuracy on validation images, and all accuracies."""
-    images = recipe.data.train
+    images = recipe.images.train
     short = recipe.replace(
         {"data.train": 2 * images, "data.validation": images, "training.epochs": SETTINGS["short"][0]}
     )
@@ -122,7 +122,10 @@ def setting(name: str, recipe: Recipe, arms: Arms, folder: Path, most: int | Non
     epochs, seed, count = SETTINGS[name]
     count = min(count, most or count)
     accuracy: dict[str, list[float]] = {}
-    for seeds in [*range(BLOCK, count, BLOCK), count] if name == "long" else [count]:
+    path = next(iter(sorted(folder.glob("*/results.json"))), None)
+    done = len(next(iter(by_arm(BenchResult.load(path.parent).runs).values()))) if path else 0
+    blocks = [seeds for seeds in range(BLOCK, count, BLOCK) if seeds > done] if name == "long" else []
+    for seeds in [*blocks, count]:
         for rate in sorted({rate for _, rate in arms.values()}):
             here = {arm: init for arm, (init, at) in arms.items() if at == rate}
             changed = recipe.replace({RATE: rate, "training.epochs": epochs})
