@@ -83,6 +83,7 @@ def choose(
 ) -> tuple[Arms, dict[str, Any]]:
     """For each start the candidate and rate with the highest mean accuracy on validation images, and all accuracies."""
     images = recipe.images.train
+    assert images is not None
     short = recipe.replace(
         {"data.train": 2 * images, "data.validation": images, "training.epochs": SETTINGS["short"][0]}
     )
