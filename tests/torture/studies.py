@@ -233,5 +233,7 @@ def test_the_study_of_another_source(tmp_path: Path) -> None:
             difference = np.mean(accuracies[row["arm"]]) - np.mean(accuracies[row["against"]])
             assert row["difference"] == pytest.approx(difference)
     assert sum("p_holm" in found[name]["contrasts"][i] for name in ("short", "long") for i in range(3)) == 5
+    edges = found["beyond the edges"]["accuracies"]
+    assert {arm: len(values) for arm, values in edges.items()} == {"default": 3, study.OWN: 3, study.START: 3}
     script("figures/other_source.py").main(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
