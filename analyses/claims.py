@@ -70,6 +70,12 @@ def start(condition: str, one: str, other: str) -> np.ndarray:
     return 100 * (np.array(found[one]) - np.array(found[other]))
 
 
+def other_source(setting: str, one: str, other: str) -> np.ndarray:
+    """The same in the study of a distribution from another source."""
+    found = load("other_source/results.json")[setting]["accuracies"]
+    return 100 * (np.array(found[one]) - np.array(found[other]))
+
+
 def selected(labels: str, control: str = "") -> np.ndarray:
     """Accuracies in % by seed (n,) of students of both halves with weights of teachers of the same labels, or of others."""
     pairs = [(half, half if labels == "same" else "ba"["ab".index(half)], k) for half in "ab" for k in (0, 1)]
@@ -141,6 +147,8 @@ def claims() -> list[Claim]:
         Claim("the same, on fresh seeds", "attention paper", "mimetic_beyond_scale/fresh_seeds", "mimetic - scale, rate 0.001", less("mimetic_beyond_scale/fresh_seeds", MIMETIC, SCALE)),
         Claim("the same, of values and outputs on the digits", "attention paper", "vit_start", "vo - vo, scale; 4 epochs", start("digits", "vo", "vo, scale")),
         Claim("the same, each at the best of five learning rates", "attention paper", "vit_rate_inits", "mimetic - scale, digits, 4 epochs", rated - tuned(SCALE)),
+        Claim("A distribution fitted to ViTs trained on other images starts better than mimetic attention tuned with as many networks (not claimed)", "attention paper", "other_source", "distribution - mimetic, CIFAR-10, 2 epochs", other_source("short", "distribution", "mimetic"), decide="a finer grid for mimetic attention (post hoc, 1.5 are left); a second source"),
+        Claim("the same, after longer training: no difference", "attention paper", "other_source", "distribution - mimetic, CIFAR-10, 8 epochs: none within 1 point", other_source("long", "distribution", "mimetic"), sign=0, decide="64 seeds, longer training"),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
         Claim("the same, against none", "attention paper", "vit_start", "vo - vo, noise only", start("digits", "vo", "vo, noise only")),
         Claim("Queries and keys are needed as well", "attention paper, Table 2", "vit_start", "mimetic - vo", start("digits", "mimetic", "vo"), 4.15),
@@ -159,7 +167,10 @@ def claims() -> list[Claim]:
         Claim("and more where they are frozen", "thesis Table B.9", "filter_inits", "the same, frozen", less("filter_inits", f"{CLOSED} (frozen)", "default (frozen)"), 4.0, decide="`filter_depth_inits`"),
         Claim("the same, trained, in deeper networks with larger maps", "thesis Table B.9", "filter_depth_inits", "closed form - default, 9x9, 8 epochs (post hoc extension)", less("filter_depth_inits", CLOSED, "default"), 1.6, decide="32 seeds"),
         Claim("and frozen", "thesis Table B.9", "filter_depth_inits", "closed form - default, frozen, 9x9, 8 epochs (post hoc extension; undecided at the n = 8 of the design)", less("filter_depth_inits", f"{CLOSED} (frozen)", "default (frozen)"), 4.0, decide="fresh seeds"),
-        Claim("Covariances of a small network start a larger one", "thesis Fig. 3.4", "transfer_inits", "frozen, 3 epochs", less("transfer_inits", "filters (frozen)", "default (frozen)"), decide="a trained source, 16 seeds"),
+        Claim("Covariances of a small network start a larger one", "thesis Fig. 3.4", "transfer_inits", "frozen, 3 epochs", less("transfer_inits", "filters (frozen)", "default (frozen)"), decide="the next row"),
+        Claim("the same, of 24 trained ones of an eighth of the width", "thesis Fig. 3.4, Table B.9", "transfer_narrow_inits", "direct - default, frozen, 4 epochs", less("transfer_narrow_inits", "transferred_ (mode=direct)", "default"), 2.63),
+        Claim("More than the scale of the filters (not claimed, implied)", "thesis Fig. 3.4, Table B.9", "transfer_narrow_inits", "direct - scale, frozen, 4 epochs", less("transfer_narrow_inits", "transferred_ (mode=direct)", "transferred_ (mode=scale)"), decide="other test images"),
+        Claim("Factorised covariances A (x) A are no worse", "thesis Fig. 3.5", "transfer_narrow_inits", "Kronecker - direct, frozen, against -0.5", less("transfer_narrow_inits", "transferred_ (mode=kronecker)", "transferred_ (mode=direct)"), null=-0.5, decide="sources of 32 filters in a layer"),
         Claim("Filters' covariances become more diffuse with depth", "thesis Fig. 3.1", "filter_covariances", "rank correlation of spread and depth, 5x5", (wider["rank_correlation"], *fisher(wider["rank_correlation"], len(wider["layers"])), len(wider["layers"])), decide="more networks"),
         Claim("Frozen random filters do as well as trained ones", "impulse paper, section 5.6", "filter_inits", "3x3 default, frozen - trained, 10 epochs", less("filter_inits", "default (frozen)", "default", kernel_size=3, epochs=10), -1.04, 0, decide=paper),
         Claim("Frozen box filters are worse than random ones", "impulse paper, Table 5", "frozen_filter_inits", "box - random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters", width=32, epochs=10), -9.02, -1),
