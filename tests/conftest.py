@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weightscope._util.environment import single_threaded
+# In this process and those that it starts: threads of small problems wait for each other, many times as long on a busy
+# machine. NumPy and torch read this when they are imported.
+os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
 from weightscope._util.trust import trusting
 
 # Where it is recorded what a user trusts, of this process and those that it starts.
@@ -23,13 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def trusted():
     """Code that a test names by a text may run, as with --trust."""
     with trusting():
-        yield
-
-
-@pytest.fixture
-def one_thread():
-    """Small problems run in one thread: several cost ten times as much on a busy machine."""
-    with single_threaded():
         yield
 
 

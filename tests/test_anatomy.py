@@ -16,7 +16,6 @@ from weightscope import anatomy
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.errors import AnatomyError, DataError, SpecError, UsageError
 
-torch.set_num_threads(1)
 KINDS = {
     "attention": anatomy.attention,
     "depthwise": anatomy.depthwise,

@@ -19,7 +19,6 @@ from weightscope.auditing import attention as attention_audit
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
-torch.set_num_threads(1)
 SEEDS = 40
 
 

@@ -20,7 +20,6 @@ from weightscope.auditing.intervals import DECIDED, UNTOUCHED, error_in
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
-torch.set_num_threads(1)
 NETWORKS = 3
 
 

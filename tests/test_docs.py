@@ -73,10 +73,8 @@ except SystemExit as stop:
 """
 
 
-# One worker trains tiles this small faster than two, each of which imports torch first; and two threads on a
-# core that others use wait for each other: 300 times as long, measured.
+# One worker trains tiles this small faster than two, each of which imports torch first.
 _ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n" if sys.platform == "linux" else ""
-_ONE_CORE += "import torch; torch.set_num_threads(1)\n"
 
 
 class Block(NamedTuple):

@@ -18,8 +18,6 @@ from weightscope.auditing import audit
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks import ViT
 
-torch.set_num_threads(1)
-
 
 class Attention(nn.Module):
     """Self-attention with the names of timm's, and something else inside."""

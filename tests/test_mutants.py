@@ -23,8 +23,6 @@ from weightscope.auditing import audit
 from weightscope.networks import ConvMixer, ViT
 from weightscope.networks.layers import sinusoidal_positions
 
-torch.set_num_threads(1)
-
 
 @dataclass(frozen=True)
 class Mutant:

@@ -22,8 +22,6 @@ from weightscope.networks.sequences import (
     selective_scan,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def _scan_inputs(tokens: int, *, batch: int = 2, channels: int = 6, states: int = 4) -> list[Tensor]:
     """Inputs whose decays range from none to 1e-16 within a few tokens, where inverse decays would overflow."""

@@ -123,7 +123,8 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
 @pytest.mark.parametrize("recipe", BENCHMARKS, ids=named)
 def test_initialisers_of_studies_have_their_parameters(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An option that is taken away here, and one that is misspelt, is an error."""
-    monkeypatch.syspath_prepend(recipe.parent)  # where functions of its own are
+    for folder in recipe.parents[1::-1]:  # where functions of its own are
+        monkeypatch.syspath_prepend(folder)
     planned = Recipe.load(recipe)
     assert planned.bench is not None
     with trusting():

@@ -12,7 +12,6 @@ from weightscope.auditing.overwritten import track
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import ConvMixer, ViT
 
-torch.set_num_threads(1)
 QKV, PROJ = "blocks.{}.attn.qkv.weight", "blocks.{}.attn.proj.weight"
 ATTENTION = {name.format(i) for name in (QKV, PROJ) for i in (0, 1)}
 SPARE = torch.zeros(72, 24)

@@ -43,7 +43,6 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 import weightscope.checkpoint, weightscope.analysis.attention_products
-torch.set_num_threads(1)
 torch.linalg.eigvalsh(torch.randn(50, 50, dtype=torch.float64))
 def memory(key):
     return next(int(l.split()[1]) for l in Path("/proc/self/status").read_text().splitlines() if l.startswith(key))

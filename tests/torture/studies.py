@@ -73,10 +73,11 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
         "population.tile": 2,
     }
     options: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
-    monkeypatch.syspath_prepend(recipe.parent)
-    for teacher in recipe.parent.glob("teacher*.toml"):  # of teacher-a.toml: a.pop
-        out = tmp_path / f"{teacher.stem.removeprefix('teacher-')}.pop"
-        collect(Recipe.load(teacher).replace({**small, "training.epochs": 1}), out, **options)
+    for folder in recipe.parents[1::-1]:
+        monkeypatch.syspath_prepend(folder)
+        for teacher in folder.glob("teacher*.toml"):  # of teacher-a.toml: a.pop
+            out = tmp_path / f"{teacher.stem.removeprefix('teacher-')}.pop"
+            collect(Recipe.load(teacher).replace({**small, "training.epochs": 1}), out, **options)
     study = Recipe.load(recipe)
     assert study.bench is not None
     vary = [Axis(axis.names, axis.points[:2]) for axis in axes_of(study.bench.vary) if axis.names != ("data.name",)]
