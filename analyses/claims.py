@@ -64,6 +64,11 @@ def kind(attention: str) -> np.ndarray:
     return accuracy("convolution_biases", "default", attention=attention)
 
 
+def dilated(schedule: str) -> np.ndarray:
+    """Accuracies in % by seed (n,) of a schedule of dilations."""
+    return accuracy("dilation_schedules", "default", dilations=schedule)
+
+
 def start(condition: str, one: str, other: str) -> np.ndarray:
     """The same in the study of mimetic attention's start."""
     found = load("vit_start/results.json")[condition]["accuracies"]
@@ -161,6 +166,8 @@ def claims() -> list[Claim]:
         Claim("and frozen", "thesis Table B.9", "filter_depth_inits", "closed form - default, frozen, 9x9, 8 epochs (post hoc extension; undecided at the n = 8 of the design)", less("filter_depth_inits", f"{CLOSED} (frozen)", "default (frozen)"), 4.0, decide="fresh seeds"),
         Claim("Covariances of a small network start a larger one", "thesis Fig. 3.4", "transfer_inits", "frozen, 3 epochs", less("transfer_inits", "filters (frozen)", "default (frozen)"), decide="a trained source, 16 seeds"),
         Claim("Filters' covariances become more diffuse with depth", "thesis Fig. 3.1", "filter_covariances", "rank correlation of spread and depth, 5x5", (wider["rank_correlation"], *fisher(wider["rank_correlation"], len(wider["layers"])), len(wider["layers"])), decide="more networks"),
+        Claim("Dilation that grows with depth helps 3x3 filters", "thesis Fig. 3.16", "dilation_schedules", "schedule E - A, depth 4, 6 epochs", dilated("E") - dilated("A"), 1.0),
+        Claim("and dilation in all layers harms", "thesis Fig. 3.16", "dilation_schedules", "schedule C - A (not the contrast that decides)", dilated("C") - dilated("A"), sign=-1),
         Claim("Frozen random filters do as well as trained ones", "impulse paper, section 5.6", "filter_inits", "3x3 default, frozen - trained, 10 epochs", less("filter_inits", "default (frozen)", "default", kernel_size=3, epochs=10), -1.04, 0, decide=paper),
         Claim("Frozen box filters are worse than random ones", "impulse paper, Table 5", "frozen_filter_inits", "box - random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters", width=32, epochs=10), -9.02, -1),
         Claim("the same, against random filters of one sign", "impulse paper, Table 5", "frozen_filter_inits", "box - absolute random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters (distribution=absolute)", width=32, epochs=10), -9.02, -1),
