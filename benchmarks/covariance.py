@@ -28,7 +28,6 @@ from weightscope._util.environment import environment, usable_cores
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
-from weightscope.population.shards import seeds_of
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.moments import Moments
@@ -53,8 +52,7 @@ def make_population(path: Path, networks: int, size: int, spec: WeightSpec | Non
     for tile in range(manifest.tiles):
         weights = rng.standard_normal((32, size), dtype=np.float32) + mean
         weights += rng.standard_normal((32, 8), dtype=np.float32) @ common
-        seeds = seeds_of(manifest, 32 * tile, 32)
-        trained = shards.TrainedTile(tile, weights, seeds, {"diverged": np.zeros(32, dtype=bool)})
+        trained = shards.TrainedTile(tile, weights, {"diverged": np.zeros(32, dtype=bool)})
         shards.save(path, manifest, trained, "cpu")
         rows.append(weights[: manifest.rows(tile)])
     np.save(path.with_suffix(".npy"), np.concatenate(rows))

@@ -197,7 +197,7 @@ def rate(case: str, name: str, processes: int, threads: int, seconds: float) -> 
 def ours() -> tuple[str, ...]:
     """Ours that can run here."""
     try:
-        build.library()
+        build.library("float")
     except UsageError as error:
         print(error)
         return OURS[:1]

@@ -30,7 +30,6 @@ from weightscope.analysis.across_networks import joint_covariance
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
-from weightscope.population.shards import seeds_of
 from weightscope.recipe import Recipe
 from weightscope.statistics.samples import over_parts
 from weightscope.training.request import Request
@@ -51,8 +50,7 @@ def make_tiles(path: Path, manifest: manifests.Manifest, first: int, **_: Any) -
         weights = rng.standard_normal((32, manifest.spec.size), dtype=np.float32)
         weights += rng.standard_normal((32, 1), dtype=np.float32)
         metrics = {"diverged": np.zeros(32, dtype=bool), "test_accuracy": rng.random((32, 1), dtype=np.float32)}
-        seeds = seeds_of(manifest, 32 * tile, 32)
-        shards.save(path, manifest, shards.TrainedTile(tile, weights, seeds, metrics), "cpu")
+        shards.save(path, manifest, shards.TrainedTile(tile, weights, metrics), "cpu")
 
 
 def read(part: Population, _: int) -> int:

@@ -13,7 +13,6 @@ from weightscope import networks
 from weightscope.benchmarking import Arm, Axis, plan_arms
 from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig
-from weightscope.networks import building
 from weightscope.networks.layers import Attention
 from weightscope.networks.sequences import CausalAttention, LinearAttention, Mamba2Mixer, MambaMixer
 from weightscope.recipe import NetworkConfig, Recipe
@@ -79,7 +78,7 @@ def _forward(network: NetworkConfig, channels: int, size: int, classes: int) -> 
 @cache
 def _forward_of_tokens(network: NetworkConfig, vocabulary: int, tokens: int) -> tuple[int, int]:
     with torch.device("meta"):
-        model = building._build(network, {"vocabulary": vocabulary})
+        model = networks.build(network, vocabulary=vocabulary)
     return sum(p.numel() for p in model.parameters()), multiply_adds(
         model, torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from weightscope import training
-from weightscope._util.seeding import Purpose, numpy_generator, torch_seed
+from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
@@ -49,7 +49,7 @@ def vector(recipe, k, size=SPEC.size):
 
 
 def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, kernels="torch", data_hash=None):
-    size, seed, epochs = recipe.population.tile, recipe.population.seed, recipe.training.epochs
+    size, epochs = recipe.population.tile, recipe.training.epochs
     numbers = range(tile * size, tile * size + size)
     for fraction in (0.5, 1.0):
         if progress is not None:
@@ -66,7 +66,6 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
         hits=None,
         weights=weights,
         snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
-        seeds=np.array([torch_seed(seed, k, Purpose.INIT) for k in numbers], dtype=np.uint64),
         metrics={
             "test_accuracy": accuracy,
             "learning_rate": np.full(size, 0.01),

@@ -105,6 +105,8 @@ def test_round_trip_is_bit_exact(tmp_path, structure):
             np.testing.assert_array_equal(
                 ours.structure.log_prob(x[:, columns]), theirs.structure.log_prob(x[:, columns])
             )
+            with pytest.raises(ValueError, match="read-only"):
+                theirs.structure.mean[0] = 1.0
     raw = (tmp_path / "a.safetensors").read_bytes()
     assert again.save(tmp_path / "b.safetensors").read_bytes() == raw
     assert int.from_bytes(raw[:8], "little") % 8 == 0  # the arrays begin at a multiple of 8

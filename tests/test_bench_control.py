@@ -264,8 +264,8 @@ def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
     def build() -> nn.Module:
         return Linear(1, 8, 10)
 
-    whole, _ = initial_weights(recipe, range(6), build)
-    part, _ = initial_weights(recipe.replace({"population.networks": 99}), [4, 5], build)
+    whole = initial_weights(recipe, range(6), build)
+    part = initial_weights(recipe.replace({"population.networks": 99}), [4, 5], build)
     np.testing.assert_array_equal(whole[4:], part)
     assert not np.array_equal(whole[0], whole[1])
 

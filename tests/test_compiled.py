@@ -204,9 +204,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "_FOLDER", tmp_path / "c")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
-    build._built.cache_clear()
+    build.library.cache_clear()
     yield tmp_path
-    build._built.cache_clear()
+    build.library.cache_clear()
 
 
 def test_without_a_compiler_collect_says_so_and_leaves_nothing(fresh, monkeypatch):
@@ -224,22 +224,22 @@ def test_a_compiler_that_fails_is_named(fresh, monkeypatch):
     ):
         monkeypatch.setenv("CC", compiler)
         with pytest.raises(UsageError, match=text):
-            build.library()
+            build.library("float")
     assert not list(fresh.rglob("*.so"))
 
 
 @needs_compiler
 @pytest.mark.parametrize("size", [None, 0, 100, 9_000])
 def test_it_is_compiled_once_and_made_anew_if_it_is_damaged(fresh, size):
-    build.library()
+    build.library("float")
     (file,) = (fresh / "cache" / "weightscope").iterdir()
     whole, written = file.read_bytes(), file.stat().st_mtime_ns
     assert len(whole) > 9_000
     if size is not None:
         file.unlink()  # the process has the old one mapped
         file.write_bytes(whole[:size])
-    build._built.cache_clear()
-    build.library()
+    build.library.cache_clear()
+    build.library("float")
     (again,) = (fresh / "cache" / "weightscope").iterdir()
     assert again.read_bytes() == whole
     assert (again.stat().st_mtime_ns == written) == (size is None)
@@ -269,7 +269,7 @@ def planted(folder, made):
 @needs_compiler
 @pytest.mark.parametrize("who", ["its user", "a file of all", "a folder of all", "a link", "another user"])
 def test_a_library_that_another_user_could_have_planted_is_not_loaded(fresh, who):
-    build.library()
+    build.library("float")
     (made,) = (fresh / "cache" / "weightscope").iterdir()
     file = Path(planted(fresh, made))
     if who == "a link":
@@ -281,8 +281,8 @@ def test_a_library_that_another_user_could_have_planted_is_not_loaded(fresh, who
         os.chown(file, 12345, 12345)
     elif who != "its user":
         (file if who == "a file of all" else file.parent).chmod(0o777)
-    build._built.cache_clear()
-    assert build.library() is not None
+    build.library.cache_clear()
+    assert build.library("float")
     assert (fresh / "ran").exists() == (who == "its user"), "the user's own library is loaded, no other"
     assert build.cache_folder().stat().st_mode & 0o077 == 0
 
@@ -301,12 +301,12 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch, troub
         monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     else:
         (fresh / "cache").write_text("a file where the folder should be")
-    assert build.library() is not None
+    assert build.library("float")
 
 
 @needs_compiler
 def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkeypatch):
-    build.library()
+    build.library("float")
     (file,) = (fresh / "cache" / "weightscope").iterdir()
     content = build._content
 
@@ -315,5 +315,5 @@ def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkey
         return content(path)
 
     monkeypatch.setattr(build, "_content", removed)
-    build._built.cache_clear()
-    assert build.library() is not None
+    build.library.cache_clear()
+    assert build.library("float")

@@ -178,7 +178,7 @@ def test_the_interval_of_the_transposed_correlation_covers(rho):
     assert detected > 395 if rho else detected < 42
 
 
-def test_what_has_no_transposed_correlation(weights):
+def test_what_has_no_transposed_correlation_and_no_stripes_is_named(weights):
     first, second = weights[:, :12].reshape(-1, 4, 3), weights[:, 17:].reshape(-1, 3, 4)
     with pytest.raises(UsageError, match=r"W2 \(N, d, p\), found"):
         transposed_correlation(first, first)
@@ -189,11 +189,6 @@ def test_what_has_no_transposed_correlation(weights):
     weights[:, :12] = 1
     found = weightscope.covariance(WeightArray(weights, SPEC))
     assert "no correlation of fc1 and fc2 of `a`: expected weights that vary" in found.text()
-
-
-def test_matrices_without_stripes_are_named(weights):
-    weights[:, :12] = 1
-    found = weightscope.covariance(WeightArray(weights, SPEC))
     assert list(found.stripes) == ["a.fc2.weight"]
     assert "no stripe ratios of `a.fc1.weight`: stripes: expected matrices that vary" in found.text()
 

@@ -269,7 +269,7 @@ def test_imported_networks_have_the_covariances_of_the_same_networks_collected(t
     for tile in range(3):
         weights = rng.standard_normal((4, manifest.spec.size)).astype(np.float32)
         metrics = {"diverged": np.zeros(4, bool)}
-        trained = shards.TrainedTile(tile, weights, shards.seeds_of(manifest, 4 * tile, 4), metrics)
+        trained = shards.TrainedTile(tile, weights, metrics)
         shards.save(tmp_path / "a.pop", manifest, trained, "cpu")
     collected = Population(tmp_path / "a.pop")
     imported = Population.of((network.state_dict() for network in collected), tmp_path / "b.pop", count=12)

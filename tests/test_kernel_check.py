@@ -68,7 +68,7 @@ def recipe(network="convnext", **training):
 
 
 def forget():
-    build._built.cache_clear()
+    build.library.cache_clear()
     kernel_choice._choices.clear()
 
 
@@ -95,7 +95,7 @@ def compiler(monkeypatch, tmp_path):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_right_kernels_are_used_without_a_word(compiler, caplog, network):
     found = choose_kernels(recipe(network), CPU)
-    assert (found.kernels, found.build) == ("c", build.build_id())
+    assert (found.kernels, found.build) == ("c", build.library("float")[1])
     assert found.checked == CHECKED
     assert not caplog.records
 
@@ -146,7 +146,7 @@ def test_a_population_keeps_its_compiled_kernels_and_says_what_was_checked(compi
     collect(recipe(), path, workers=1, device="cpu")
     assert collect(recipe(), path, networks=4, workers=1, device="cpu").recipe.training.kernels == "compiled"
     assert header(path, "kernels") == CHECKED
-    assert header(path, "device") == f"cpu, kernels {build.build_id()}"
+    assert header(path, "device") == f"cpu, kernels {build.library('float')[1]}"
     assert not caplog.records
 
 
@@ -180,7 +180,7 @@ def test_a_population_that_began_without_a_compiler_keeps_torchs_kernels(compile
 @pytest.mark.slow
 def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, monkeypatch, tmp_path):
     """With "auto"; what is asked for, or recorded, is used. One measurement decides for all processes of a machine."""
-    assert build.build_id()  # compiled, before the measurements have a folder of their own
+    assert build.library("float")[1]  # compiled, before the measurements have a folder of their own
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "cache")
     fast = collect(recipe(), tmp_path / "fast.pop", workers=1, device="cpu")

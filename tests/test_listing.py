@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import weightscope.init
-from weightscope import networks
 from weightscope.cli import catalogue as listing
 from weightscope.cli.catalogue import catalogue
 from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.fits import STRUCTURES
 from weightscope.recipe import Recipe
+from weightscope.recipe.networks import SECTIONS
 
 
 def test_every_registered_name_is_listed_once() -> None:
@@ -19,7 +19,7 @@ def test_every_registered_name_is_listed_once() -> None:
     names = [(entry.kind, entry.name) for entry in found.entries]
     assert len(set(names)) == len(names)
     by_kind = {kind: {name for k, name in names if k == kind} for kind in listing.KINDS}
-    assert by_kind["networks"] == set(networks.NETWORKS)
+    assert by_kind["networks"] == set(SECTIONS)
     assert by_kind["datasets"] == {*DATASETS, *SEQUENCE_NAMES}
     assert by_kind["structures"] == {*STRUCTURES, "filters", "conv_schedule", "identity_product"}
     functions = {name[:-1] for name in weightscope.init.__all__ if name.endswith("_")}

@@ -12,6 +12,7 @@ from costs import multiply_adds
 from torch import nn
 
 from weightscope import networks
+from weightscope._util.plugins import member
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
@@ -405,8 +406,9 @@ def test_multiply_adds_by_hand() -> None:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_of_recipes_has_arguments_of_its_class(name: str) -> None:
     """Every key is an argument, and takes the same words."""
-    section, arguments = SECTIONS[name], inspect.signature(networks.NETWORKS[name]).parameters
-    hints = get_type_hints(networks.NETWORKS[name].__init__)
+    section = SECTIONS[name]
+    network = member(section.network)
+    arguments, hints = inspect.signature(network).parameters, get_type_hints(network.__init__)
     for key, field in section.model_fields.items():
         if key == "type":
             assert get_args(field.annotation) == (name,)

@@ -14,6 +14,7 @@ import tomli_w
 import torch
 
 import weightscope
+from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -43,7 +44,7 @@ def test_a_network_of_layers_with_batched_versions_trains_batched_as_by_loop(net
 def test_what_needs_no_gradient_is_not_trained():
     plan = recipe(own_code.partly_frozen)
     tile = train_tile(plan, 0, device="cpu")
-    torch.manual_seed(int(tile.seeds[0]))
+    torch.manual_seed(torch_seed(plan.population.seed, 0, Purpose.INIT))
     start = build_for(plan).state_dict()
     found = spec_of(plan).unpack(tile.weights[0])
     assert np.array_equal(found["0.weight"], start["0.weight"].numpy())

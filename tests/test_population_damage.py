@@ -20,6 +20,7 @@ from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeEr
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
+from weightscope.training.request import input_hashes
 
 MANIFEST = manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
 
@@ -357,7 +358,7 @@ def test_a_changed_artifact_is_another_recipe(tmp_path: Path) -> None:
     path = tmp_path / "a.pop"
 
     def wanted() -> manifests.Manifest:
-        return manifests.Manifest(recipe, fake.SPEC, {}, (20,), manifests.artifact_hashes(recipe))
+        return manifests.Manifest(recipe, fake.SPEC, {}, (20,), input_hashes(recipe))
 
     manifests.create_or_match(path, wanted(), resize=True)
     manifests.create_or_match(path, wanted(), resize=True)

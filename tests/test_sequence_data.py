@@ -10,7 +10,7 @@ import torch
 from families import seeded
 
 from weightscope.data.sequence_config import TaskConfig
-from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, accuracy, bits, cross_entropy
+from weightscope.data.sequences import TASKS, GeneratedTask, MarkovSource, Text, accuracy, cross_entropy
 from weightscope.errors import UsageError
 
 LENGTH, VOCABULARY, BATCH = 10, 26, 64
@@ -145,7 +145,6 @@ def test_metrics_count_the_answer_only():
     logits[0, 3] = logits[0, 3].roll(1)
     assert accuracy(logits, found) == pytest.approx(5 / 6)
     assert float(cross_entropy(torch.zeros(2, 6, 5), found)) == pytest.approx(math.log(5))
-    assert bits(math.log(8)) == pytest.approx(3)
 
 
 def test_the_markov_source_has_the_stated_entropy():

@@ -252,3 +252,19 @@ def test_a_verdict_follows_from_the_interval_and_the_published_effect() -> None:
     t = stats.t.ppf(0.975, 15)  # the noncentrality is sqrt(16) 1 / 1
     power = stats.nct.sf(t, 15, 4) + stats.nct.cdf(-t, 15, 4)
     assert claims.summary(claims.Claim("", "", "", "", noise, 1.0))["power"] == pytest.approx(power, abs=1e-6)
+
+
+def test_equivalence_needs_an_interval_within_the_margin() -> None:
+    """Planted differences of deviation 1, n = 36: the 90 % interval is the mean +- 0.28."""
+    study, noise = script("analyses/transfer_narrow_inits/summary.py"), np.random.default_rng(0).standard_normal(36)
+    noise = (noise - noise.mean()) / noise.std(ddof=1)
+    found = {shift: study.equivalence(noise + shift) for shift in (-0.4, 0.0, 0.4)}
+    assert found[0.0]["ci90"] == pytest.approx([-0.2816, 0.2816], abs=1e-4)
+    assert [row["p_equivalent"] < 0.05 for row in found.values()] == [False, True, False]
+    assert [row["p_no_worse"] < 0.05 for row in found.values()] == [False, True, True]
+    for row in found.values():  # the tests and the interval agree
+        assert (row["p_equivalent"] < 0.05) == (row["ci90"][0] > -0.5 and row["ci90"][1] < 0.5)
+        assert (row["p_no_worse"] < 0.05) == (row["ci90"][0] > -0.5)
+    one = [{"init": "a", "seed": k, "accuracy": 0.5 + 0.01 * k} for k in (2, 0, 1)]
+    other = [{"init": "b", "seed": k, "accuracy": 0.5} for k in range(3)]
+    assert study.compared(BenchResult(one + other, []), "a", "b") == pytest.approx([0, 1, 2])

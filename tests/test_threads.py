@@ -77,7 +77,7 @@ def started(seed):
     """Default starts, an initialiser, and the control of another."""
     inits = [INITS[seed % len(INITS)], {"name": "random_filters", "control": "scale"}]
     plan = tiny.recipe(population__seed=seed, init=inits)
-    return initial_weights(plan, range(4), lambda: build_for(plan))[0].tobytes()
+    return initial_weights(plan, range(4), lambda: build_for(plan)).tobytes()
 
 
 def sampled(seed):

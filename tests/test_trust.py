@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from programs import run
 
-from weightscope._util import identity, plugins, trust
+from weightscope._util import plugins, trust
 from weightscope.errors import DataError, UsageError
 from weightscope.population import Population, open_network
 from weightscope.training.collection import collect
@@ -58,7 +58,7 @@ SIZES = ", width = 4, depth = 1, patch_size = 2"
 def forget(folder, monkeypatch):
     """As in a new process of a user who has trusted nothing."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
-    for known in (trust._approved, plugins._passed, identity._seen):
+    for known in (trust._approved, plugins._passed, trust._seen):
         known.clear()
     sys.modules.pop("foreign", None)
     (folder / "mark").unlink(missing_ok=True)

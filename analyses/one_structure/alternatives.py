@@ -36,7 +36,7 @@ def extrapolated(population: Population, select: str, gain: float) -> Any:
     (group,) = base.groups
     structure = group.structure
     columns = population.spec.columns(structure.spec)
-    start, _ = initial_weights(population.recipe, range(len(population)), partial(build_for, population.recipe))
+    start = initial_weights(population.recipe, range(len(population)), partial(build_for, population.recipe))
     trained, start = population.weights()[:, columns].astype(np.float64), start[:, columns].astype(np.float64)
     rows = start + gain * (trained - start)
     moved = Exchangeable.fit(rows, structure.spec, permutations=structure.permutations)

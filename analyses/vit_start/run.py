@@ -97,7 +97,7 @@ def common(population: Population) -> dict[str, list[float]]:
     data = load("digits")
     images = (data.test_images[:64] / 255 - data.mean[:, None, None]) / data.std[:, None, None]
     count = min(8, len(population))
-    start, _ = initial_weights(recipe, range(count), partial(build_for, recipe))
+    start = initial_weights(recipe, range(count), partial(build_for, recipe))
     out = {}
     for when, weights in (("start", start), ("trained", population.weights()[:count])):
         shares = []

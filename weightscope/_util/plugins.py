@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightscope._util import identity, trust
+from weightscope._util import trust
 from weightscope._util.names import unknown
 from weightscope.errors import DataError, UsageError
 
@@ -85,16 +85,16 @@ def imported(reference: str, *, again: bool = False) -> Any:
         files = _files(reference)
         file, (_, source) = next(iter(files.items()))
         trust.check(reference, _joined(files), file)
-        if again and identity.edited(files):
+        if again and trust.edited(files):
             for module, _ in files.values():
                 sys.modules.pop(module, None)
-        identity.refuse_edited(files)
+        trust.refuse_edited(files)
         if name not in sys.modules:
             try:
                 _run(name, source, file)
             except Exception as error:
                 raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
-            identity.refuse_edited(files)  # what it imports in other ways, and between reading and running
+            trust.refuse_edited(files)  # what it imports in other ways, and between reading and running
     return _named(reference)
 
 
@@ -139,10 +139,10 @@ def _cannot_import(reference: str, why: str) -> trust.CannotRun:
 
 
 def _files(reference: str) -> dict[Path, tuple[str, bytes]]:
-    """The module of a reference, first, and those of the user's own that it imports; see `identity.sources`."""
+    """The module of a reference, first, and those of the user's own that it imports; see `trust.sources`."""
     with _working_directory_importable():
         try:
-            return identity.sources(reference.partition(":")[0])
+            return trust.sources(reference.partition(":")[0])
         except (OSError, ImportError, ValueError) as error:
             raise _cannot_import(reference, str(error)) from error
 
@@ -172,7 +172,7 @@ def source_of(reference: str) -> bytes:
 def reference_to(item: Any) -> str:
     """`"package.module:name"` for any callable, such that `imported` gives it back in this process.
 
-    The name ends in a hash of all that it depends on (`identity.contents`) where the object is not found by its name: a
+    The name ends in a hash of all that it depends on (`trust.contents`) where the object is not found by its name: a
     local function, a lambda, a `functools.partial`, a bound method, an instance.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
@@ -184,12 +184,12 @@ def reference_to(item: Any) -> str:
         reference = f"{module}:{name}"
         with contextlib.suppress(trust.CannotRun):  # of the standard library, written in C
             files = _files(reference)
-            identity.refuse_edited(files)
+            trust.refuse_edited(files)
             trust.approve(reference, _joined(files))
         return reference
     digest = hashlib.sha256()
     try:
-        for part in identity.contents(item, {}):
+        for part in trust.contents(item, {}):
             digest.update(len(part).to_bytes(8) + part)
     except RecursionError as error:
         raise UsageError(f"{item!r:.80} cannot be recorded; what it holds is nested too deeply") from error

@@ -5,8 +5,8 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +126,12 @@ class PopulationContents(Result):
     imported: dict[str, Any] | None  # where imported networks are from, and how they were read
     sources: dict[str, str]  # reference to code of users' own -> text of its module when the population was created
     hashes: dict[str, str]  # what the recipe refers to -> 16 hex digits of its hash
-    groups: dict[str, dict[str, Any]]  # units that may be permuted together, by name: size, whether signed, tensors
+    spec: WeightSpec
+
+    @cached_property
+    def groups(self) -> dict[str, dict[str, Any]]:
+        """Units that may be permuted together, by name: size, whether signs flip, tensors."""
+        return _groups(self.spec)
 
     def summary(self) -> str:
         return f"{self.path}: {self.done:,} of {self.networks:,} networks of {self.dimension:,} weights each"
@@ -136,7 +141,8 @@ class PopulationContents(Result):
         return _with_sizes(self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "spec"}
+        return values | {"groups": self.groups}
 
     def text(self) -> str:
         """Everything as text for a terminal, sections separated by blank lines."""
@@ -224,7 +230,7 @@ def population_contents(path: str | Path) -> PopulationContents:
         imported=manifest.imported.to_dict() if manifest.imported else None,
         sources=manifest.sources,
         hashes=manifest.inputs,
-        groups=_groups(spec),
+        spec=spec,
     )
 
 

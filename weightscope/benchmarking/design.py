@@ -23,7 +23,7 @@ from weightscope._util.names import parts_of, shortened
 from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.recipe.base import validated
+from weightscope.recipe.recipe import validated
 
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]

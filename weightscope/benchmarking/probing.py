@@ -24,7 +24,6 @@ from weightscope.data import Dataset
 from weightscope.data.augment import normalise
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
-from weightscope.population import manifest as manifests
 from weightscope.population import recipe_of
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
@@ -33,7 +32,7 @@ from weightscope.training.distillation import head_of
 from weightscope.training.image_task import hits
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import schedule_factor
-from weightscope.training.request import own_code_hashes, weight_hashes
+from weightscope.training.request import input_hashes
 
 _LARGEST = 16 * 2**20
 _log = logging.getLogger(__name__)
@@ -161,13 +160,12 @@ def _identity(recipe: Recipe) -> dict[str, Any]:
     training, population = values["training"], values["population"]
     values["training"] = {name: training[name] for name in ("epochs", "batch_size")}
     values["population"] = {"seed": population["seed"]}
-    hashes = weight_hashes(recipe.model_copy(update={"distillation": None}))
-    return {**values, **manifests.artifact_hashes(recipe), **own_code_hashes(recipe), **hashes}
+    return values | input_hashes(recipe.model_copy(update={"distillation": None}))
 
 
 def _heads(recipe: Recipe, ids: Sequence[int], data: Dataset, device: torch.device) -> dict[str, np.ndarray]:
     """Train the classifiers of some networks; returns `_METRICS`: (T,), by epoch (T, E), by test image (T, n)."""
-    weights, _ = initial_weights(recipe, ids, lambda: build_for(recipe))
+    weights = initial_weights(recipe, ids, lambda: build_for(recipe))
     with seeded(0):
         network = build_for(recipe).to(device)
     images = (data.train_images, data.test_images)

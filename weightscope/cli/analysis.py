@@ -122,9 +122,6 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
     click.echo(f"wrote {write_page(population if at is None else population.at(at), out, select)}")
 
 
-_ACROSS = ("select", "computed", "kind", "fold_norms", "means", "precision", "device")
-
-
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
@@ -221,22 +218,20 @@ def covariance(
     from weightscope.analysis.across_networks import covariance as compute
 
     found: Any
-    throughout, select = at == "all" and options["exchangeable"], options["select"]
+    throughout = at == "all" and options["exchangeable"]
     if at is not None and not (at.isdecimal() and len(at) < 16) and not throughout:
         raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
     moment = None if at is None or throughout else int(at)
     sources = tuple(maybe_partial(source, partial, moment) for source in sources)
-    own = options.pop("permutations")
     over = {"workers": options.pop("workers"), "keep_sums": options.pop("keep_sums")}
-    if own is not None and (throughout or not options["exchangeable"]):
-        raise UsageError("--permutations requires --exchangeable, without --at all")
-    if options.pop("exchangeable"):
-        given: Any = ["matrix"] * (matrix is not None) + [
-            key for key, value in options.items() if value and key != "select"
-        ]
-        given += ["entries"] * (options["means"] is False)
+    means = options.pop("means")
+    given = {key: x for key, x in options.items() if x is not None and x is not False and x != ()}
+    if given.pop("exchangeable", False):
+        select, own = given.pop("select", None), given.pop("permutations", None)
+        given |= {"matrix": matrix} if matrix is not None else {}
+        given |= {} if means is None else {"means" if means else "entries": means}
         if given:
-            named = "--" + given[0].replace("_", "-").replace("inits", "init")
+            named = "--" + next(iter(given)).replace("_", "-").replace("inits", "init")
             raise UsageError(
                 f"{named} cannot be combined with --exchangeable, which takes --select and --permutations only"
             )
@@ -244,27 +239,30 @@ def covariance(
             from weightscope.analysis.exchangeable import emergence
             from weightscope.population import population_in
 
+            if own is not None:
+                raise UsageError("--permutations requires --exchangeable, without --at all")
             if len(sources) > 1:
                 raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
             found = emergence(population_in(sources[0]), select or "*", **over)
         else:
-            given = sources[0] if len(sources) == 1 else sources
-            found = compute(given, select or "auto", exchangeable=True, permutations=own, **over)
+            one = sources[0] if len(sources) == 1 else sources
+            found = compute(one, select or "auto", exchangeable=True, permutations=own, **over)
         _show(found, out, json_file)
         return
-    across = {key: options[key] for key in _ACROSS if options[key] or (key == "means" and options[key] is not None)}
-    within = {key: value for key, value in options.items() if key not in _ACROSS and value not in (None, ())}
-    if options["device"] == "cuda":
+    if "permutations" in given:
+        raise UsageError("--permutations requires --exchangeable, without --at all")
+    drawing = {} if means is None else {"means": means}
+    drawing |= {"picture": given.pop("picture")} if "picture" in given else {}
+    if given.get("device") == "cuda":
         from weightscope.training.devices import resolve_device
 
-        across["device"] = resolve_device("cuda")
-    drawing = {key: given.pop(key) for given in (across, within) for key in ("means", "picture") if key in given}
+        given["device"] = resolve_device("cuda")
     if matrix is not None and matrix.suffix == ".npy":
-        across["file"] = matrix
-    networks, labels = _with_initialisers(sources, within.pop("inits", ()), within)
+        given["file"] = matrix
+    networks, labels = _with_initialisers(sources, given.pop("inits", ()), given)
     if labels:
-        within["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **over, **across, **within)
+        given["labels"] = labels
+    found = compute(networks[0] if len(networks) == 1 else networks, **over, **given)
     _show(found, out, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)

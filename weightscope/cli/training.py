@@ -104,7 +104,8 @@ def collect(
     train(wanted, out, on_tile=tile_logger(log), **options)
     contents = population_contents(out)
     click.echo(contents.brief())
-    write_json(json_file, contents.to_dict())
+    if json_file is not None:
+        write_json(json_file, contents.to_dict())
 
 
 def _check_plan(plan: bool, price: float | None, log: str | None) -> None:

@@ -18,8 +18,7 @@ from weightscope._util.plugins import is_reference
 from weightscope.data import folder, readers  # noqa: F401 - importing readers registers them
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
 from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
-from weightscope.data.section import Count, Section, Share
-from weightscope.data.task import IMAGES, SECTIONS, Task
+from weightscope.data.task import IMAGES, SECTIONS, Count, Section, Share, Task
 from weightscope.errors import DataError, UsageError, WeightscopeError
 
 _HOW = "`data.path`: a folder with a folder of images for each class, resized to `data.size`, or an .npz file"

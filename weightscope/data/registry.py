@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from weightscope._util.plugins import Registry
 from weightscope._util.sources import as_path
-from weightscope.data.section import Section, Seed
+from weightscope.data.task import Section, Seed
 from weightscope.errors import DataError
 
 FOLDER = "folder"

@@ -14,8 +14,7 @@ from pydantic import Field, model_validator
 from weightscope._util.checks import count
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.registry import first_place, places
-from weightscope.data.section import Count, FromList, Positive, Seed
-from weightscope.data.task import SECTIONS, Task
+from weightscope.data.task import SECTIONS, Count, FromList, Positive, Seed, Task
 from weightscope.errors import UsageError
 
 if TYPE_CHECKING:

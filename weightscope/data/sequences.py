@@ -6,7 +6,6 @@ sequences, on the generator's device. Its string, a separator, and an answer tha
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,11 +69,6 @@ def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
 def cross_entropy(logits: Tensor, batch: ScoredSequences) -> Tensor:
     """The mean of -log p of the answer's tokens, in nats, logits (B, n, v)."""
     return F.cross_entropy(logits[batch.mask], batch.targets[batch.mask])
-
-
-def bits(nats: float) -> float:
-    """Bits per token of a cross entropy in nats, for characters bits per character."""
-    return nats / math.log(2)
 
 
 class Corpus:

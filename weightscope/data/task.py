@@ -1,20 +1,79 @@
-"""`Task`: the section [data] of a recipe, which says what networks are trained on and what is asked of them.
+"""`Section`, the base of a recipe's sections, and `Task`, the section [data]: what networks are trained on, and what is
+asked of them.
 
 Another kind of task is one file: a subclass that is registered in `SECTIONS`, the source that it reads, and its
 batches. Does not import torch.
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+
+from weightscope._util.names import shortened
 from weightscope._util.plugins import Registry, member
 from weightscope.data.metrics import Metric
-from weightscope.data.section import Section
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# Far beyond what is used, so that a typing error is an error at once and not hours later, out of memory.
+Width = Annotated[int, Field(ge=1, le=2**16)]
+Depth = Annotated[int, Field(ge=1, le=2**12)]
+FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""Marks a tuple, which TOML writes as a list."""
+
+
+class Section(BaseModel):
+    """A section without unknown keys; immutable.
+
+    Fields that are `added` after populations were made are left out of what is written while they have their default:
+    the fingerprint of a population is that of its written recipe.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    added: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _written(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = handler(self)
+        for name in self.added:
+            if getattr(self, name) == type(self).model_fields[name].default:
+                values.pop(name, None)
+        return values
+
+
+_DEEPEST = 16  # tables and lists inside one another
+TOO_DEEP = f"nested too deeply, expected at most {_DEEPEST} levels"
+
+
+def check_numbers(values: Mapping[str, Any], *, tables: bool = False, depth: int = 1) -> None:
+    """Raise ValueError unless the values are what TOML can hold, and finite."""
+    for key, value in values.items():
+        if depth > _DEEPEST:
+            raise ValueError(f"{shortened(key)}: {TOO_DEEP}")
+        if isinstance(value, list | tuple):
+            check_numbers({f"{key}[{i}]": item for i, item in enumerate(value)}, tables=tables, depth=depth + 1)
+        elif isinstance(value, dict) and tables:
+            check_numbers({f"{key}.{name}": item for name, item in value.items()}, tables=True, depth=depth + 1)
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{key} must be finite, found {value}")
+        elif isinstance(value, int) and abs(value) >= 2**63:  # more than JSON, HDF5 and torch hold
+            raise ValueError(f"{key}: expected an integer below 2^63, found one of {value.bit_length()} bits")
+        elif not isinstance(value, int | float | str):
+            raise ValueError(
+                f"{key}: expected a number, a text, true, false, or a list of these, found {shortened(repr(value))}"
+            )
 
 
 class Source(Protocol):

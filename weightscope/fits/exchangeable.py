@@ -30,6 +30,7 @@ from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     TypeCovariance,
     assembled,
+    centred,
     design_effect,
     invariant_parts,
 )
@@ -65,12 +66,6 @@ class Amplification:
         self.denoise = choice("denoise", denoise, ("threshold", "eigenvalues"))
         if denoise != "threshold" and not self.gains:
             raise UsageError(f"denoise: {denoise!r} needs a gain, found none")
-
-    def check(self, labels: Sequence[str]) -> None:
-        """Raise UsageError if a pattern of the gain matches no type."""
-        for pattern in self.gains:
-            if not any(fnmatchcase(label, pattern) for label in labels):
-                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
 
     def correlation(self, found: TypeCovariance) -> tuple[np.ndarray, dict[str, Any]]:
         """The correlation matrix (C, C) to sample from, and what was done to it."""
@@ -281,7 +276,10 @@ class Exchangeable(Structure):
         facts: Facts = None,
     ) -> Self:
         """Fit to the covariance of each type, in the order of the specification; `facts` are further diagnostics."""
-        options.check([covariance.kind.label for covariance in found])
+        labels = [covariance.kind.label for covariance in found]
+        for pattern in options.gains:
+            if not any(fnmatchcase(label, pattern) for label in labels):
+                raise UsageError(f"gain: {pattern!r} matches no type; there are {', '.join(labels)}")
         factors, parameters, means = [], 0, None
         notes = dict(facts or {})
         for covariance in found:
@@ -300,17 +298,12 @@ class Exchangeable(Structure):
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
         """(*sizes of S, C) for each type."""
-        return tuple((*_places(self.permutations, t.groups), t.copies) for t in self.permutations.types)
+        return tuple((*kind.sizes, kind.copies) for kind in self.permutations.types)
 
     def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Noise projected on each type's representation, times its factor, put together: (size, D)."""
-        parts = {}
-        for kind, factor, z in zip(self.permutations.types, self.factors, noise, strict=True):
-            part = np.asarray(z, dtype=np.float64)
-            for axis, label in enumerate(kind.groups, 1):
-                if not label.startswith("~"):
-                    part = part - part.mean(axis=axis, keepdims=True)
-            parts[kind.groups] = part @ factor.T
+        drawn = zip(self.permutations.types, self.factors, noise, strict=True)
+        parts = {kind.groups: centred(z, kind) @ factor.T for kind, factor, z in drawn}
         return assembled(parts, self.spec, self.permutations)
 
     def squares(self, deviations: np.ndarray) -> np.ndarray:
@@ -370,13 +363,9 @@ class Exchangeable(Structure):
 
 def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
     """The invariant mean (D,) whose part of the empty type is given, (C,); zero if there is no such type."""
-    shapes = {kind.groups: (1, *_places(permutations, kind.groups), kind.copies) for kind in permutations.types}
+    shapes = {kind.groups: (1, *kind.sizes, kind.copies) for kind in permutations.types}
     own = {} if part is None else {(): part[None]}
     return assembled({key: np.zeros(shape) for key, shape in shapes.items()} | own, spec, permutations)[0]
-
-
-def _places(permutations: PermutationSpec, groups: Sequence[str]) -> tuple[int, ...]:
-    return tuple(permutations.sizes[group.removeprefix("~")] for group in groups)
 
 
 @contextlib.contextmanager

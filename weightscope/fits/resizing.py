@@ -293,14 +293,15 @@ def resized_fit(
     groups, problems, notes = list[Group](), dict[str, str](), list[str]()
     for group in result.groups:
         structure, made = group.structure, None
-        if not isinstance(structure, Exchangeable) or group.varying is not None:
-            pass
-        elif deviations is not None or _differs(structure, network):
-            try:
-                made, why = resized(structure, network, deviations)
-                problems |= why
-            except AnatomyError as error:
-                problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
+        if isinstance(structure, Exchangeable) and group.varying is None:
+            taken = tensors_by_depth(structure.network, network).items()
+            own = [(new, old) for new, old in taken if old in structure.spec]
+            if deviations is not None or any(n != o or network[n].shape != structure.spec[o].shape for n, o in own):
+                try:
+                    made, why = resized(structure, network, deviations)
+                    problems |= why
+                except AnatomyError as error:
+                    problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")
         if made is not None:
             group = replace(group, spec=made.spec, structure=made)
             notes += made.diagnostics["resized"]
@@ -309,9 +310,3 @@ def resized_fit(
     order = [name for name in network.names if name in tensors] + [name for name in tensors if name not in network]
     spec = WeightSpec(tensors[name] for name in order)
     return replace(result, spec=spec, groups=tuple(groups), problems=problems, resized=tuple(dict.fromkeys(notes)))
-
-
-def _differs(structure: Exchangeable, network: WeightSpec) -> bool:
-    """Whether the network has the fitted tensors in other shapes, or in more blocks."""
-    taken = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
-    return any(new != old or network[new].shape != structure.spec[old].shape for new, old in taken.items())

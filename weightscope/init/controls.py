@@ -16,7 +16,7 @@ from weightscope.errors import AnatomyError, UsageError
 from weightscope.init._trained import found_parts
 from weightscope.init.base import Generator, Initialiser, M, normal, put, running
 from weightscope.spec import WeightSpec
-from weightscope.statistics.permutations import PermutationSpec, is_signed
+from weightscope.statistics.permutations import PermutationSpec
 
 DRAWS = 32
 _SAMPLE = 2048  # entries of a tensor in each draw that are kept of an A_log
@@ -141,10 +141,8 @@ class UncorrelatedControl:
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
             for kind, deviation in zip(self.permutations.types, self.deviations, strict=True):
-                sizes = [self.permutations.sizes[group.removeprefix("~")] for group in kind.groups]
-                z = normal(1, *sizes, kind.copies, generator=generator).numpy()
-                unsigned = tuple(axis for axis, group in enumerate(kind.groups, 1) if not is_signed(group))
-                parts[kind.groups] = centred(z, unsigned) * deviation
+                z = normal(1, *kind.sizes, kind.copies, generator=generator).numpy()
+                parts[kind.groups] = centred(z, kind) * deviation
             row = _row(inner, self.spec)
             drawn = self.spec.unpack(assembled(parts, self.spec, self.permutations) + self.mean)
             tensors = self.spec.unpack(row)

@@ -8,10 +8,9 @@ from weightscope.networks.layers import Attention, LayerNorm2d, sinusoidal_posit
 from weightscope.networks.vit import ViT
 
 if TYPE_CHECKING:
-    from weightscope.networks.building import NETWORKS, build, build_for
+    from weightscope.networks.building import build, build_for
 
 __all__ = [
-    "NETWORKS",
     "Attention",
     "ConvMixer",
     "ConvNeXt",
@@ -25,7 +24,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("NETWORKS", "build", "build_for"):
+    if name not in ("build", "build_for"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from weightscope.networks import building  # recipes need pydantic, which initialisers do not
 

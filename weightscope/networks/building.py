@@ -8,10 +8,6 @@ from weightscope._util import plugins
 from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
-from weightscope.recipe.networks import SECTIONS
-
-NETWORKS: dict[str, type[nn.Module]] = {name: plugins.member(section.network) for name, section in SECTIONS.items()}
-"""The classes that recipes name in `[network] type`."""
 
 
 def build_for(recipe: Recipe) -> nn.Module:
@@ -20,21 +16,19 @@ def build_for(recipe: Recipe) -> nn.Module:
     Example:
         >>> build_for(Recipe.load("populations/digits-convnext.toml"))
     """
-    return _build(recipe.network, recipe.data.sizes())
+    return build(recipe.network, **recipe.data.sizes())
 
 
-def build(config: NetworkConfig, *, in_channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """The network described by a recipe's [network] section, for images (B, c, S, S), with torch's initial weights.
+def build(config: NetworkConfig, **sizes: int) -> nn.Module:
+    """The network described by a recipe's [network] section, with torch's initial weights.
+
+    `sizes` are those of the task's inputs and outputs (`Task.sizes`): `in_channels`, `image_size` and `num_classes` of
+    images (B, c, S, S), `vocabulary` of sequences.
 
     Example:
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
         >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     """
-    return _build(config, {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes})
-
-
-def _build(config: NetworkConfig, sizes: dict[str, int]) -> nn.Module:
-    """The network of a section for the sizes of a task's inputs and outputs, `Task.sizes`."""
     if isinstance(config, OwnNetworkConfig):
         return _build_own(config, sizes)
     if "image_size" in sizes:

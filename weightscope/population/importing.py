@@ -278,8 +278,7 @@ class _Run:
         if there != "done":
             weights = None if self.wanted.made.by_reference else self.weights[:, 0]
             moments = self.weights[:, 1:] if weights is not None and manifest.snapshots else None
-            seeds = shards.seeds_of(manifest, first, manifest.tile)
-            done = shards.TrainedTile(tile, weights, seeds, metrics, moments, self.digests)
+            done = shards.TrainedTile(tile, weights, metrics, moments, self.digests)
             shards.save(self.path, manifest, done, "import")
 
     def finish(self) -> None:

@@ -14,10 +14,10 @@ import tomli_w
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.sources import POPULATION_FILE, open_regular, read_regular
+from weightscope._util.sources import POPULATION_FILE, read_regular
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
-from weightscope.recipe.sections import MOST_NETWORKS
+from weightscope.recipe.recipe import MOST_NETWORKS
 from weightscope.spec import WeightSpec
 
 _log = logging.getLogger(__name__)
@@ -171,10 +171,6 @@ def read(path: Path) -> Manifest:
         values = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file}: damaged, expected JSON: {error}") from error
-    return _parse(values, file)
-
-
-def _parse(values: Any, file: Path) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if values.get("schema") not in (_COLLECTED, _IMPORTED):
@@ -244,10 +240,11 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     it stay and are used again if the population grows. Returns the manifest with the number of networks to train, and
     whether this call created the population.
     """
-    # Listed before the manifest is searched for: another process may create the population at any moment.
-    others = [] if (path / NAME).exists() else _others(path)
+    # Looked at before the manifest is searched for: another process may create the population at any moment.
+    error = None if (path / NAME).exists() else _other_folder(path)
     if not (path / NAME).exists():
-        _refuse_other_folder(path, others)
+        if error is not None:
+            raise error
         atomic.make_folder(path / SHARDS)
         if atomic.create(path / NAME, wanted.to_bytes()):
             return wanted, True
@@ -320,29 +317,15 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
             )
 
 
-def artifact_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"init FILE"` -> 16 hex digits of the sha256 of each initialiser artifact that a recipe names."""
-    hashes = {}
-    for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
-        try:
-            with open_regular(name) as file:
-                hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-        except OSError as error:
-            raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
-    return hashes
-
-
-def _others(path: Path) -> list[Path]:
-    """The contents of a population's folder, shards included, without its manifest."""
-    folder = path / SHARDS
-    found = [p for p in path.glob("*") if p not in (folder, path / NAME)] + list(folder.glob("*"))
-    return [p for p in found if not p.name.startswith(".")]
-
-
-def _refuse_other_folder(path: Path, others: list[Path]) -> None:
+def _other_folder(path: Path) -> WeightscopeError | None:
+    """What is wrong with a folder without a manifest in which a population is to be made."""
     if path.exists() and not path.is_dir():
-        raise UsageError(f"{path} is a file; give the folder of a population")
-    if any(p.parent != path for p in others):
-        raise DataError(f"{path} holds shards but no {NAME}; restore it, or collect into another folder")
-    if others:
-        raise UsageError(f"{path} holds {others[0].name} but no {NAME}; give a new folder or that of a population")
+        return UsageError(f"{path} is a file; give the folder of a population")
+    folder = path / SHARDS
+    inside = [p for p in folder.glob("*") if not p.name.startswith(".")]
+    if inside:
+        return DataError(f"{path} holds shards but no {NAME}; restore it, or collect into another folder")
+    others = (p for p in path.glob("*") if p not in (folder, path / NAME) and not p.name.startswith("."))
+    if (other := next(others, None)) is None:
+        return None
+    return UsageError(f"{path} holds {other.name} but no {NAME}; give a new folder or that of a population")

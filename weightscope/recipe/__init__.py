@@ -10,14 +10,14 @@ recipe is parsed without importing it; what depends on it is checked when it is 
 
 from weightscope.data.image_section import AugmentConfig, DataConfig
 from weightscope.recipe.networks import ConvMixerConfig, ConvNeXtConfig, NetworkConfig, OwnNetworkConfig, ViTConfig
-from weightscope.recipe.recipe import Recipe
-from weightscope.recipe.sections import (
+from weightscope.recipe.recipe import (
     BenchConfig,
     DataSection,
     DistillationConfig,
     InitConfig,
     PopulationConfig,
     Range,
+    Recipe,
     TrainingConfig,
 )
 

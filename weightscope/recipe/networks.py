@@ -12,8 +12,17 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Serializ
 from weightscope._util.checks import divided
 from weightscope._util.names import unknown
 from weightscope._util.plugins import Registry, is_reference
-from weightscope.data.section import Depth, Finite, Fraction, FromList, NonNegative, Positive, Section, Width
-from weightscope.recipe.base import check_numbers
+from weightscope.data.task import (
+    Depth,
+    Finite,
+    Fraction,
+    FromList,
+    NonNegative,
+    Positive,
+    Section,
+    Width,
+    check_numbers,
+)
 
 _MOST_STAGES = 16  # each halves the image
 

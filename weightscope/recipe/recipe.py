@@ -1,27 +1,344 @@
-"""`Recipe`: all sections together."""
+"""`Recipe` and its sections [data] [training] [distillation] [init] [population] [bench]."""
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import field_validator, model_validator
-
-from weightscope._util.names import shortened
-from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.sources import recipe_path
-from weightscope.data.image_section import DataConfig
-from weightscope.data.section import Section
-from weightscope.errors import RecipeError, UsageError
-from weightscope.recipe.base import parse_toml, read_toml, validated
-from weightscope.recipe.networks import SECTIONS, NetworkField
-from weightscope.recipe.sections import (
-    BenchConfig,
-    DataSection,
-    DistillationConfig,
-    InitConfig,
-    PopulationConfig,
-    TrainingConfig,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    SerializeAsAny,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
 )
+
+from weightscope._util.names import fitted, nearest, shortened
+from weightscope._util.plugins import is_reference, reference_to
+from weightscope._util.sources import read_regular, reason, recipe_path
+from weightscope.data import sequence_config  # noqa: F401 - registered in SECTIONS
+from weightscope.data.image_section import DataConfig
+from weightscope.data.task import (
+    TOO_DEEP,
+    Count,
+    Fraction,
+    FromList,
+    NonNegative,
+    Positive,
+    Section,
+    Seed,
+    Share,
+    Task,
+    Width,
+    check_numbers,
+)
+from weightscope.errors import RecipeError, UsageError
+from weightscope.recipe.networks import SECTIONS, NetworkField
+
+_MOST_ERRORS = 3
+_LARGEST = 2**20  # bytes; recipes have about 1000
+MOST_NETWORKS = 10_000_000
+MOST_SNAPSHOTS = 1024
+Moment = Annotated[int, Field(ge=0, lt=2**31)]
+FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
+
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+# --- TOML text to values, and errors to messages ----------------------------------------------------------------------
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    """The values of TOML text; raises RecipeError."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise RecipeError(f"{where}: {TOO_DEEP}") from None
+    except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
+        raise RecipeError(f"{where}: not TOML: {error}") from error
+
+
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """The values of a TOML file; raises RecipeError."""
+    try:
+        text = read_regular(path, _LARGEST).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
+    except OSError as error:
+        raise RecipeError(f"cannot read the recipe {path}: {reason(error)}") from error
+    return parse_toml(text, str(path))
+
+
+def validated(model: type[_Model], values: Any, where: str) -> _Model:
+    """The values as a model; RecipeError with the first few errors as `path: what is allowed, found what`."""
+    try:
+        try:
+            return model.model_validate(values)
+        except ValidationError as error:
+            errors: Sequence[Any] = error.errors()
+            # which keys a section has may depend on its name, so they are not judged where that is wrong
+            misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+            told = [e for e in errors if e["type"] != "extra_forbidden" or e["loc"][:-1] not in misnamed]
+            lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
+            more = [f"and {len(told) - len(lines)} more"] * (len(told) > len(lines))
+    except RecursionError:
+        lines, more = [TOO_DEEP], []
+    raise RecipeError(f"{where}: {'; '.join(lines + more)}")
+
+
+def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
+    parts, known = _path(error["loc"], model, values)
+    path = shortened(".".join(parts)) or "(top level)"
+    if error["type"] == "extra_forbidden":
+        near = nearest(parts[-1], known)
+        return f"{path}: unknown key, " + (f"did you mean {near!r}?" if near else f"there are {fitted(known)}")
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    found = "" if isinstance(error["input"], dict) else f", found {shortened(repr(error['input']))}"
+    return f"{path}: {message[0].lower()}{message[1:]}{found}"
+
+
+def _path(loc: Sequence[str | int], model: type[BaseModel], values: Any) -> tuple[list[str], list[str]]:
+    """The path of an error in the recipe, without pydantic's tags of unions, and the keys of the section there."""
+    models, path = [model], []
+    known: list[str] = []
+    for part in loc:
+        models = [m.of(values) if hasattr(m, "of") else m for m in models]
+        known = list(dict.fromkeys(key for m in models for key in m.model_fields))
+        if isinstance(part, str) and part not in known and not (isinstance(values, Mapping) and part in values):
+            continue
+        path.append(str(part))
+        if isinstance(part, int):
+            continue
+        values = values.get(part) if isinstance(values, Mapping) else None
+        fields = [m.model_fields[part] for m in models if part in m.model_fields]
+        models = [inner for field in fields for inner in _models(field.annotation)]
+    return path, known
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+# --- the sections -----------------------------------------------------------------------------------------------------
+
+
+def _section(value: Any) -> Any:
+    """The [data] section by its name; errors keep the paths of the fields."""
+    return value if isinstance(value, Task) else Task.of(value).model_validate(value)
+
+
+DataSection = Annotated[SerializeAsAny[Task], BeforeValidator(_section)]
+
+
+class Range(Section):
+    """A hyperparameter drawn log-uniformly from [low, high] for each network."""
+
+    low: Positive
+    high: Positive
+
+    @model_validator(mode="after")
+    def _order(self) -> "Range":
+        if self.low > self.high:
+            raise ValueError(f"low must not exceed high, found {self.low} > {self.high}")
+        return self
+
+
+def _swept(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    # one message for the union; pydantic's own would list the errors of every alternative
+    try:
+        return handler(value)
+    except ValidationError as error:
+        if isinstance(value, dict):
+            raise
+        raise ValueError("expected a finite number >= 0, a list of these, or {low, high}") from error
+
+
+Swept = Annotated[
+    Annotated[Range, Tag("range")]
+    | Annotated[NonNegative, Tag("number")]
+    | Annotated[Annotated[list[NonNegative], Field(min_length=1)], Tag("list")],
+    Discriminator(lambda v: "range" if isinstance(v, dict | Range) else "list" if isinstance(v, list) else "number"),
+    WrapValidator(_swept),
+]
+
+
+class TrainingConfig(Section):
+    """AdamW with a learning-rate schedule.
+
+    `learning_rate` and `weight_decay` may be a number, a list (network k takes entry k mod its length) or a range
+    `{low, high}`, so a sweep is a population, too. `clip_norm = 0` disables clipping.
+
+    `mixup` and `cutmix` are the parameters alpha of Beta(alpha, alpha), 0 for none. With both, each batch has CutMix
+    with probability `mixup_switch` and mixup otherwise. `ema` is the decay of an exponential moving average of the
+    weights, 0 for none; the averages are evaluated and stored in place of the weights.
+
+    `schedule = "plateau"` multiplies a network's rate by `factor` whenever its loss on validation data has not improved
+    for more than `patience` epochs, after the warm-up.
+
+    `engine = "batched"` trains the networks of a tile together; "loop" trains any `nn.Module`, one network at a time.
+
+    `kernels = "compiled"` selects kernels in C on a CPU, and `torch.compile` on a GPU; "torch" selects
+    torch's. With "auto" compiled kernels are used where there is a C compiler (or Triton on a GPU) and they agree with
+    torch's; a population records the choice, because they round differently.
+    """
+
+    added: ClassVar[tuple[str, ...]] = ("decay_exclude",)
+
+    epochs: Count
+    batch_size: Count = 64
+    learning_rate: Swept = 0.01
+    weight_decay: Swept = 0.01
+    betas: Annotated[tuple[Fraction, Fraction], FromList] = (0.9, 0.999)
+    schedule: Literal["triangular", "cosine", "constant", "plateau"] = "triangular"
+    warmup: Fraction = 0.2
+    factor: Annotated[float, Field(gt=0, lt=1)] = FACTOR
+    patience: Annotated[int, Field(ge=0, lt=2**31)] = PATIENCE
+    label_smoothing: Fraction = 0.0
+    clip_norm: NonNegative = 1.0
+    mixup: NonNegative = 0.0
+    cutmix: NonNegative = 0.0
+    mixup_switch: Share = 0.5
+    ema: Fraction = 0.0
+    frozen: Annotated[tuple[str, ...], FromList] = ()
+    decay_exclude: Annotated[tuple[str, ...], FromList] = ()
+    precision: Literal["float32", "bfloat16"] = "float32"
+    kernels: Literal["auto", "torch", "compiled"] = "auto"
+    evaluate: Literal["end", "epoch"] = "epoch"
+    engine: Literal["batched", "loop"] = "batched"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "TrainingConfig":
+        if self.engine == "loop" and (self.kernels == "compiled" or self.precision != "float32"):
+            raise ValueError(
+                "engine 'loop' runs plain PyTorch: expected kernels 'torch' or 'auto' and precision 'float32', found "
+                f"{self.kernels!r} and {self.precision!r}"
+            )
+        if self.schedule != "plateau":
+            if (self.factor, self.patience) != (FACTOR, PATIENCE):
+                raise ValueError(f"factor and patience are of schedule 'plateau', found schedule {self.schedule!r}")
+        elif self.evaluate != "epoch":
+            raise ValueError(f"schedule 'plateau' needs evaluate = 'epoch', found {self.evaluate!r}")
+        return self
+
+
+class DistillationConfig(Section):
+    """A term of the loss that compares all networks with one trained network, the teacher.
+
+        logit     L = L_class + alpha KL(p_t || p_s)           p: probabilities; the teacher has the same classes
+        feature   L = L_class + alpha |O_t - MLP(O_s)|         O: inputs of the classifier; mean over their entries
+
+    `teacher` is a file or folder of weights, `hf://org/name`, or network k of a population, `"PATH.pop::k"`. It sees
+    the same augmented images as the student, in evaluation mode. `network` describes it, with the keys of [network];
+    without, it is the network of its population's recipe, or that of this recipe. Nothing is computed if `alpha = 0`.
+
+    The MLP (linear, GELU, linear, as wide as O_t) belongs to each network, is trained with it, and is not stored.
+
+    Source: selection paper, section 4.4, Eq. 1 and 2.
+    """
+
+    teacher: str
+    kind: Literal["logit", "feature"] = "logit"
+    alpha: NonNegative = 1.0
+    network: NetworkField | None = None
+
+
+class InitConfig(BaseModel):
+    """An initialiser by name or reference, or `artifact = "FILE"`; other keys are its named parameters.
+
+    With both, the named initialiser is applied to the network that the artifact's has initialised.
+    `control = "scale"` replaces it by independent Gaussian entries with its mean and variance of each tensor,
+    `control = "uncorrelated"` by those with its means and variances of every part (see `weightscope.init.controls`).
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str = "default"
+    artifact: str | None = None
+    control: Literal["scale", "uncorrelated"] | None = None
+
+    @model_validator(mode="after")
+    def _numbers(self) -> "InitConfig":
+        check_numbers(self.parameters, tables=True)
+        return self
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The initialiser's named parameters."""
+        return dict(self.model_extra or {})
+
+    @classmethod
+    def load(cls, path: str | Path) -> "InitConfig":
+        """Read an initialiser and its parameters from a TOML file with the keys of an [init] table."""
+        values = read_toml(path)
+        if not values.keys() & {"name", "artifact"}:
+            found = ", ".join(values) or "no keys"
+            raise RecipeError(f"{path}: expected the keys of an [init] table, with `name` or `artifact`, found {found}")
+        return validated(cls, values, str(path))
+
+
+class PopulationConfig(Section):
+    """The number of networks, the root seed, and the number of networks in a tile.
+
+    Without `tile`, it is chosen when a population is created and then kept: 32 on a CPU, on a GPU as many as its free
+    memory holds. `snapshots` are the epochs (of sequences, the steps) after which weights are stored too, 0 the start.
+    """
+
+    networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
+    seed: Seed = 0
+    tile: Width | None = None
+    snapshots: Annotated[tuple[Moment, ...], Field(min_length=1, max_length=MOST_SNAPSHOTS), FromList] | None = None
+
+    @field_validator("snapshots")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and list(value) != sorted(set(value)):
+            raise ValueError(f"expected ascending numbers, each once, found {list(value)}")
+        return value
+
+
+Values = dict[str, str | list[Any]]
+
+
+class BenchConfig(Section):
+    """A benchmark as data; every key is an argument of `bench`, which has the same one on the command line.
+
+    `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
+    `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
+    range as text, `"0:1:0.1"`. `control` has the controls, `contrast` the contrasts that are declared beforehand.
+    `metric` is one of the task's, such as `"test_loss"`.
+    """
+
+    added: ClassVar[tuple[str, ...]] = ("control", "contrast")
+    init: tuple[str | dict[str, Any], ...] = ()
+    vary: Values = Field(default_factory=dict)
+    grid: Values = Field(default_factory=dict)
+    epochs: tuple[Count, ...] = ()
+    seeds: Count | None = None
+    seed: Seed | None = None
+    frozen: str | None = None
+    control: tuple[str, ...] = ()
+    contrast: tuple[str, ...] = ()
+    metric: str | None = None
+
+    @field_validator("init", "epochs", "control", "contrast", mode="before")
+    @classmethod
+    def _tuples(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
 
 
 class Recipe(Section):

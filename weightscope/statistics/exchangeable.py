@@ -63,11 +63,12 @@ def _sum(array: np.ndarray, axis: int) -> np.ndarray:
     return out.reshape(len(array), *lead, *rest)
 
 
-def centred(stack: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """A copy whose mean along each of the axes is zero: the projection on the standard part of each."""
+def centred(stack: np.ndarray, kind: InvariantType) -> np.ndarray:
+    """A copy of (..., *sizes of S, C) with mean zero along each unsigned axis: the projection on the type's part."""
     stack = np.array(stack, dtype=np.float64)
-    for axis in axes:
-        stack -= stack.mean(axis=axis, keepdims=True)
+    for axis, label in enumerate(kind.groups, -len(kind.groups) - 1):
+        if not is_signed(label):
+            stack -= stack.mean(axis=axis, keepdims=True)
     return stack
 
 
@@ -76,9 +77,7 @@ def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: Permuta
     tensors = spec.unpack(weights)
     for kind in permutations.types:
         averages = _averages({view.name: view.of(tensors[view.tensor]) for view in kind.views})
-        rows = [averages(view, kind.groups) for view in kind.views]
-        unsigned = tuple(i + 1 for i, label in enumerate(kind.groups) if not is_signed(label))
-        yield centred(np.concatenate(rows, axis=-1), unsigned)
+        yield centred(np.concatenate([averages(view, kind.groups) for view in kind.views], axis=-1), kind)
 
 
 def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
@@ -188,9 +187,8 @@ class ExchangeableMoments:
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         # for each type over networks (*sizes of S, C), and single copies over their squared lengths (*sizes of S, C1)
-        places = {key: [permutations.sizes[label.removeprefix("~")] for label in key] for key in self._types}
-        self._sums = {key: np.zeros((*places[key], kind.copies)) for key, kind in self._types.items()}
-        self._units = {key: np.zeros((*places[key], int(one.sum()))) for key, one in self._single.items()}
+        self._sums = {key: np.zeros((*kind.sizes, kind.copies)) for key, kind in self._types.items()}
+        self._units = {key: np.zeros((*self._types[key].sizes, int(one.sum()))) for key, one in self._single.items()}
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
         self._centre = np.empty(0) if centre is None else centre  # (D,), which is subtracted
 
@@ -243,10 +241,9 @@ class ExchangeableMoments:
                 units = np.stack([np.tensordot(w, averages(v, key)[..., 0], 1) for w, v in weighted], -1)
             else:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
-                unsigned = tuple(axis for axis, label in enumerate(key, 1) if not is_signed(label))
-                sums, products = joined.sum(axis=0), _centred_products(joined, unsigned)
+                sums, products = joined.sum(axis=0), _centred_products(joined, kind)
                 if key:
-                    parts = centred(joined, unsigned).reshape(len(block), kind.places, -1)
+                    parts = centred(joined, kind).reshape(len(block), -1, kind.copies)
                     single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
                     inverse = _inverse_lengths(grams)
@@ -278,8 +275,7 @@ class ExchangeableMoments:
         out = []
         centres = invariant_parts(self._centre[None], self.spec, self.permutations)
         for (key, kind), centre in zip(self._types.items(), centres, strict=True):
-            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], unsigned), centre))
+            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], kind), centre))
             samples = (self.n - (about == "networks")) * kind.dimension
             matrix = self._products[key] - sums.T @ sums / self.n
             mean = sums / self.n + centre
@@ -291,7 +287,7 @@ class ExchangeableMoments:
             own = self._alone(key)
             traces = self._traces[key]
             networks = _inflation(traces[0], self.n)
-            units = _inflation(traces[1], self.n * kind.places) if traces[1].any() else networks
+            units = _inflation(traces[1], self.n * prod(kind.sizes)) if traces[1].any() else networks
             sizes = [view.copies for view in kind.views]
             errors = own[1] * np.sqrt(networks).repeat(sizes, axis=0).repeat(sizes, axis=1)
             means = np.zeros(kind.copies) if key else mean[0]
@@ -309,8 +305,8 @@ class ExchangeableMoments:
         if self.n >= 3 and key:
             mean, squares, weights = self._own[key] / self.n
             spread = np.sqrt(np.maximum(squares - mean**2, 0) / (self.n - 1))
-            unsigned = tuple(i for i, label in enumerate(key) if not is_signed(label))
-            flat = centred(self._units[key], unsigned).reshape(self._types[key].places, len(mean)) / self.n
+            kind = self._types[key]
+            flat = centred(self._units[key], kind).reshape(prod(kind.sizes), len(mean)) / self.n
             own = weights.diagonal() + (weights.diagonal() == 0)  # zero where a copy is
             means = flat.T @ flat * weights / np.outer(own, own)
             left = np.maximum(1 - means.diagonal(), 1e-12)
@@ -350,13 +346,13 @@ def _inflation(moments: np.ndarray, n: int) -> np.ndarray:
     return np.divide(n * moments[:-1], scale, out=np.ones_like(scale), where=moments[:-1] > 0)
 
 
-def _centred_products(joined: np.ndarray, unsigned: tuple[int, ...]) -> np.ndarray:
+def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
     """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
-    if len(unsigned) != 1 or joined.ndim != 3:
-        joined, unsigned = (centred(joined, unsigned) if unsigned else joined), ()
-    rows = joined.reshape(-1, joined.shape[-1])
+    unsigned = [label for label in kind.groups if not is_signed(label)]
+    alone = len(unsigned) == len(kind.groups) == 1  # centring the products is then cheaper than centring the parts
+    rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.copies)
     out = rows.T @ rows
-    if unsigned:  # centring the products is cheaper than centring the parts
+    if alone:
         sums = joined.sum(axis=1)
         out -= sums.T @ sums / joined.shape[1]
     return out

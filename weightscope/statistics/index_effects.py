@@ -116,7 +116,8 @@ class IndexEffects:
         return tuple(replace(e, p=p) for e, p in zip(found, holm([e.p for e in found]), strict=True))
 
     def _tested(self, group: str, bundles: int, rounds: int, rng: np.random.Generator) -> IndexEffect | None:
-        stays = self.permutations.stays(group)
+        # whether each unit keeps its place, so that at most its sign may change
+        stays = self.permutations.heads.get(group) == (None, self.permutations.sizes[group])
         tested = [k for k in self._sums[group] if (group, *k[:2]) in self._varying and (k[2] or not stays)]
         sums = {key: x[:bundles] for key in tested if (x := self._sums[group][key]).any()}
         if not sums:

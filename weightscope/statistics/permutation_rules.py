@@ -238,7 +238,9 @@ def read_permutations(path: str | Path, spec: WeightSpec) -> PermutationSpec:
             raise SpecError(f"unknown table {unknown[0]!r}; there are axes and heads")
         if not isinstance(content["axes"], dict):
             raise SpecError('expected a table [axes] of lines such as "fc1@" = "hidden ."')
-        rules = [(name, _texts(name, text)) for name, text in content["axes"].items()]
+        if odd := [name for name, text in content["axes"].items() if not isinstance(text, str)]:
+            raise SpecError(f'{odd[0]!r}: expected a text such as "hidden .", found {content["axes"][odd[0]]!r}')
+        rules = [(name, text.split()) for name, text in content["axes"].items()]
         if unused := [name for name, _ in rules if not any(_pattern(name).fullmatch(unwrapped(n)) for n in spec.names)]:
             raise SpecError(f"no tensor matches {listing(unused)}; its names are {listing(spec.names)}")
         views, strangers = _matched(spec, rules)
@@ -254,12 +256,6 @@ def read_permutations(path: str | Path, spec: WeightSpec) -> PermutationSpec:
         raise SpecError(f'{path}: no table [axes]; expected lines such as "fc1@" = "hidden ."') from None
     except (SpecError, ValueError, re.error) as error:
         raise SpecError(f"{path}: {error}") from None
-
-
-def _texts(name: str, text: Any) -> list[str]:
-    if not isinstance(text, str):
-        raise SpecError(f'{name!r}: expected a text such as "hidden .", found {text!r}')
-    return text.split()
 
 
 def _given_heads(given: Any, found: PermutationSpec) -> Heads:
@@ -311,7 +307,9 @@ def _fitting(
     for pattern, name, axes in rules:
         if match := pattern.fullmatch(unwrapped(tensor.name)):
             values = dict(general) | {key: int(text) for key, text in match.groupdict().items() if text is not None}
-            values |= _relative(values)
+            s, b, streams = values.get("s", 0), values.get("b", 0), values["streams"]
+            values |= {"before": s - 1, "next": b + 1, "stream": streams.get(s, s)}
+            values["entering"] = values["stream"] if b else streams.get(s - 1, s - 1)
             try:
                 texts = [_filled(axis, values) for axis in axes]
             except KeyError as error:
@@ -340,12 +338,6 @@ def _general(spec: WeightSpec) -> dict[str, Any]:
     last = max(numbers[r"stages\."], default=max(numbers[r"blocks\."], default=-1) + 1)
     pooled = "." if any("pooler.dense" in name for name in names) else "channels"
     return {"last": streams[max(streams)] if numbers["layer"] else last, "streams": streams, "pooled": pooled}
-
-
-def _relative(values: Mapping[str, Any]) -> dict[str, int]:
-    s, b, streams = values.get("s", 0), values.get("b", 0), values["streams"]
-    stream = streams.get(s, s)
-    return {"before": s - 1, "next": b + 1, "stream": stream, "entering": stream if b else streams.get(s - 1, s - 1)}
 
 
 def _parts(tensor: TensorSpec, axes: Sequence[str], lengths: Mapping[str, int]) -> list[View]:

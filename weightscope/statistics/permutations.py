@@ -93,9 +93,13 @@ class InvariantType:
 
     # S, in the specification's order, with "~" where signs flip; empty for the means of everything
     groups: tuple[str, ...]
-    dimension: int  # of the irreducible representation: the product over S of n - 1, or n where signs flip
-    places: int  # the product of n over S: the length of a part before the dependent entries are left out
+    sizes: tuple[int, ...]  # n of each group of S: the shape of a part before the dependent entries are left out
     views: tuple[View, ...]  # those that contain the type, each with its number of copies
+
+    @property
+    def dimension(self) -> int:
+        """Of the irreducible representation: the product over S of n - 1, or n where signs flip."""
+        return prod(n - (not is_signed(label)) for label, n in zip(self.groups, self.sizes, strict=True))
 
     @property
     def label(self) -> str:
@@ -198,20 +202,7 @@ class PermutationSpec:
                 key = tuple(sorted((*signed, *chosen), key=lambda label: order.index(bare(label))))
                 found.setdefault(key, []).append(view)
         keys = sorted(found, key=lambda key: (len(key), [order.index(bare(label)) for label in key]))
-        return tuple(
-            InvariantType(
-                key, prod(map(self.dimension, key)), prod(self.sizes[bare(g)] for g in key), tuple(found[key])
-            )
-            for key in keys
-        )
-
-    def dimension(self, label: str) -> int:
-        """Of a group's non-trivial representation on R^n: n - 1, or n where signs flip."""
-        return self.sizes[bare(label)] - (not is_signed(label))
-
-    def stays(self, group: str) -> bool:
-        """Whether each unit of a group keeps its place, so that at most its sign may change."""
-        return self.heads.get(group, (group, 1)) == (None, self.sizes[group])
+        return tuple(InvariantType(key, tuple(self.sizes[bare(g)] for g in key), tuple(found[key])) for key in keys)
 
     def restrict(self, names: Iterable[str]) -> "PermutationSpec":
         """The specification of some of the tensors."""

@@ -157,7 +157,7 @@ class Normalisation(BatchedLayer):
     def _batch_norm(self, rows: Tensor) -> Tensor:
         if self.training:
             self._observe(rows)
-            return pytorch.normalise(rows, self.pair, 2, self.layer.eps)
+            return pytorch.Normalise.apply(rows, *self.pair, 2, self.layer.eps)
         weight, bias = self.pair
         scale = weight * torch.rsqrt(self.leaves["running_var"] + self.layer.eps)
         shift = bias - self.leaves["running_mean"] * scale

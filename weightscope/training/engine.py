@@ -31,10 +31,9 @@ from weightscope.spec import WeightSpec
 from weightscope.training.devices import DEFAULT_TILE, current, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
-from weightscope.training.kernel_choice import choose_kernels
+from weightscope.training.kernel_choice import choose_kernels, frozen
 from weightscope.training.kernels.functions import Kernels, by_kernels
 from weightscope.training.many_networks import networks_for
-from weightscope.training.network_check import frozen
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
 
@@ -97,7 +96,9 @@ def train_tile(
     with one_thread(), current(where):
         if kernels is None:
             kernels = choose_kernels(recipe, where).kernels
-        data = _load(recipe, data_root)
+        # a reference may be bound to another function later, and files of a folder may change
+        changes = is_reference(recipe.data.name) or recipe.data.name in (FOLDER, TEXT)
+        data = recipe.data.load(data_root) if changes else _loaded(recipe.data, data_root)
         if data_hash not in (None, data.fingerprint):
             hint = "did they change, or is it another copy?"
             if is_reference(recipe.data.name):
@@ -108,16 +109,8 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _load_cached(section: Task, root: str | None) -> Source:
+def _loaded(section: Task, root: str | Path | None) -> Source:
     return section.load(root)
-
-
-def _load(recipe: Recipe, root: str | Path | None) -> Source:
-    data = recipe.data
-    # a reference may be bound to another function later, and files of a folder may change
-    if is_reference(data.name) or data.name in (FOLDER, TEXT):
-        return data.load(root)
-    return _load_cached(data, None if root is None else str(root))
 
 
 def swept(value: Any, root: int, k: int, position: int) -> float:
@@ -142,7 +135,7 @@ class TileRun:
         if distillation is not None:
             template = distillation.extended(template, recipe.data.output_shape()[-1])
         self.nets = networks_for(recipe, template, self.ids, device, kernels)
-        start, self.seeds = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
+        start = initial_weights(recipe, self.ids, lambda: networks.build_for(recipe))
         self.stored = self.nets.spec.columns(stored)  # without what only distillation needs
         self.nets.weights[:, self.stored] = torch.from_numpy(start).to(device)
         if distillation is not None:
@@ -203,7 +196,7 @@ class TileRun:
         snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
         hits = getattr(self.batches, "hits", None)
         hits = None if hits is None else hits.cpu().numpy()
-        return TrainedTile(self.tile, weights, self.seeds, metrics, snapshots, hits=hits)
+        return TrainedTile(self.tile, weights, metrics, snapshots, hits=hits)
 
     def _weights(self) -> np.ndarray:
         """What is stored of the weights, (T, D): of the average, if there is one."""

@@ -21,23 +21,21 @@ Build = Callable[[], torch.nn.Module]
 Initialiser = Callable[..., Any]
 
 
-def initial_weights(recipe: Recipe, ids: Sequence[int], build: Build) -> tuple[np.ndarray, np.ndarray]:
-    """The initial weights (T, D) float32 of networks `ids`, and their seeds (T,) uint64.
+def initial_weights(recipe: Recipe, ids: Sequence[int], build: Build) -> np.ndarray:
+    """The initial weights (T, D) float32 of networks `ids`.
 
     Network k is built with torch's default initialisation under the seed of its INIT stream; then its initialiser
     (entry k mod number of [[init]] tables) is called with a generator on its STRUCTURE stream. So two recipes that
     differ only in the initialiser start from the same default weights: their networks are paired.
     """
-    root = recipe.population.seed
     functions = [_controlled(config, recipe, build) if config.control else resolve(config) for config in recipe.init]
-    rows, seeds = [], []
+    rows = []
     for k in ids:
         i = k % len(functions)
         module = _initialised(recipe, k, functions[i], build)
-        seeds.append(torch_seed(root, k, Purpose.INIT))
         spec, state = WeightSpec.of(module), module.state_dict()
         rows.append(spec.pack({name: state[name].detach().cpu().numpy() for name in spec.names}))
-    return np.stack(rows), np.array(seeds, dtype=np.uint64)
+    return np.stack(rows)
 
 
 def check_initialisers(recipe: Recipe, build: Build) -> None:

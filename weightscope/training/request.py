@@ -25,7 +25,7 @@ import torch
 from weightscope import training
 from weightscope._util import plugins, trust
 from weightscope._util.environment import environment
-from weightscope._util.sources import as_path, location
+from weightscope._util.sources import as_path, location, open_regular
 from weightscope.data.task import Source
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.init import _trained
@@ -53,7 +53,6 @@ from weightscope.training.kernels.functions import Kernels
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
-_TEACHER = "teacher "  # before its path, in the names of the manifest
 _FIRST_SHARE = 0.1  # of the first step's weights in an average, above which it is reported
 _THIS_PROCESS = uuid.uuid4().hex
 _LARGEST = 1024
@@ -149,7 +148,7 @@ class Request:
         root = None if data is None else as_path(data).absolute()
         wanted = wanted.completed(root)
         again = cluster and wanted.training.kernels == "auto"
-        where, own_code = resolve_device(device), own_code_hashes(wanted)
+        where = resolve_device(device)
         values = wanted.to_dict()
         sizes = [values[key] for key in ("network", "data", "population")], wanted.training.batch_size
         if not cluster:  # whose machines have memory of their own
@@ -161,7 +160,7 @@ class Request:
                     plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
         sources = plugins.texts_of(name for _, name in wanted.references)
         spec = once(lambda: training.spec_of(wanted), "spec", values["network"], values["data"], wanted.training.engine)
-        inputs = manifests.artifact_hashes(wanted) | own_code | weight_hashes(wanted, results)
+        inputs = input_hashes(wanted, results)
         check_initialisers(wanted, partial(build_for, wanted))
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
         inputs[f"data {wanted.data.name}"] = source.fingerprint
@@ -225,12 +224,6 @@ def _warn_of_short_average(recipe: Recipe, path: Path, examples: int) -> None:
         )
 
 
-def own_code_hashes(recipe: Recipe) -> dict[str, str]:
-    """`"network package.module:factory"` -> hash of the source, for each function of one's own that a recipe names."""
-    named = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
-    return {f"{kind} {name}": plugins.source_hash(name) for kind, name in named}
-
-
 def _absolute(recipe: Recipe, root: Path | None, again: bool) -> Recipe:
     """The recipe with absolute paths, for workers in other folders; with the kernels open if they choose again."""
     values = recipe.model_copy(update={"data": recipe.data.absolute(root)}).to_dict()
@@ -265,14 +258,40 @@ def warn_of_other_builds(request: Request) -> None:
         return
 
 
+def input_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
+    """What a recipe refers to -> 16 hex digits of a SHA-256.
+
+    `"init FILE"` for an initialiser's artifact, `"network package.module:factory"` for the source of each function of
+    one's own, and the `weight_hashes`; not the data.
+    """
+    hashes = {}
+    for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
+        try:
+            with open_regular(name) as file:
+                hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
+        except OSError as error:
+            raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
+    own = [(kind, name) for kind, name in recipe.references if kind != "data"]  # whose images are hashed
+    hashes |= {f"{kind} {name}": plugins.source_hash(name) for kind, name in own}
+    return hashes | weight_hashes(recipe, known)
+
+
 def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[str, str]:
     """`"weights PATH"` or `"teacher PATH"` -> 16 hex digits of the SHA-256 of tensors; what is known is not read."""
-    known, named = {} if known is None else known, _sources(recipe)
-    for name, about in named:
+    known = {} if known is None else known
+    own = {name for section, name in recipe.references if section == "init"}
+    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
+    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
+    sources: list[tuple[str, Any, str]] = [  # name in the manifest, what it is, and what else its hash depends on
+        (f"{manifests.WEIGHTS}{name}", name, "") for name in sorted({name for name in given if isinstance(name, str)})
+    ]
+    if (teacher := recipe.distillation) is not None and teacher.alpha != 0:
+        about = f"{(teacher.network or recipe.network).model_dump_json()} {recipe.data.model_dump_json()}"
+        sources.append((f"teacher {teacher.teacher}", partial(teacher_of, recipe), about))
+    for name, source, about in sources:
         if (name, about) not in known:
-            source = teacher_of(recipe) if name.startswith(_TEACHER) else name.removeprefix(manifests.WEIGHTS)
-            known[name, about] = _trained.fingerprint(source)
-    return {name: known[name, about] for name, about in named}
+            known[name, about] = _trained.fingerprint(source() if callable(source) else source)
+    return {name: known[name, about] for name, _, about in sources}
 
 
 def check_sources(requests: Iterable[Request]) -> None:
@@ -285,19 +304,6 @@ def check_sources(requests: Iterable[Request]) -> None:
                     f"{name} has changed while networks were trained: expected hash {request.manifest.inputs[name]}, "
                     f"found {found}; restore the original and begin again in another folder"
                 )
-
-
-def _sources(recipe: Recipe) -> list[tuple[str, str]]:
-    """Names in the manifest, each with what else its hash depends on."""
-    own = {name for section, name in recipe.references if section == "init"}
-    ours = [init for init in recipe.init if own.isdisjoint(part.strip() for part in init.name.split("+"))]
-    given = [init.parameters.get(key) for init in ours for key in ("source", "teacher")]
-    named = [(f"{manifests.WEIGHTS}{name}", "") for name in sorted({name for name in given if isinstance(name, str)})]
-    teacher = recipe.distillation
-    if teacher is not None and teacher.alpha != 0:
-        network = teacher.network or recipe.network
-        named.append((f"{_TEACHER}{teacher.teacher}", f"{network.model_dump_json()} {recipe.data.model_dump_json()}"))
-    return named
 
 
 def choose_tile(recipe: Recipe, data: Source, device: torch.device) -> int:

@@ -30,18 +30,12 @@ class NotSupported(UsageError):
     """What compiled kernels cannot do here; torch's are used without a warning where the choice is open."""
 
 
-def library(real: str = "float") -> ctypes.CDLL:
-    """The library for `float` or `double`, compiled if it is not in the cache."""
-    return _built(real)[0]
-
-
-def build_id() -> str:
-    """Eight hex digits that identify the build; different builds may round differently."""
-    return _built("float")[1][:8]
-
-
 @lru_cache(maxsize=2)
-def _built(real: str) -> tuple[ctypes.CDLL, str]:
+def library(real: str) -> tuple[ctypes.CDLL, str]:
+    """The library for `float` or `double`, compiled if it is not in the cache, and eight hex digits of its build.
+
+    Different builds may round differently.
+    """
     command, errors = compiler(), ""
     version = _run([*command, "--version"]).stdout
     texts = [(file.name, file.read_text(encoding="utf-8")) for file in sorted(_FOLDER.glob("*.[ch]"))]
@@ -50,7 +44,7 @@ def _built(real: str) -> tuple[ctypes.CDLL, str]:
         identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (cache_folder, _temporary_folder):
             try:
-                return _load_or_compile(folder(), identity, full), identity
+                return _load_or_compile(folder(), identity, full), identity[:8]
             except subprocess.CalledProcessError as error:
                 errors = error.stderr.strip() or f"exit status {error.returncode}"
                 break

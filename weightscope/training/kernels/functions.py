@@ -8,7 +8,7 @@ for the backward pass, and everything else is recomputed. Kernels:
 - "inductor": torch's operations, which the engine hands to `torch.compile`; here the same as "torch".
 
 Compiled functions are differentiable once. They read memory by the shapes of their arguments, which are those of a
-network that has run by torch's operations (`network_check.py`). UsageError if there is no C compiler.
+network that has run by torch's operations (`kernel_choice.py`). UsageError if there is no C compiler.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ def depthwise_conv2d(
         bias = torch.zeros(len(weight)) if bias is None else bias
         return _compiled(_depthwise, _depthwise_backward, x, weight, bias, dilation=dilation)
     weight = weight.to(x.dtype)
-    y = pytorch.depthwise_conv2d(x, weight, dilation=dilation)
+    y = pytorch.DepthwiseConv2d.apply(x, weight, dilation)
     return y if bias is None else y + bias.to(x.dtype)[:, None, None, None]
 
 
@@ -71,7 +71,7 @@ def layer_norm(x: Tensor, norm: Pair, eps: float, *, kernels: Kernels) -> Tensor
     """LayerNorm of x (T, c, P) over the channels, gain and shift (T, c) each."""
     if kernels == "c":
         return _compiled(_norm, _norm_backward, x, *norm, eps=eps)
-    return pytorch.normalise(x, norm, 1, eps)
+    return pytorch.Normalise.apply(x, *norm, 1, eps)
 
 
 def gelu_batch_norm(x: Tensor, norm: Pair, eps: float, more: Tensor | None = None) -> Tensor:
@@ -233,7 +233,7 @@ def _call(name: str, tensors: tuple[Any, ...], numbers: tuple[Any, ...]) -> None
             f"{name}: expected contiguous tensors of one type, float32 or float64, on the CPU, found {kinds}"
         )
     values = [ctypes.c_double(n) if isinstance(n, float) else ctypes.c_long(n) for n in numbers]
-    function = getattr(library("float" if given[0].dtype == torch.float32 else "double"), name)
+    function = getattr(library("float" if given[0].dtype == torch.float32 else "double")[0], name)
     if function(*map(_pointer, tensors), *values):
         raise MemoryError(f"{name}: cannot allocate the workspace")
 

@@ -24,25 +24,12 @@ _DENSE_PIXELS = 64
 _BLOCK_ROWS = 2
 
 
-def depthwise_conv2d(x: Tensor, weight: Tensor, *, dilation: int = 1) -> Tensor:
-    """Depthwise convolution of x (C, H, W, B), contiguous for speed, with filters (C, k, k), k odd.
-
-    Equal to `F.conv2d(x, weight, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
-    """
-    return _DepthwiseConv2d.apply(x, weight, dilation)
-
-
-def normalise(x: Tensor, norm: tuple[Tensor, Tensor], dim: int, eps: float) -> Tensor:
+class Normalise(torch.autograd.Function):
     """`gain (x - mean) / sqrt(variance + eps) + shift` of x (T, c, P), moments over `dim`; gain and shift (T, c)."""
-    found: Tensor = _Normalise.apply(x, *norm, dim, eps)
-    return found
-
-
-class _Normalise(torch.autograd.Function):
-    """`normalise` in one pass each way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dim: int, eps: float) -> Tensor:
+        """One pass over x."""
         wide = x.float() if x.dtype != torch.float64 else x
         centred = wide - wide.mean(dim, keepdim=True)
         scale = torch.rsqrt(centred.square().mean(dim, keepdim=True) + eps)
@@ -53,6 +40,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, gain and shift."""
         normal, scale, weight = ctx.saved_tensors
         product = grad * normal
         grad_weight, grad_bias = product.sum(2, dtype=weight.dtype), grad.sum(2, dtype=weight.dtype)
@@ -73,15 +61,22 @@ def attention(qkv: Tensor) -> Tensor:
     return y.reshape(q.shape).permute(0, 1, 4, 3, 2).contiguous()
 
 
-class _DepthwiseConv2d(torch.autograd.Function):
+class DepthwiseConv2d(torch.autograd.Function):
+    """Depthwise convolution of x (C, H, W, B), contiguous for speed, with filters (C, k, k), k odd.
+
+    Equal to `F.conv2d(x, weight, padding=dilation * (k - 1) // 2, dilation=dilation, groups=C)`.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dilation: int) -> Tensor:
+        """The convolution."""
         ctx.save_for_backward(x, weight)
         ctx.dilation = dilation
         return convolve(x, weight, dilation)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        """Gradients of x and the filters."""
         x, weight = ctx.saved_tensors
         grad_x = grad_weight = None
         grad = grad.contiguous()
@@ -136,7 +131,7 @@ def _blocks(height: int, rows: int, reach: int) -> list[tuple[int, int, int, int
 
 
 def convolve(x: Tensor, weight: Tensor, dilation: int) -> Tensor:
-    """The forward pass of `depthwise_conv2d`."""
+    """The forward pass of `DepthwiseConv2d`."""
     channels, height, width, batch = x.shape
     k = weight.shape[-1]
     rows = _block_rows(height, width)
