@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from weightscope import plots
 from weightscope.benchmarking import BenchResult
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.pictures import finding
+from weightscope.benchmarking.result import finding
 from weightscope.benchmarking.statistics import summarise
 from weightscope.data.metrics import ACCURACY
 from weightscope.plots import theme

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from weightscope import plots
-from weightscope.plots.text import p_value
+from weightscope.plots.theme import p_value
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "filter_covariances"

@@ -8,7 +8,7 @@ from weightscope import plots
 from weightscope._util.arms import epochs_text
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
-from weightscope.benchmarking.pictures import finding
+from weightscope.benchmarking.result import finding
 from weightscope.benchmarking.statistics import summarise
 
 HERE = Path(__file__).parent

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from weightscope import plots
 from weightscope.analysis.across_networks import over_hidden_units
 from weightscope.plots import theme
-from weightscope.plots.text import SMALL, short_names
+from weightscope.plots.theme import SMALL, short_names
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "mlp_stripes"

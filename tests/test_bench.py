@@ -20,7 +20,7 @@ from scipy import stats
 from weightscope import networks
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
-from weightscope.benchmarking.pictures import finding
+from weightscope.benchmarking.result import finding
 from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import above_chance, holm, mean_interval
 from weightscope.data.metrics import ACCURACY

@@ -9,9 +9,8 @@ import pytest
 from pictures import PLAIN, fake_bench
 from scipy import stats
 
-from weightscope.benchmarking import BenchResult, Contrast, plan_bench
-from weightscope.benchmarking.contrasts import contrast_tests
-from weightscope.benchmarking.statistics import paired
+from weightscope.benchmarking import BenchResult, Contrast, plan_bench, summarise
+from weightscope.benchmarking.statistics import contrast_tests, paired
 from weightscope.data.metrics import ACCURACY, LOSS
 from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
@@ -111,6 +110,18 @@ def test_several_contrasts_are_adjusted_for_one_another_and_one_is_not() -> None
     assert max(row["p_holm"] for row in both) > max(row["p"] for row in both) - 1e-15
     assert min(row["p_holm"] for row in both) == pytest.approx(2 * min(row["p"] for row in both))
     assert min(row["level"] for row in both) == 0.025
+
+
+def test_a_contrast_without_a_seed_that_all_arms_finished_is_not_tested() -> None:
+    """It ended a finished benchmark with an error."""
+    runs = [run | ({"accuracy": None} if run["init"] == "a" else {}) for run in runs_of(np.random.default_rng(0))]
+    result = BenchResult(runs, summarise(runs))
+    row = result.contrast("mean(a) - mean(default)")
+    assert (row["pairs"], row["seeds"], row["difference"], row["p_holm"]) == (0, 12, None, None)
+    json.dumps(row, allow_nan=False)
+    both = [row, result.contrast("mean(default) - mean('a (scale only)')")]
+    text = BenchResult(runs, result.arms, contrasts=both).text()
+    assert text.splitlines()[2].split()[-5:] == ["too", "few", "seeds", "post", "hoc"]
 
 
 @pytest.mark.parametrize("metric", [ACCURACY, LOSS])

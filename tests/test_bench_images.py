@@ -11,8 +11,7 @@ from pictures import ON_CPU, PLAIN, runs_of
 from scipy import stats
 
 from weightscope.benchmarking import BenchResult, Contrast, bench, summarise
-from weightscope.benchmarking.contrasts import contrast_tests
-from weightscope.benchmarking.statistics import cell_key, over_images, paired
+from weightscope.benchmarking.statistics import cell_key, contrast_tests, over_images, paired
 from weightscope.errors import DataError
 from weightscope.population import Population
 from weightscope.population.shards import hash_file

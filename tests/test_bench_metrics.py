@@ -18,7 +18,7 @@ from weightscope import plots
 from weightscope._util.arms import CONTROLS
 from weightscope.benchmarking import BenchResult, mean_curves, summarise
 from weightscope.benchmarking.gain import curve_of
-from weightscope.benchmarking.pictures import finding, from_controls
+from weightscope.benchmarking.result import finding, from_controls
 from weightscope.benchmarking.run import Design
 from weightscope.benchmarking.statistics import mean_interval, paired
 from weightscope.data import metrics

@@ -11,7 +11,7 @@ from pictures import LONG, spd
 
 from weightscope import plots
 from weightscope.errors import DataError, UsageError
-from weightscope.plots import covariance, text, theme
+from weightscope.plots import covariance, theme
 
 
 def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
@@ -24,7 +24,7 @@ def test_colours_are_symmetric_about_zero_and_the_limit_is_printed() -> None:
     assert np.quantile(beside, 0.99) <= norm.vmax <= 1.1 * np.quantile(beside, 0.99)
     assert norm.vmax < np.diagonal(matrix).min(), "the diagonal does not set the scale"
     bar = ax.child_axes[0]
-    assert f"±{text.number(norm.vmax)} holds 99 % of the off-diagonal values" in bar.get_ylabel().replace("\n", " ")
+    assert f"±{theme.number(norm.vmax)} holds 99 % of the off-diagonal values" in bar.get_ylabel().replace("\n", " ")
     assert [float(t.get_text().replace("−", "-")) for t in bar.get_yticklabels()] == pytest.approx(
         [-norm.vmax, -norm.vmax / 2, 0, norm.vmax / 2, norm.vmax]
     )
@@ -172,17 +172,17 @@ def test_diagonal_and_zero_matrices_have_a_scale() -> None:
 
 
 def test_short_names_stay_different_and_explain_themselves() -> None:
-    assert text.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
-    assert text.short_names(["only.one.weight"]) == (["only.one.weight"], "")
-    assert text.short_names(["a.weight", "a.bias"]) == (["weight", "bias"], "weight is a.weight")
-    assert text.short_names(["a.weight", "b.bias"]) == (["a.weight", "b.bias"], "")
+    assert theme.short_names(["fc1.weight", "fc2.weight"]) == (["fc1", "fc2"], "fc1 is fc1.weight")
+    assert theme.short_names(["only.one.weight"]) == (["only.one.weight"], "")
+    assert theme.short_names(["a.weight", "a.bias"]) == (["weight", "bias"], "weight is a.weight")
+    assert theme.short_names(["a.weight", "b.bias"]) == (["a.weight", "b.bias"], "")
     names = ["stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "center(stages.0.blocks.0.conv_dw.weight)"]
-    short, remark = text.short_names(names)
+    short, remark = theme.short_names(names)
     assert short == ["stem 0 weight", "stage 0 block 0 conv_dw.weight", "center(stage 0 block 0 conv_dw.weight)"]
     assert remark == ""
     endless = [f"{'x' * 60}{c}{'y' * 60}" for c in "ab"]
-    assert text.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
-    assert len(set(text.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
+    assert theme.short_names(endless)[0] == endless, "what a cut would make equal is not cut"
+    assert len(set(theme.short_names([f"{c}{'y' * 60}" for c in "ab"])[0])) == 2
 
 
 def panels_of(figure: Figure) -> list[Axes]:
@@ -199,7 +199,7 @@ def test_a_row_of_the_grid_shares_one_printed_colour_scale() -> None:
         norms = [panel.images[0].norm for panel in panels[3 * i : 3 * i + 3]]
         ((low, centre, high),) = {(norm.vmin, norm.vcenter, norm.vmax) for norm in norms}
         assert (low, centre) == (-high, 0)
-        assert printed[i] == f"±{text.number(high)}"
+        assert printed[i] == f"±{theme.number(high)}"
         typical = np.median([np.quantile(np.abs(m[:16, :16]), 0.995) for m in values[i]])
         assert typical <= high <= 1.1 * typical
     np.testing.assert_array_equal(panels[4].images[0].get_array(), values[1, 1, :16, :16])

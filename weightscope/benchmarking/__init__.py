@@ -1,13 +1,12 @@
 """Benchmarks of initialisers on paired seeds, and initialisers published with theirs."""
 
-from weightscope.benchmarking.contrasts import Contrast
 from weightscope.benchmarking.design import Arm, Axis, plan_arms
 from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.publishing import publish
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import BenchPlan, bench, plan_bench
-from weightscope.benchmarking.statistics import mean_curves, seed_differences, summarise
+from weightscope.benchmarking.statistics import Contrast, mean_curves, seed_differences, summarise
 
 __all__ = [
     "Arm",

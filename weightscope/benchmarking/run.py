@@ -25,10 +25,9 @@ from weightscope._util.results import Result, duration, finite_or_none, text_tab
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers, makespan
-from weightscope.benchmarking.contrasts import Contrast, contrast_tests
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Chance, Place, cell_key, summarise
+from weightscope.benchmarking.statistics import Chance, Contrast, Place, cell_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for

@@ -1,14 +1,19 @@
-"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, Holm's correction, chance."""
+"""Statistics of a benchmark: means with intervals inside their range, paired t-tests, Holm's correction, chance,
+and contrasts, sums of means of arms, declared beforehand as `mean(A) - mean(B)`.
+"""
 
+import ast
 import json
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy import special, stats
 
-from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text
-from weightscope._util.names import joined, unknown
+from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
+from weightscope._util.names import joined, shortened, unknown
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 from weightscope.statistics.index_effects import holm
@@ -59,7 +64,7 @@ def summarise(
     maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`. With `hits` of
     both arms, `difference_ci_images` and `beyond_scale_ci_images` are `over_images` at the same `level`, else None.
     """
-    groups, rows, tests = by_arm(runs), list[dict[str, Any]](), list[_Test]()
+    groups, rows, asked = by_arm(runs), list[dict[str, Any]](), list[_Question]()
     controls = {(*key[:2], *found): key for key in groups if (found := control_of(key[2]))}
     for (cell, epochs, init), group in groups.items():
         arm = cell, epochs, init
@@ -70,16 +75,19 @@ def summarise(
         row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
         row["reference"] = first[2] if first != arm else None
-        _compare(row, "difference", groups, (arm, first if first != arm else None), metric, tests)
+        row |= _columns("difference", {})
+        asked += [(row, "difference", {arm: 1.0, first: -1.0})] if first != arm else []
         for kind, control in CONTROLS.items():
             place = controls.get((cell, epochs, init, kind))
             row[control.arm] = place and place[2]
-            _compare(row, control.key, groups, (arm, place), metric, tests)
+            row |= _columns(control.key, {})
+            asked += [(row, control.key, {arm: 1.0, place: -1.0})] if place is not None else []
         if (level := (chances or {}).get(cell)) is not None:
             p = above_chance(finite, level) if len(finite) else None
             row |= {"chance": level[0], "chance_p": p}
         rows.append(row)
-    _adjust(tests, metric, hits or {})
+    for (row, key, _), test in zip(asked, _tested([sums for *_, sums in asked], groups, metric, hits), strict=True):
+        row |= _columns(key, test)
     return rows
 
 
@@ -101,41 +109,56 @@ def values_of(runs: Runs, metric: Metric) -> dict[int, float]:
     return {run["seed"]: np.nan if run.get(metric.key) is None else run[metric.key] for run in runs}
 
 
-_Test = tuple[dict[str, Any], str, np.ndarray, np.ndarray, dict[Place, float], list[int]]
-"""A row, what it compares, the values on the seeds that both arms have, the weights of the arms, and these seeds."""
+_Question = tuple[dict[str, Any], str, Mapping[Place, float]]
+"""A row, what it compares, and the weights of the arms."""
+_FOUND = ("difference", "ci95", "p", "pairs", "p_holm", "level", "ci_holm", "ci_images")
 
 
-def _compare(
-    row: dict[str, Any],
-    key: str,
-    groups: Mapping[Any, Runs],
-    arms: tuple[Any, Any],
-    metric: Metric,
-    tests: list[_Test],
-) -> bool:
-    """Write `paired` and `pairs`, the number of seeds that both have, into the row; None, and False, without any."""
-    values, base = (values_of(groups.get(arm, ()), metric) for arm in arms)
-    shared, p = [k for k in values if k in base], "" if key == "difference" else f"{key}_"
-    mine, others = (np.array([each[k] for k in shared]) for each in (values, base))
-    pairs = int(np.isfinite(mine - others).sum())
-    found = paired(mine, others, metric) if pairs else dict.fromkeys(("difference", "difference_ci95", "p"))
-    row |= {key: found["difference"], f"{key}_ci95": found["difference_ci95"], f"{p}p": found["p"]}
-    row |= {f"{p}pairs": pairs or None, f"{p}p_holm": None, f"{p}level": None, f"{key}_ci_holm": None}
-    row[f"{key}_ci_images"] = None
-    if pairs:
-        tests.append((row, key, mine, others, dict(zip(arms, (1.0, -1.0), strict=True)), shared))
-    return bool(pairs)
+def _columns(key: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of what `_tested` found, None if nothing; those of the difference from the reference are shorter."""
+    p = "" if key == "difference" else f"{key}_"
+    names = (key, f"{key}_ci95", f"{p}p", f"{p}pairs", f"{p}p_holm", f"{p}level", f"{key}_ci_holm", f"{key}_ci_images")
+    return {name: found.get(known) for name, known in zip(names, _FOUND, strict=True)}
 
 
-def _adjust(tests: Sequence[_Test], metric: Metric, hits: Hits) -> None:
-    """Write adjusted p-values and intervals into the rows of all tests of a table."""
-    p_values = [row["p" if key == "difference" else f"{key}_p"] for row, key, *_ in tests]
-    found = zip(tests, holm(p_values), holm_levels(p_values), strict=True)
-    for (row, key, values, base, weights, seeds), adjusted, level in found:
-        p, interval = "" if key == "difference" else f"{key}_", paired(values, base, metric, level)["difference_ci95"]
-        row |= {f"{p}p_holm": adjusted, f"{p}level": level, f"{key}_ci_holm": interval}
-        finite = np.isfinite(values - base)
-        row[f"{key}_ci_images"] = crossed(weights, hits, np.array(seeds)[finite], interval, level)
+def _tested(
+    sums: Sequence[Mapping[Place, float]], groups: Mapping[Place, Runs], metric: Metric, hits: Hits | None
+) -> list[dict[str, Any]]:
+    """Paired tests of sums of arms, adjusted for one another; the weights of each sum add up to zero.
+
+        c_k = sum over arms of weight x value of network k,   mean(c) +- t s / sqrt(n)
+
+    For each the number of `seeds` that all of its arms have, and if there is a finite c_k, `_FOUND`: `pairs` is the
+    number of these, `p` that of `paired`, `ci_holm` the interval at the `level` of the test in Holm's procedure, and
+    `ci_images` is `crossed` at this level.
+    """
+    values = {arm: values_of(group, metric) for arm, group in groups.items()}
+    out, known = list[dict[str, Any]](), []
+    for weights in sums:
+        seeds = sorted(set.intersection(*(set(values.get(arm, ())) for arm in weights)))
+        size = sum(weight for weight in weights.values() if weight > 0)
+        a, b = (
+            np.array([sum(abs(w) * values[arm][k] for arm, w in weights.items() if w * sign > 0) / size for k in seeds])
+            for sign in (1, -1)
+        )
+        out.append({"seeds": len(seeds)})
+        if (finite := np.isfinite(a - b)).any():
+            known.append((out[-1], weights, size, np.array(seeds)[finite], a, b))
+    p_values = [paired(a, b, metric)["p"] for *_, a, b in known]
+    found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
+    for (row, weights, size, seeds, a, b), p, adjusted, level in found:
+        plain, strict = (paired(a, b, metric, at) for at in (LEVEL, level))
+        row |= {
+            "difference": size * plain["difference"],
+            "p": p,
+            "pairs": len(seeds),
+            "p_holm": adjusted,
+            "level": level,
+        }
+        for name, interval in (("ci95", plain["difference_ci95"]), ("ci_holm", strict["difference_ci95"])):
+            row[name] = interval and [size * end for end in interval]
+        row["ci_images"] = crossed(weights, hits or {}, seeds, row["ci_holm"], level)
+    return out
 
 
 def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY, hits: Hits | None = None) -> list[dict[str, Any]]:
@@ -147,15 +170,15 @@ def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY, hits: Hits 
     known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
     if field not in known:
         raise UsageError(unknown("field", field, known))
-    first, groups, rows, tests = runs[0]["cell"][field], by_arm(runs), [], list[_Test]()
+    first, groups, rows, asked = runs[0]["cell"][field], by_arm(runs), [], []
     for cell, epochs, init in groups:
         place = json.loads(cell)
-        arms = (cell, epochs, init), (cell_key({"cell": {**place, field: first}}), epochs, init)
-        row = {"init": init, "cell": place, "epochs": epochs, "reference": {field: first}}
-        if place[field] != first and _compare(row, "difference", groups, arms, metric, tests):
-            rows.append(row)
-    _adjust(tests, metric, hits or {})
-    return rows
+        if place[field] != first:
+            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}})
+            base = cell_key({"cell": {**place, field: first}}), epochs, init
+            asked.append({(cell, epochs, init): 1.0, base: -1.0})
+    found = zip(rows, _tested(asked, groups, metric, hits), strict=True)
+    return [row | _columns("difference", test) for row, test in found if "p" in test]
 
 
 def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -381,3 +404,124 @@ def _placed(arm: dict[str, Any]) -> str:
     """The initialiser of an arm with its cell and training length."""
     cell = point_text(arm.get("cell", {}))
     return f"{arm['init']} ({cell + ', ' if cell else ''}{epochs_text(arm['epochs'])})"
+
+
+# --- contrasts --------------------------------------------------------------------------------------------------------
+
+_Arm = tuple[Mapping[str, Any], int, str]
+"""The cell, training length and initialiser of an arm."""
+_FORM = "+, -, numbers to multiply or divide by, and mean(ARM, FIELD=VALUE, ...)"
+_TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A sum of means of arms whose weights add up to zero.
+
+        mean(mimetic_mlp) - mean(default)
+        mean(fit, width=24) - mean('fit (scale only)', width=24)
+        (mean(a) + mean(b)) / 2 - mean(default, epochs=10)
+
+    `mean(ARM, ...)` is the mean over all cells and training lengths of the arm in which the fields have these values;
+    fields have their names without sections, as in tables, and `epochs` is the training length. Names that are no
+    Python names stand in quotes. Without an arm, all of the cells are meant.
+    """
+
+    text: str
+    weights: Mapping[Place, float]
+
+    @classmethod
+    def parse(cls, text: str, arms: Sequence[_Arm]) -> "Contrast":
+        """A contrast of these arms; a UsageError says what of the text is not understood. Nothing is executed."""
+        try:
+            weights = _weights(ast.parse(text.strip(), mode="eval").body, arms)
+            total = math.fsum(weights.values()) if isinstance(weights, dict) else 0.0
+        except UsageError:
+            raise
+        except (SyntaxError, ValueError, RecursionError, ArithmeticError, MemoryError):
+            weights = None
+        if not isinstance(weights, dict):
+            raise UsageError(f"--contrast: expected {_FORM}, found {shortened(text)!r}")
+        weights = {key: weight for key, weight in weights.items() if not abs(weight) <= _TOLERANCE}
+        if not weights or not abs(total) <= _TOLERANCE:
+            what = f"a sum of {total:g}" if weights else "none that is not zero"
+            raise UsageError(f"--contrast: expected weights of means that add up to zero, found {what} in {text!r}")
+        return cls(text.strip(), weights)
+
+
+def _weights(node: ast.AST, arms: Sequence[_Arm]) -> Any:
+    """A number, or the weights of arms; ValueError for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        return float(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        return _scaled(_weights(node.operand, arms), -1.0 if isinstance(node.op, ast.USub) else 1.0)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "mean":
+        return _mean_of(node, arms)
+    if not isinstance(node, ast.BinOp):
+        raise ValueError
+    left, right = _weights(node.left, arms), _weights(node.right, arms)
+    if isinstance(node.op, ast.Div) and isinstance(right, float):
+        return _scaled(left, 1 / right)
+    if isinstance(node.op, ast.Mult) and (isinstance(left, float) or isinstance(right, float)):
+        return _scaled(left, right) if isinstance(right, float) else _scaled(right, left)
+    if not isinstance(node.op, ast.Add | ast.Sub) or isinstance(left, float) or isinstance(right, float):
+        raise ValueError
+    right = _scaled(right, -1.0) if isinstance(node.op, ast.Sub) else right
+    return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in {**left, **right}}
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    return value * factor if isinstance(value, float) else {key: weight * factor for key, weight in value.items()}
+
+
+def _mean_of(call: ast.Call, arms: Sequence[_Arm]) -> dict[Place, float]:
+    """Equal weights of the arms that `mean(...)` names."""
+    names = list(map(_text, call.args))
+    conditions = [name for name in names if name not in {init for _, _, init in arms}]
+    wanted = [name for name in names if name not in conditions]
+    conditions += [f"{keyword.arg}={_text(keyword.value)}" for keyword in call.keywords]
+    facts = [
+        {point_text({name: value}) for name, value in cell.items()} | {f"epochs={epochs}", point_text(cell)}
+        for cell, epochs, _ in arms
+    ]
+    for condition in conditions:
+        if not any(condition in mine for mine in facts):
+            known = [init for _, _, init in arms] + sorted(set().union(*facts) - {""})
+            raise UsageError(f"--contrast: {unknown('arm or cell', condition, list(dict.fromkeys(known)))}")
+    chosen = [
+        (cell_key({"cell": dict(cell)}), epochs, init)
+        for (cell, epochs, init), mine in zip(arms, facts, strict=True)
+        if set(conditions) <= mine and (not wanted or init in wanted)
+    ]
+    if not chosen:
+        raise UsageError(f"--contrast: expected an arm with {', '.join([*wanted, *conditions])}, found none")
+    return dict.fromkeys(chosen, 1 / len(chosen))
+
+
+def _text(node: ast.expr) -> str:
+    """A name or a value as tables have it."""
+    return node.id if isinstance(node, ast.Name) else value_text(ast.literal_eval(node))
+
+
+def contrast_tests(
+    contrasts: Sequence[Contrast],
+    runs: Runs,
+    metric: Metric = ACCURACY,
+    declared: Sequence[bool] = (),
+    hits: Hits | None = None,
+) -> list[dict[str, Any]]:
+    """The paired t-test of each contrast over seeds, see `_tested`.
+
+    Arms of all cells on one seed are one observation, so differences that all cells share are not counted twice. `p`
+    is not adjusted, and `ci` is at the 5 % level where there is one contrast; of several, `p_holm` and the intervals
+    are those of Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
+    results were there. With `hits` of all arms, `ci_images` is `over_images` at the same level, otherwise None. See
+    `paired` for networks without a finite value; without a seed on which all arms have one, nothing is tested.
+    """
+    rows = []
+    tests = _tested([contrast.weights for contrast in contrasts], by_arm(runs), metric, hits)
+    for contrast, told, found in zip(contrasts, declared or [False] * len(tests), tests, strict=True):
+        row = {"contrast": contrast.text, "declared": told, "difference": found.get("difference")}
+        row |= {"ci": found.get("ci_holm"), **{key: found.get(key) for key in ("level", "ci_images", "p", "p_holm")}}
+        rows.append(row | {"pairs": found.get("pairs", 0), "seeds": found["seeds"]})
+    return rows

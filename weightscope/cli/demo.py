@@ -26,7 +26,7 @@ from weightscope.data.metrics import ACCURACY
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.errors import UsageError
 from weightscope.fits.fitting import fit
-from weightscope.plots.text import interval, p_value, places, signed
+from weightscope.plots.theme import interval, p_value, places, signed
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.statistics.index_effects import described

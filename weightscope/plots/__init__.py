@@ -16,17 +16,18 @@ from weightscope.plots.comparisons import (
     convergence,
     difference_map,
     gain_curve,
+    heldout_scores,
     label_without,
     metric_along,
     metric_curves,
     moment_curves,
+    paired_differences,
+    scale_and_structure,
     training_curves,
 )
 from weightscope.plots.covariance import covariance_map
 from weightscope.plots.depth import Curve, Statistic, depth_curves, products_by_depth, rank_condition
-from weightscope.plots.filters import Panel, covariance_page, filter_page
-from weightscope.plots.forests import heldout_scores, paired_differences, scale_and_structure
-from weightscope.plots.grids import attention_grid, matrix_grid, product_grid
+from weightscope.plots.grids import Panel, attention_grid, covariance_page, filter_page, matrix_grid, product_grid
 from weightscope.plots.theme import finished, render, root_figure, save, subplots
 
 __all__ = [

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.text import SMALL, inches, number, short_names, wrap
+from weightscope.plots.theme import SMALL, inches, number, short_names, wrap
 
 CELLS = 600  # cells along a side: five inches at 150 dots per inch
 _SIDE = 5.0  # inches of axes in a new figure

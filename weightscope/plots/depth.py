@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.text import LABEL, SMALL, number, wrap
+from weightscope.plots.theme import LABEL, SMALL, number, wrap
 
 _PARTS = {"qk": "W_Q W_K^T, heads", "vo": "W_V W_O, layers", "cb": "W_C^T W_B, groups"}
 _APART = 8.0  # ratio of the sources' magnitudes beyond which an axis is logarithmic
