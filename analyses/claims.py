@@ -64,6 +64,17 @@ def kind(attention: str) -> np.ndarray:
     return accuracy("convolution_biases", "default", attention=attention)
 
 
+def gain(positions: str = "") -> np.ndarray:
+    """What mimetic attention adds with sinusoidal positions, or with learned or permuted ones, in points by seed (n,)."""
+    arms = [f"start (positions={positions}, mimetic=True)", f"start (positions={positions})"]
+    return less("positions_inits", *(arms if positions else (MIMETIC, "default")))
+
+
+def dilated(schedule: str) -> np.ndarray:
+    """Accuracies in % by seed (n,) of a schedule of dilations."""
+    return accuracy("dilation_schedules", "default", dilations=schedule)
+
+
 def start(condition: str, one: str, other: str) -> np.ndarray:
     """The same in the study of mimetic attention's start."""
     found = load("vit_start/results.json")[condition]["accuracies"]
@@ -155,6 +166,8 @@ def claims() -> list[Claim]:
         Claim("Values and outputs are needed as well", "attention paper, Table 2", "vit_start", "mimetic - qk", start("digits", "mimetic", "qk"), 2.21),
         Claim("Mimetic attention gains more with sinusoidal positions", "attention paper, Table 2", "vit_start", "gain with sinusoidal - gain with learned positions", interaction, 2.03),
         Claim("the same, each at the best of five learning rates", "attention paper, Table 2", "vit_rate_inits", "gain with sinusoidal - gain with learned positions", rated - tuned("default") - tuned(MIMETIC, "learned") + tuned("default", "learned"), 2.03),
+        Claim("the same, on photographs", "attention paper, Table 2", "positions_inits", "gain with sinusoidal - gain with learned positions, CIFAR-10 at 16 x 16, rate 0.003, not tuned", gain() - gain("learned"), 2.03),
+        Claim("More than the size of the positions (not claimed, implied)", "attention paper, Table 2", "positions_inits", "gain with sinusoidal - gain with permuted sinusoidal positions", gain() - gain("permuted")),
         Claim("A convolution added to the attention map helps", "attention paper, Eq. 15", "convolution_biases", "conv-map - softmax", kind("conv-map") - kind("softmax"), 1.8, decide="12 seeds"),
         Claim("softmax(c C) in its place, without negative entries, harms", "attention paper, Eq. 15", "convolution_biases", "conv-softmax-map - conv-map", kind("conv-softmax-map") - kind("conv-map"), -14.9, -1, decide="of filters: a bias that is not nearly uniform"),
         Claim("one in the logits does nothing", "attention paper, Eq. 14", "convolution_biases", "conv-logits - softmax", kind("conv-logits") - kind("softmax"), -0.6, 0, decide="12 seeds"),
@@ -173,6 +186,8 @@ def claims() -> list[Claim]:
         Claim("the same, where filters are trained", "thesis Fig. 3.4, Table B.9", "transfer_narrow_inits/trained", "direct - default, 4 epochs", less("transfer_narrow_inits/trained", "transferred_ (mode=direct)", "default"), 0.97, decide="100 seeds"),
         Claim("Factorised covariances A (x) A are no worse", "thesis Fig. 3.5", "transfer_narrow_inits", "Kronecker - direct, frozen, against -0.5", less("transfer_narrow_inits", "transferred_ (mode=kronecker)", "transferred_ (mode=direct)"), null=-0.5, decide="sources of 32 filters in a layer"),
         Claim("Filters' covariances become more diffuse with depth", "thesis Fig. 3.1", "filter_covariances", "rank correlation of spread and depth, 5x5", (wider["rank_correlation"], *fisher(wider["rank_correlation"], len(wider["layers"])), len(wider["layers"])), decide="more networks"),
+        Claim("Dilation that grows with depth helps 3x3 filters", "thesis Fig. 3.16", "dilation_schedules", "schedule E - A, depth 4, 6 epochs", dilated("E") - dilated("A"), 1.0),
+        Claim("and dilation in all layers harms", "thesis Fig. 3.16", "dilation_schedules", "schedule C - A (not the contrast that decides)", dilated("C") - dilated("A"), sign=-1),
         Claim("Frozen random filters do as well as trained ones", "impulse paper, section 5.6", "filter_inits", "3x3 default, frozen - trained, 10 epochs", less("filter_inits", "default (frozen)", "default", kernel_size=3, epochs=10), -1.04, 0, decide=paper),
         Claim("Frozen box filters are worse than random ones", "impulse paper, Table 5", "frozen_filter_inits", "box - random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters", width=32, epochs=10), -9.02, -1),
         Claim("the same, against random filters of one sign", "impulse paper, Table 5", "frozen_filter_inits", "box - absolute random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters (distribution=absolute)", width=32, epochs=10), -9.02, -1),
