@@ -545,10 +545,11 @@ def test_wrong_shapes_names_and_types():
     model = FAMILIES["timm-vit"].build()
     part, mlp = anatomy.attention(model)[0], anatomy.mlps(model)[0]
     (table,) = anatomy.positions(model)
-    with pytest.raises(SpecError, match=r"`blocks.0.attn` q: expected 3 heads of width 16"):
-        part.write("q", torch.zeros(3, 16, WIDTH))
-    with pytest.raises(SpecError, match="expected values of shape"):
-        part.write("q", torch.zeros(3, WIDTH + 1, 16))
+    for wrong in ((3, 16, WIDTH), (3, WIDTH + 1, 16), (2, WIDTH, 24), (WIDTH, 3 * 16)):
+        with pytest.raises(SpecError, match=r"`blocks.0.attn.qkv.weight`: expected values of shape \(3, 48, 16\)"):
+            part.write("q", torch.zeros(wrong))
+    with pytest.raises(SpecError, match=r"`blocks.0.attn.qkv.bias`: expected values of shape \(3, 16\), found \(48,"):
+        part.write_bias("k", torch.zeros(3 * 16))
     with pytest.raises(SpecError, match="expected values of shape"):
         mlp.write("fc1", mlp.read("fc1").T)
     with pytest.raises(SpecError, match="`pos_embed`: expected values of shape"):

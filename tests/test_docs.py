@@ -53,7 +53,10 @@ SMALLER = {
     "docs/tutorial.md": {
         '"training.epochs": 6}': '"training.epochs": 1}',
         "networks=256": "networks=16",
+        "--seeds 24": "--seeds 4",
+        "seeds=24": "seeds=4",
     },
+    "docs/own-networks-as-a-population.md": {"range(200)": "range(60)"},
     "README.md": {"networks=64": "networks=16"},
 }
 SMALL_RECIPE = {"data.train": 128, "data.test": 50, "population.tile": 4}

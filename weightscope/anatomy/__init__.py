@@ -11,6 +11,7 @@ lazily. If it has no such part, `AnatomyError` lists the parts that it has.
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from weightscope._util.checks import chosen, flag
@@ -26,7 +27,15 @@ from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.probing import find_attention
 from weightscope.anatomy.ssm import SSMPart
-from weightscope.anatomy.tensors import Model, ModuleTensors, NamedTensors, Parts, Unread, named_tensors
+from weightscope.anatomy.tensors import (
+    Model,
+    ModuleTensors,
+    NamedTensors,
+    Parts,
+    Unread,
+    named_tensors,
+    unread_matrices,
+)
 from weightscope.errors import AnatomyError, UsageError
 
 __all__ = [
@@ -67,9 +76,9 @@ FINDERS: dict[str, Callable[[NamedTensors], Parts[Any]]] = {
 }
 """Kind of parts -> the function that finds them; see `parts_of`."""
 _ALIKE: dict[str, Callable[[NamedTensors, list[Any]], tuple[str, ...]]] = {
-    "attention modules": _attention.unparsed,
+    "attention modules": partial(unread_matrices, owner=_attention.owner),
     "depthwise convolutions": _convolution.unparsed,
-    "MLPs": _mlp.unparsed,
+    "MLPs": partial(unread_matrices, owner=_mlp.owner),
 }
 
 
@@ -117,8 +126,9 @@ def parts_of(
     strict: bool | None = True,
     caller: str = "",
     finder: Callable[[NamedTensors], Parts[Any]] | None = None,
+    some: bool = False,
 ) -> Parts[Any]:
-    """The parts of a kind, one of `FINDERS`, which may be none; `strict` as in `attention`."""
+    """The parts of a kind, one of `FINDERS`, which may be none unless `some` are needed; `strict` as in `attention`."""
     tensors = named_tensors(model, config)
     parts = (finder or FINDERS[kind])(tensors)
     parts.unread = left = _unread(kind, tensors, parts)
@@ -127,17 +137,11 @@ def parts_of(
         raise AnatomyError(f"{prefix}{_refusal(kind, left, len(parts), caller)}")
     if left and strict is not None:
         text = f"{len(left)} tensors look like {kind} and are left as they are: {joined(map(str, left), 3)}"
-        warnings.warn(f"{prefix}{text}", stacklevel=4)
-    return parts
-
-
-def _some(kind: str, model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[Any]:
-    tensors = named_tensors(model, config)
-    parts = parts_of(kind, tensors, **options)
-    if parts:
+        warnings.warn(f"{prefix}{text}", stacklevel=3)
+    if parts or not some:
         return parts
-    if parts.unread:
-        raise AnatomyError(_refusal(kind, parts.unread, 0, ""))
+    if left:
+        raise AnatomyError(_refusal(kind, left, 0, ""))
     there = ", ".join(f"{n} {what}" for what, n in inventory(tensors).items() if n) or "no known parts"
     names = ", ".join(f"`{n}` {tensors.shape(n)}" for n in tensors.names[:4]) + ", ..." * (len(tensors.names) > 4)
     raise AnatomyError(
@@ -168,7 +172,7 @@ def attention(
         >>> [part.heads for part in attention(torch.nn.TransformerEncoderLayer(8, nhead=2))]
         [2]
     """
-    return _some("attention modules", model, config, strict=strict, caller=caller)
+    return parts_of("attention modules", model, config, strict=strict, caller=caller, some=True)
 
 
 def self_attention(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[AttentionPart]:
@@ -183,33 +187,33 @@ def self_attention(model: Model, config: Mapping[str, Any] | None = None, **opti
 
 def depthwise(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[DepthwisePart]:
     """Every depthwise convolution, in depth order; as `attention`."""
-    return _some("depthwise convolutions", model, config, **options)
+    return parts_of("depthwise convolutions", model, config, **options, some=True)
 
 
 def filter_mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[FilterMLP]:
     """Every depthwise convolution with the plain MLP of its block (ConvNeXts); as `attention`."""
     kind = "depthwise convolutions, each with an MLP of as many channels in its block"
-    return _some(kind, model, config, **options, finder=_mlp.find_filter_mlps)
+    return parts_of(kind, model, config, **options, finder=_mlp.find_filter_mlps, some=True)
 
 
 def mlps(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[MLPPart]:
     """Every MLP, plain or gated, in order; as `attention`."""
-    return _some("MLPs", model, config, **options)
+    return parts_of("MLPs", model, config, **options, some=True)
 
 
 def patch_embeddings(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[PatchEmbedding]:
     """Every patch embedding; as `attention`."""
-    return _some("patch embeddings", model, config, **options)
+    return parts_of("patch embeddings", model, config, **options, some=True)
 
 
 def positions(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[PositionEmbedding]:
     """Every table of position embeddings; as `attention`."""
-    return _some("position embeddings", model, config, **options)
+    return parts_of("position embeddings", model, config, **options, some=True)
 
 
 def ssms(model: Model, config: Mapping[str, Any] | None = None, **options: Any) -> Parts[SSMPart]:
     """Every Mamba or Mamba-2 layer, in order; as `attention`."""
-    return _some("state-space layers", model, config, **options)
+    return parts_of("state-space layers", model, config, **options, some=True)
 
 
 def unreadable(model: Model, config: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -25,9 +25,8 @@ from weightscope.anatomy.tensors import (
     deepest,
     in_layers,
     places,
-    unread_matrices,
 )
-from weightscope.errors import AnatomyError, SpecError, UsageError
+from weightscope.errors import AnatomyError, UsageError
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,9 @@ class AttentionPart(InSlots):
     Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
     `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
     key/value head that query head h uses (`kv_head`).
+
+    `read` and `write` take q (H, d, k), k (kv_heads, kv_width, k), v (kv_heads, kv_width, value_width) and
+    o (H, value_width, d); `read_bias` and `write_bias` (heads, width of a head) for q, k and v, and (d,) for o.
     """
 
     layer: int  # over the whole model, from 0; self- and cross-attention of one block share it
@@ -140,49 +142,14 @@ class AttentionPart(InSlots):
             rows = torch.arange(self._tensors.shape(slot.name)[int(slot.transposed)])
             rows = rows if slot.rows is None else rows[slot.rows]
             kept = numbers if part in "qo" else groups
-            return replace(slot, rows=rows.reshape(self._sizes(part)[0], -1)[kept].flatten())
+            assert slot.shape is not None
+            return replace(slot, rows=rows.reshape(slot.shape[:2])[kept].flatten(), shape=(len(kept), *slot.shape[1:]))
 
         weights = {part: some(part, slot) for part, slot in self._weights.items()}
         biases = {part: slot if part == "o" else some(part, slot) for part, slot in self._biases.items()}
         sizes = {"heads": len(numbers), "kv_heads": len(groups)}
         own = tuple(self.numbers[h] for h in numbers)
         return replace(self, **sizes, numbers=own, _weights=weights, _biases=biases)  # type: ignore[arg-type]
-
-    def _sizes(self, part: str) -> tuple[int, int]:
-        """The number of heads, and the width of one."""
-        self._slot(part)
-        return (self.heads if part in "qo" else self.kv_heads), (self.head_width if part in "qk" else self.value_width)
-
-    def read(self, part: PartName) -> Tensor:
-        """A copy of one projection, float32 or better.
-
-        Shapes: q (H, d, k); k (kv_heads, kv_width, k); v (kv_heads, kv_width, value_width); o (H, value_width, d).
-        """
-        value = super().read(part).reshape(*self._sizes(part), -1)
-        return value if part == "o" else value.mT
-
-    def write(self, part: PartName, value: Tensor) -> None:
-        """Write a projection in place; the exact inverse of `read`, same shapes.
-
-        DataError if a finite number overflows in the parameter's data type, or the model is a read-only file.
-        """
-        heads, inner = self._sizes(part)
-        if value.ndim != 3 or value.shape[0] != heads or value.shape[1 if part == "o" else 2] != inner:
-            raise SpecError(
-                f"`{self.name}` {part}: expected {heads} heads of width {inner}, found shape {tuple(value.shape)}"
-            )
-        super().write(part, (value if part == "o" else value.mT).reshape(heads * inner, -1))
-
-    def read_bias(self, part: PartName) -> Tensor | None:
-        """A copy of a part's bias: (heads, width of a head) for q, k and v, (d,) for o; None if the model has none."""
-        vector = super().read_bias(part)
-        return vector if vector is None or part == "o" else vector.reshape(self._sizes(part))
-
-    def write_bias(self, part: PartName, value: Tensor) -> None:
-        """Write a bias in place; the exact inverse of `read_bias`."""
-        if part != "o" and tuple(value.shape) != self._sizes(part):
-            raise SpecError(f"`{self.name}` {part} bias: expected {self._sizes(part)}, found {tuple(value.shape)}")
-        super().write_bias(part, value if part == "o" else value.reshape(-1))
 
 
 def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | None) -> list[AttentionPart]:
@@ -333,6 +300,7 @@ def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: 
     path = prefix.removesuffix(".")
     sizes = {part: slot.size(tensors) for part, slot in weights.items()}
     heads, kv_heads, k, values = _heads(tensors, path, sizes)
+    blocks = {"q": (heads, k), "k": (kv_heads, k), "v": (kv_heads, values), "o": (heads, values)}
     kind = _kind(tensors, path, sizes)
     return AttentionPart(
         layer=0,
@@ -352,8 +320,11 @@ def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: 
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
         _tensors=tensors,
-        _weights=weights,
-        _biases=biases,
+        _weights={
+            name: replace(slot, shape=(*blocks[name], sizes[name][1]), swapped=name != "o")
+            for name, slot in weights.items()
+        },
+        _biases={name: slot if name == "o" else replace(slot, shape=blocks[name]) for name, slot in biases.items()},
     )
 
 
@@ -433,12 +404,8 @@ _MODULE = re.compile(r"(attn|attention)s?\d*$", re.IGNORECASE)
 _PROJECTIONS = {"qk", "kv"} | {name.split(".")[0] for s in SCHEMES for name in (s.q, s.k, s.v)}
 
 
-def unparsed(tensors: NamedTensors, parts: Sequence[AttentionPart]) -> tuple[str, ...]:
-    """Two or more unread matrices in a module `..attn`, `..attention`, or one with projections of queries and keys."""
-    return unread_matrices(tensors, parts, _owner)
-
-
-def _owner(name: str) -> str | None:
+def owner(name: str) -> str | None:
+    """The module `..attn`, `..attention`, or one with projections of queries and keys, that a tensor is of."""
     found = deepest(name, _MODULE)
     words = name.split(".")
     if found is None and any(word in _PROJECTIONS for word in words[-3:]):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightscope._util.names import joined
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, in_layers, unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, Slot, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
 # so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
@@ -34,8 +34,7 @@ class DepthwisePart(OneTensor):
     kernel: tuple[int, int]  # (kh, kw); (1, k) in one dimension
     ndim: int  # 1 or 2
     _tensors: NamedTensors = field(repr=False)
-    _tensor: str = field(repr=False)
-    _shape: tuple[int, ...] = field(repr=False)
+    _slot: Slot = field(repr=False)
 
     @property
     def relative_depth(self) -> float:
@@ -83,7 +82,8 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
             rows.append((ndim, Place(path, None, f"({why})", name, sure=True)))
             continue
         kernel = (1, shape[2]) if ndim == 1 else (shape[2], shape[3])
-        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, ndim, tensors, name, (shape[0], *kernel))
+        slot = Slot(name, vector=True, shape=(shape[0], *kernel))
+        part = DepthwisePart(0, 0, stage, path, shape[0], kernel, ndim, tensors, slot)
         rows.append((ndim, Place(path, part)))
     found = {ndim: in_layers((place for n, place in rows if n == ndim), tensors) for ndim in (1, 2)}
     numbered = {part.name: replace(part, depth=found[part.ndim].layers) for ndim in found for part in found[ndim]}

@@ -29,6 +29,7 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "AveragedModel")  # with
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module", "base_layer")  # of torch.compile, checkpointing, adapters
 _LINEAR = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _MARKS = {*_INSIDE, "parametrizations"}
+_LORA = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)  # tensors and modules of adapters, beside what they adapt
 _QUANTISED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized", "torch.nn.quantized")
 
 
@@ -228,7 +229,7 @@ def _plain(module: nn.Module, path: str, seen: dict[int, nn.Module], computed: l
         return seen[id(inner)]
     seen[id(inner)] = inner  # a module may contain itself
     own = [*_parametrised(inner, path), *_hooked(inner, path)]
-    hidden = {key for key in (*inner._parameters, *inner._buffers, *inner._modules) if _adapts(key)}
+    hidden = {key for key in (*inner._parameters, *inner._buffers, *inner._modules) if _LORA.match(key)}
     hidden |= {key for one in own for key in one.hides}
     kept = ((key, child) for key, child in inner._modules.items() if key not in hidden)
     children = {key: None if child is None else _plain(child, f"{path}{key}.", seen, computed) for key, child in kept}
@@ -252,7 +253,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return False
     keys = (*module._parameters, *module._modules)
-    marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _adapts(key) for key in keys)
+    marks = any(key in _MARKS or key.endswith(("_orig", "_g")) or _LORA.match(key) for key in keys)
     return marks or type(module).__name__ in _WRAPPERS
 
 
@@ -262,21 +263,13 @@ def _inside(module: nn.Module) -> nn.Module:
         inside = {key: module._modules[key] for key in _INSIDE if isinstance(module._modules.get(key), nn.Module)}
         key = next((key for key, child in inside.items() if not isinstance(child, nn.Sequential)), None)  # timm's DLA
         key = "module" if key is None and type(module).__name__ in _WRAPPERS else key
-        if key is None and any(map(_adapts, (*module._modules, *module._parameters))):
-            held = ((k, child) for k, child in module._modules.items() if child and not _adapts(k))
+        if key is None and any(map(_LORA.match, (*module._modules, *module._parameters))):
+            held = ((k, child) for k, child in module._modules.items() if child and not _LORA.match(k))
             others = [k for k, child in held if any(True for _ in child.parameters())]
             key = others[0] if len(others) == 1 and "weight" not in module._parameters else None
         if key is None or getattr(module, "merged", False) is True:
             return module
         module = module._modules[key]  # type: ignore[assignment]
-
-
-def _adapts(key: str) -> bool:
-    """Whether a tensor or module of this name is of an adapter, beside the weight that it adapts."""
-    return key.lower().startswith("lora")
-
-
-_LORA = re.compile(r"(^|\.)lora[^.]*", re.IGNORECASE)
 
 
 def adapters(names: Iterable[str]) -> list[str]:

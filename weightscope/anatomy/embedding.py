@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weightscope.anatomy.convolution import strides
-from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Unread
+from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Slot, Unread
 
 _PATCH = re.compile(
     r"(^|[._])(patch_embed\w*(\.\w+)*|patch_embedding|conv_proj|patchify|stem\.0|stem\.conv|features\.0\.0|visual\.conv1)\.weight$"
@@ -35,8 +35,7 @@ class PatchEmbedding(OneTensor):
     channels: int  # c, of the image
     patch: tuple[int, int]  # height and width of a patch
     _tensors: NamedTensors = field(repr=False)
-    _tensor: str = field(repr=False)
-    _shape: tuple[int, ...] = field(repr=False)
+    _slot: Slot = field(repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +49,7 @@ class PositionEmbedding(OneTensor):
     grid: tuple[int, int] | None  # (rows, columns) of the patches after them; None for a sequence
     trained: bool  # whether it is a parameter that takes gradients (a fixed table is a buffer or frozen)
     _tensors: NamedTensors = field(repr=False)
-    _tensor: str = field(repr=False)
-    _shape: tuple[int, ...] = field(repr=False)
+    _slot: Slot = field(repr=False)
 
 
 def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
@@ -72,7 +70,7 @@ def find_patches(tensors: NamedTensors) -> Parts[PatchEmbedding]:
         stride = strides(tensors, path)
         fits = stride == kernel if stride is not None else kernel != (3, 3)
         if fits and (_PATCH.search(name) or (first and stride is not None and max(kernel) > 1)):
-            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, name, shape))
+            parts.append(PatchEmbedding(path, shape[0], shape[1], kernel, tensors, Slot(name, vector=True)))
         first = False
     return parts
 
@@ -92,23 +90,16 @@ def find_positions(tensors: NamedTensors) -> Parts[PositionEmbedding]:
         if len(shape) == 2 and min(shape) > 1 and tensors.identity(name) not in seen:
             seen.add(tensors.identity(name))
             tables.append((name, shape))
-    owners = _owners([name for name, _ in tables], find_patches(tensors))
+    owners: dict[str, PatchEmbedding] = {}  # each patch embedding is that of the table with the most similar name
+    for patch in find_patches(tensors) if tables else ():
+        owner = max(tables, key=lambda table: shared_path(table[0], patch.name))[0]
+        owners.setdefault(owner, patch)
     for name, (tokens, width) in tables:
-        patch = owners.get(name)
-        prefix, grid = _grid(tensors, name, tokens, patch) if patch is not None else (0, None)
+        prefix, grid = _grid(tensors, name, tokens, owners[name]) if name in owners else (0, None)
         trained = tensors.trained(name)
-        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, name, (tokens, width)))
+        slot = Slot(name, vector=True, shape=(tokens, width))
+        parts.append(PositionEmbedding(name, tokens, width, prefix, grid, trained, tensors, slot))
     return parts
-
-
-def _owners(names: list[str], patches: list[PatchEmbedding]) -> dict[str, PatchEmbedding]:
-    """Position table -> patch embedding; each patch embedding is assigned to the table with the most similar name."""
-    out: dict[str, PatchEmbedding] = {}
-    for patch in patches:
-        near = [(shared_path(name, patch.name), -i) for i, name in enumerate(names)]
-        if near:
-            out.setdefault(names[-max(near)[1]], patch)
-    return out
 
 
 def shared_path(name: str, other: str) -> int:

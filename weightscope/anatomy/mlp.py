@@ -1,7 +1,6 @@
 """The two (or three) matrices of each MLP: linear layers, 1x1 convolutions or Conv1D, gated or plain."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -21,7 +20,6 @@ from weightscope.anatomy.tensors import (
     in_layers,
     places,
     template,
-    unread_matrices,
 )
 from weightscope.errors import AnatomyError, UsageError
 
@@ -96,7 +94,8 @@ def find(tensors: NamedTensors) -> Parts[MLPPart]:
         weights = None if POSITIONAL.search(prefix) else _slots(tensors, prefix, scheme)
         if weights is None:
             return None
-        biases = {part: bias for part, slot in weights.items() if (bias := _bias(tensors, slot)) is not None}
+        names = {part: slot.name.removesuffix("weight") + "bias" for part, slot in weights.items()}
+        biases = {part: Slot(name, weights[part].rows, vector=True) for part, name in names.items() if name in tensors}
         (hidden, width), gate = weights["fc1"].size(tensors), weights.get("gate")
         if gate is not None and gate.size(tensors) != (hidden, width):
             raise AnatomyError(f"`{gate.name}`: expected {(hidden, width)} as of fc1, found {gate.size(tensors)}")
@@ -161,17 +160,12 @@ def _is_conv1d(tensors: NamedTensors, path: str) -> bool:
     return columns > rows
 
 
-def _bias(tensors: NamedTensors, slot: Slot) -> Slot | None:
-    name = slot.name.removesuffix("weight") + "bias"
-    return Slot(name, slot.rows, vector=True) if name in tensors else None
-
-
 _MODULE = re.compile(r"(^|_)(mlp|ffn|feed_?forward|ff|experts)s?\d*$", re.IGNORECASE)
 
 
-def unparsed(tensors: NamedTensors, parts: Sequence[MLPPart]) -> tuple[str, ...]:
-    """Two or more matrices in a module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts` that were not read."""
-    return unread_matrices(tensors, parts, lambda name: None if POSITIONAL.search(name) else deepest(name, _MODULE))
+def owner(name: str) -> str | None:
+    """The module `..mlp`, `..ffn`, `..feed_forward`, `..ff` or `..experts` that a tensor is of."""
+    return None if POSITIONAL.search(name) else deepest(name, _MODULE)
 
 
 @dataclass(frozen=True, eq=False)

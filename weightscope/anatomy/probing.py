@@ -391,10 +391,6 @@ class _Trial:
         q, k, v, y = (_rows(self.seen.get(n, read[n]), w, batch) for n, w in zip("qkvo", self.widths, strict=True))
         return q, k, v, y
 
-    def _shared(self, values: Tensor) -> Tensor:
-        """Values of key heads for all heads."""
-        return values.repeat_interleave(self.group, 0)
-
     def measured(self, call: Call) -> dict[str, Any]:
         """Facts about the part, or `_OtherwiseError`."""
         part = self.part
@@ -402,7 +398,7 @@ class _Trial:
         part.write("q", torch.zeros(part.heads, part.width, part.head_width))
         part.write("v", values)
         _, _, v, y = self._run(call, odd=False)
-        wanted = torch.einsum("hk,hkd->d", self._shared(v[0] @ values), self.outputs)
+        wanted = torch.einsum("hk,hkd->d", (v[0] @ values).repeat_interleave(self.group, 0), self.outputs)
         if not part.positional and not (_same(v, v[0]) and _same(y, wanted)):
             raise _OtherwiseError("for equal tokens the output is not the sum of x V O over the heads", sure=False)
         q, k, v, _ = self._run(call, odd=True)
@@ -456,7 +452,7 @@ class _Maps:
         self.key = torch.linalg.pinv(torch.stack([k[at - 1], k[at]]))[:, 1]  # 0 for a, 1 for b
         values = trial._draw(part.kv_heads, part.value_width)
         part.write("v", torch.linalg.pinv(torch.stack([v[at - 1], v[at]]))[:, 1, None] * values[:, None])
-        self.outputs = torch.einsum("hk,hkd->hd", trial._shared(values), trial.outputs)
+        self.outputs = torch.einsum("hk,hkd->hd", values.repeat_interleave(trial.group, 0), trial.outputs)
         self.solve = torch.linalg.pinv(self.outputs)
 
     def weights(self, queries: Tensor, keys: Tensor | None = None) -> Tensor:
@@ -472,7 +468,7 @@ class _Maps:
 
     def planted(self) -> tuple[Tensor, Tensor]:
         """Random queries (H, kinds, k) and their products with the keys of b, (n, H), of moderate size."""
-        keys = self.trial._shared(self.keys)[:, None]  # (H, 1, k)
+        keys = self.keys.repeat_interleave(self.trial.group, 0)[:, None]  # (H, 1, k)
         wanted = (torch.rand(len(keys), len(self.kinds), 1, generator=self.trial.g) + 1) * 0.3 * keys.shape[-1] ** 0.5
         wanted = wanted * torch.randn(wanted.shape, generator=self.trial.g).sign()
         other = self.trial._draw(len(keys), len(self.kinds), keys.shape[-1])

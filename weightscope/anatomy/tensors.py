@@ -7,7 +7,7 @@ attributes, never on classes.
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ class NamedTensors:
     every: Mapping[str, str]  # name of each tensor, in the model's order -> why it cannot be read, or nothing
     config: dict[str, Any]
     _tensors: Mapping[str, Any]
+    _computed: Collection[str] = ()  # tensors of a module that are computed from others
 
     def __init__(self, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> None:
         self._tensors = tensors
@@ -72,6 +73,8 @@ class NamedTensors:
 
     def writable(self, name: str) -> None:
         """Check that writing into `get(name)` changes the model; DataError if it does not."""
+        if name in self._computed:
+            raise DataError(f"`{name}` is computed from other tensors; set it by an initialiser or through the module")
         value = self._tensors[name]
         if getattr(value, "is_meta", False):
             raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
@@ -88,18 +91,14 @@ class NamedTensors:
         """Whether the tensor is a parameter that requires gradients; True if unknown."""
         return True
 
-    def _scopes(self, path: str) -> Iterable[Mapping[str, Any]]:
-        for config in self._configs:
-            for key, inner in config.items():
-                if isinstance(inner, Mapping) and key.removesuffix("_config") in re.split(r"[._]", path):
-                    yield inner
-            yield config
-
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
         """The value of the first of `keys` that is known at `path` or above it, nearest first; None if unknown."""
         side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
-        keys = tuple(keys)
-        for scope in self._scopes(path):
+        keys, scopes = tuple(keys), list[Mapping[str, Any]]()
+        for config in self._configs:
+            inner = ((key.removesuffix("_config"), one) for key, one in config.items() if isinstance(one, Mapping))
+            scopes += [*(one for key, one in inner if key in re.split(r"[._]", path)), config]
+        for scope in scopes:
             for key in keys:
                 sided = f"{side}_{key.removeprefix('num_')}" if side else key
                 for value in (scope.get(sided), scope.get(key)):
@@ -130,28 +129,17 @@ class ModuleTensors(NamedTensors):
             self._tensors |= {f"{path}.{key}".lstrip("."): value for key, value in own if value is not None}
         self._know(self._tensors, not_weights(self._tensors))
 
-    def writable(self, name: str) -> None:
-        if name in self._computed:
-            raise DataError(f"`{name}` is computed from other tensors; set it by an initialiser or through the module")
-        super().writable(name)
-
     def identity(self, name: str) -> Any:
         return id(self._tensors[name])
 
     def trained(self, name: str) -> bool:
         return bool(self._tensors[name].requires_grad)
 
-    def _above(self, path: str) -> Iterable[nn.Module]:
-        while True:
-            if path in self._modules:
-                yield self._modules[path]
-            if not path:
-                return
-            path = path.rpartition(".")[0]
-
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
-        keys = tuple(keys)
-        holders = [holder for module in self._above(path) for holder in (module, getattr(module, "config", None))]
+        keys, words = tuple(keys), path.split(".") if path else []
+        paths = (".".join(words[:end]) for end in range(len(words), -1, -1))
+        above = (self._modules[one] for one in paths if one in self._modules)
+        holders = [holder for module in above for holder in (module, getattr(module, "config", None))]
         values = (getattr(holder, key, None) for holder in holders for key in keys)
         known = (value for value in (*map(self.config.get, keys), *values) if _is(value, kind))
         return next(known, None)
@@ -225,7 +213,9 @@ class Slot:
     name: str  # of the tensor
     rows: Rows = None  # of the (out, in) matrix
     transposed: bool = False  # the tensor stores (in, out), as transformers' Conv1D does
-    vector: bool = False  # the tensor is a vector (a bias), read as it is
+    vector: bool = False  # the tensor is no matrix (a bias, filters), taken as it is
+    shape: tuple[int, ...] | None = None  # in which the rows are read, such as (heads, rows of one, columns)
+    swapped: bool = False  # after which the last two axes are exchanged
 
     def size(self, tensors: NamedTensors) -> tuple[int, int]:
         """(rows, columns) of the (out, in) matrix, without reading it."""
@@ -242,41 +232,44 @@ class Slot:
         return tensor.flatten(1).T if self.transposed else tensor.flatten(1)
 
     def read(self, tensors: NamedTensors) -> Tensor:
-        """A copy of the rows, (rows, columns) or (rows,), float32 or better."""
+        """A copy of the rows, float32 or better: (rows, columns), (rows,), or the shape of the slot."""
         view = self._view(tensors)
-        return exact_float(view if self.rows is None else view[self.rows])
+        value = exact_float(view if self.rows is None else view[self.rows])
+        value = value if self.shape is None else value.reshape(self.shape)
+        return value.mT if self.swapped else value
 
     @torch.no_grad()
     def write(self, tensors: NamedTensors, value: Tensor) -> None:
-        """Write rows in place, cast to the tensor's data type and device."""
+        """Write rows in place, in the shape of `read`, cast to the tensor's data type and device."""
         tensors.writable(self.name)
         view = self._view(tensors)
         rows = slice(None) if self.rows is None else self.rows
-        expected = tuple(view[rows].shape)
+        stored = view[rows].shape
+        shape = tuple(self.shape or stored)
+        expected = (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape
         if tuple(value.shape) != expected:
             raise SpecError(f"`{self.name}`: expected values of shape {expected}, found {tuple(value.shape)}")
-        view[rows] = cast(f"`{self.name}`", value, view)
+        view[rows] = cast(f"`{self.name}`", (value.mT if self.swapped else value).reshape(stored), view)
 
 
 class OneTensor:
-    """A part that is one tensor, seen in the shape `_shape`."""
+    """A part that is one tensor."""
 
     _tensors: NamedTensors
-    _tensor: str
-    _shape: tuple[int, ...]
+    _slot: Slot
 
     @property
     def parameters(self) -> tuple[str, ...]:
         """The names of the tensors that `read` and `write` touch."""
-        return (self._tensor,)
+        return (self._slot.name,)
 
     def read(self) -> Tensor:
         """A copy of the numbers, float32 or better."""
-        return exact_float(self._tensors.get(self._tensor)).reshape(self._shape)
+        return self._slot.read(self._tensors)
 
     def write(self, value: Tensor) -> None:
         """Write numbers in place; the exact inverse of `read`."""
-        put(self._tensors, self._tensor, value, self._shape)
+        self._slot.write(self._tensors, value)
 
 
 class InSlots:
@@ -322,16 +315,6 @@ class InSlots:
         if part not in self._biases:
             raise SpecError(f"`{self.name}` has no bias for {part}")
         self._biases[part].write(self._tensors, value)
-
-
-@torch.no_grad()
-def put(tensors: NamedTensors, name: str, value: Tensor, shape: tuple[int, ...]) -> None:
-    """Write a whole tensor in place, given in the shape that its view has."""
-    if tuple(value.shape) != tuple(shape):
-        raise SpecError(f"`{name}`: expected values of shape {tuple(shape)}, found {tuple(value.shape)}")
-    tensors.writable(name)
-    target = tensors.get(name)
-    target.copy_(cast(f"`{name}`", value, target).reshape(target.shape))
 
 
 def cast(name: str, value: Tensor, target: Tensor) -> Tensor:
@@ -430,23 +413,17 @@ def _read(tensors: NamedTensors, prefix: str, keys: Sequence[str], build: Callab
         return Place(path, None, f"({tensors.every[bad]})", bad, sure=True)
     try:
         part = build()
-        if part is not None:
-            _check_biases(tensors, part)
+        rows: dict[str, int] = {}  # bias -> number of rows of the matrices that it serves
+        for key, bias in part._biases.items() if part else ():
+            size = part._weights[key].size(tensors)
+            rows[bias.name] = rows.get(bias.name, 0) + size[1 if key == "o" else 0]  # output projections are (in, out)
+        for name, n in rows.items():
+            if (found := math.prod(tensors.shape(name))) != n:
+                raise AnatomyError(f"`{name}`: expected {n} entries, one for each row of its matrix, found {found}")
     except AnatomyError as error:
         return Place(path, None, f"({str(error).removeprefix(f'`{path}`: ')})", path, error=str(error))
     shapes = "" if part else ", ".join(str(tensors.shape(name)) for name in names)
     return Place(path, part, f"(of shapes {shapes})" if shapes else "", path)
-
-
-def _check_biases(tensors: NamedTensors, part: Any) -> None:
-    """AnatomyError if a bias has not as many entries as there are rows of the matrices that it serves."""
-    rows: dict[str, int] = {}
-    for key, bias in part._biases.items():
-        size = part._weights[key].size(tensors)
-        rows[bias.name] = rows.get(bias.name, 0) + size[1 if key == "o" else 0]  # output projections are (in, out)
-    for name, expected in rows.items():
-        if (found := math.prod(tensors.shape(name))) != expected:
-            raise AnatomyError(f"`{name}`: expected {expected} entries, one for each row of its matrix, found {found}")
 
 
 def template(path: str) -> str:
@@ -528,28 +505,18 @@ def unread_matrices(tensors: NamedTensors, parts: Sequence[Any], owner: Callable
     """
     modules: dict[str, list[str]] = {}
     for name in unread(tensors, parts):
-        module = owner(name)
-        if module is not None and _is_matrix(tensors.shape(name)):
+        shape = tensors.shape(name)
+        stack = len(shape) == 3 and min(shape[1:]) > 1  # of matrices (experts)
+        matrix = len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])  # or a 1 x 1 convolution
+        if (stack or matrix) and (module := owner(name)) is not None:
             modules.setdefault(module, []).append(name)
-    several = [
-        names
-        for module, names in modules.items()
-        if (len(names) > 1 or "qkv" in names[0].split("."))
-        and not any(_within(module, part.name) or _within(part.name, module) for part in parts)
-    ]
-    found = {name for names in several for name in names}
+    found: set[str] = set()
+    for module, names in modules.items():
+        pairs = (pair for part in parts for pair in ((module, part.name), (part.name, module)))
+        nested = any(outer == "" or f"{inner}.".startswith(f"{outer}.") for inner, outer in pairs)
+        if (len(names) > 1 or "qkv" in names[0].split(".")) and not nested:
+            found.update(names)
     return tuple(name for name in tensors.names if name in found)
-
-
-def _within(inner: str, outer: str) -> bool:
-    return inner == outer or outer == "" or inner.startswith(f"{outer}.")
-
-
-def _is_matrix(shape: tuple[int, ...]) -> bool:
-    """A matrix, a 1 x 1 convolution, or a stack of matrices (experts)."""
-    if len(shape) == 3 and min(shape[1:]) > 1:
-        return True
-    return len(shape) >= 2 and min(shape[:2]) > 1 and all(n == 1 for n in shape[2:])
 
 
 def deepest(name: str, pattern: re.Pattern[str]) -> str | None:

@@ -474,12 +474,13 @@ def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool,
       weightscope audit vit/ --init dinov2.safetensors
     """
     from weightscope.auditing import audit as run
-    from weightscope.benchmarking.design import labelled
     from weightscope.population import open_network
 
     model = open_network(source)
     name, parameters = init, {}
     if init is not None and (init.endswith(".toml") or "(" in init):
+        from weightscope.benchmarking.design import labelled  # and, with it, all of training
+
         parsed = labelled(init)[1]
         name, parameters = parsed.name, parsed.parameters
     config = None if num_heads is None else {"num_attention_heads": num_heads}

@@ -409,21 +409,15 @@ def _plans(
             while len(offsets) < part.heads:
                 offsets += [known[i] for i in torch.randperm(len(known), generator=generator).tolist()]
             rotations = [frame(k, k, generator=generator, dtype=torch.float64) for _ in range(part.kv_heads)]
-            queries, keys = (_finite(part, name) for name in QUERY_KEY)
-            kept[shape] = _Plan(part, offsets[: part.heads], rotations, queries, keys)
+            before = {name: part.read(name).cpu() for name in QUERY_KEY}
+            if bad := next((name for name, value in before.items() if not bool(value.isfinite().all())), None):
+                raise DataError(
+                    f"`{part.name}` {bad}: expected finite weights, of which the part outside the span of the codes "
+                    "is kept, found NaN or infinity; initialise the module first"
+                )
+            kept[shape] = _Plan(part, offsets[: part.heads], rotations, *before.values())
         plans.append(kept[shape]._replace(part=part))
     return plans
-
-
-def _finite(part: AttentionPart, name: PartName) -> Tensor:
-    """The queries or keys that a module has, of which a part is kept."""
-    value = part.read(name).cpu()
-    if not bool(value.isfinite().all()):
-        raise DataError(
-            f"`{part.name}` {name}: expected finite weights, of which the part outside the span of the codes "
-            "is kept, found NaN or infinity; initialise the module first"
-        )
-    return value
 
 
 def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens: TokenGrid) -> list[Offset]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from weightscope._util.checks import chosen, count, flag, positive
 from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
-from weightscope.anatomy.tensors import put
+from weightscope.anatomy.tensors import Slot
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
 from weightscope.init.base import INITIALISERS, Generator, M
@@ -198,7 +198,7 @@ def repeat_layer_(
                 raise SpecError(f"`{student.get(name, name)}`: found {mine}, and {other} in the source's layer {layer}")
     for student in students:
         for name, target in student.items():
-            put(tensors, target, theirs.get(teacher[name]), tensors.shape(target))
+            Slot(target, vector=True).write(tensors, theirs.get(teacher[name]))
     return module
 
 
