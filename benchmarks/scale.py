@@ -1,7 +1,7 @@
 """Populations of 10^5 and 10^6 small networks: what looks at their files, and statistics by one worker and by several.
 
     python benchmarks/scale.py --networks 100000 --json benchmarks/results/scale.json
-    python benchmarks/scale.py --networks 1000000 --workers --json benchmarks/results/scale_million.json
+    python benchmarks/scale.py --networks 1000000 --workers 2 1 --json benchmarks/results/scale_million.json
 
 A generator writes shards of 32 networks of about 1,000 weights. Commands are timed as a user waits for them, start of
 the interpreter included, statistics against reading the same shards with their hashes by as many processes. Beside the

@@ -13,7 +13,7 @@ from weightscope.benchmarking.statistics import summarise
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
-OTHERS = ("convolution_biases", "mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
+OTHERS = ("convolution_biases", "dilation_schedules", "mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
 NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 

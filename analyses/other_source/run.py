@@ -7,6 +7,7 @@ Trains the source, the candidates and the arms (it resumes), and writes `results
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from weightscope import load_init
 from weightscope._util.environment import environment
 from weightscope.anatomy import self_attention
-from weightscope.benchmarking import bench
+from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.statistics import by_arm, holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.networks import build_for
@@ -38,6 +39,8 @@ MIMETIC = (
 )
 RATES = (0.003, 0.01)
 RATE = "training.learning_rate"
+EDGE_MIMETIC = ((0.7, 0.7, 0.2, 0.2), (0.7, 0.7, 0.1, 0.1), (0.35, 0.35, 0.2, 0.2))  # post hoc, see DESIGN.md
+EDGE_GAIN, EDGE_RATES = 30, (0.0015, 0.003)
 CHOICE_SEED, CHOICE_SEEDS = 9_220_000, 8
 SETTINGS = {"short": (2, 9_230_000, 48), "long": (8, 9_240_000, 16)}  # epochs, root seed, n
 BLOCK = 8
@@ -46,6 +49,16 @@ CONTRASTS = ((OWN, START), (OWN, "default"), (OWN, UNCORRELATED))
 
 Arms = dict[str, tuple[InitConfig, float]]
 """Name -> initialiser and learning rate."""
+
+
+def tuned_mimetic(numbers: Sequence[tuple[float, ...]]) -> dict[str, InitConfig]:
+    """Mimetic attention with each of some numbers."""
+    return {
+        f"mimetic {', '.join(f'{v:g}' for v in values)}": InitConfig.model_validate(
+            {"name": "mimetic_attention", **dict(zip(NUMBERS, values, strict=True))}
+        )
+        for values in numbers
+    }
 
 
 def candidates(source: Population, work: Path) -> dict[str, dict[str, InitConfig]]:
@@ -57,33 +70,33 @@ def candidates(source: Population, work: Path) -> dict[str, dict[str, InitConfig
             options = {"gain": gain}
             fit_init(source, "exchangeable", options=options, select=MATRICES, joint="all").save(path)
         own[f"gain {gain}"] = InitConfig(artifact=str(path))
-    tuned = {
-        f"mimetic {', '.join(f'{v:g}' for v in values)}": InitConfig.model_validate(
-            {"name": "mimetic_attention", **dict(zip(NUMBERS, values, strict=True))}
-        )
-        for values in MIMETIC
-    }
-    return {"default": {"default": InitConfig()}, OWN: own, START: tuned}
+    return {"default": {"default": InitConfig()}, OWN: own, START: tuned_mimetic(MIMETIC)}
 
 
 def choose(
-    recipe: Recipe, starts: dict[str, dict[str, InitConfig]], folder: Path, seeds: int, **options: Any
+    recipe: Recipe,
+    starts: dict[str, dict[str, InitConfig]],
+    rates: Sequence[float],
+    folder: Path,
+    seeds: int,
+    **options: Any,
 ) -> tuple[Arms, dict[str, Any]]:
     """For each start the candidate and rate with the highest mean accuracy on validation images, and all accuracies."""
-    images = recipe.data.train
+    images = recipe.images.train
+    assert images is not None
     short = recipe.replace(
         {"data.train": 2 * images, "data.validation": images, "training.epochs": SETTINGS["short"][0]}
     )
     every = {name: init for group in starts.values() for name, init in group.items()}
     found: dict[tuple[str, float], list[float]] = {}
-    for rate in RATES:
+    for rate in rates:
         at_rate = bench(
             short.replace({RATE: rate}), every, folder / f"{rate}", seeds=seeds, seed=CHOICE_SEED, **options
         )
         found |= {(arm, rate): [r["accuracy"] for r in runs] for (_, _, arm), runs in by_arm(at_rate.runs).items()}
     chosen, arms = {}, {}
     for start, group in starts.items():
-        best = max(((name, rate) for name in group for rate in RATES), key=lambda key: np.mean(found[key]))
+        best = max(((name, rate) for name in group for rate in rates), key=lambda key: np.mean(found[key]))
         arms[start] = (group[best[0]], best[1])
         chosen[start] = {"candidate": best[0], "learning_rate": best[1]}
     accuracies = {f"{name}, rate {rate}": values for (name, rate), values in found.items()}
@@ -110,7 +123,10 @@ def setting(name: str, recipe: Recipe, arms: Arms, folder: Path, most: int | Non
     epochs, seed, count = SETTINGS[name]
     count = min(count, most or count)
     accuracy: dict[str, list[float]] = {}
-    for seeds in [*range(BLOCK, count, BLOCK), count] if name == "long" else [count]:
+    path = next(iter(sorted(folder.glob("*/results.json"))), None)
+    done = len(next(iter(by_arm(BenchResult.load(path.parent).runs).values()))) if path else 0
+    blocks = [seeds for seeds in range(BLOCK, count, BLOCK) if seeds > done] if name == "long" else []
+    for seeds in [*blocks, count]:
         for rate in sorted({rate for _, rate in arms.values()}):
             here = {arm: init for arm, (init, at) in arms.items() if at == rate}
             changed = recipe.replace({RATE: rate, "training.epochs": epochs})
@@ -121,6 +137,30 @@ def setting(name: str, recipe: Recipe, arms: Arms, folder: Path, most: int | Non
     rows = [{"arm": one, "against": other} | paired(values[one], values[other]) for one, other in CONTRASTS]
     over = {arm: paired(values[arm], values["default"]) for arm in values if arm != "default"}
     return {"epochs": epochs, "n": count, "contrasts": rows, "over_default": over, "accuracies": accuracy}
+
+
+def beyond_the_edges(
+    recipe: Recipe, own: InitConfig, short: dict[str, Any], before: Arms, work: Path, seeds: int, **options: Any
+) -> dict[str, Any]:
+    """Post hoc: the choice and the short setting with candidates beyond the edges of the first choice."""
+    starts = {
+        "default": {"default": InitConfig()},
+        OWN: {f"gain {EDGE_GAIN}": own},
+        START: tuned_mimetic(EDGE_MIMETIC),
+    }
+    chosen, choice = choose(recipe, starts, EDGE_RATES, work / "edge-choice", seeds, **options)
+    epochs, seed, _ = SETTINGS["short"]
+    accuracy = {arm: short["accuracies"][arm] for arm in chosen}
+    for arm, (init, rate) in chosen.items():
+        if (init, rate) != before[arm]:
+            changed = recipe.replace({RATE: rate, "training.epochs": epochs})
+            folder = work / f"edge-{arm}"
+            found = bench(changed, {arm: init}, folder, seeds=short["n"], seed=seed, **options)
+            accuracy[arm] = [run["accuracy"] for run in found.runs]
+    values = {arm: np.array(found) for arm, found in accuracy.items()}
+    pairs = ((OWN, START), (OWN, "default"), (START, "default"))
+    rows = [{"arm": one, "against": other} | paired(values[one], values[other]) for one, other in pairs]
+    return {"choice": choice, "n": short["n"], "contrasts": rows, "accuracies": accuracy}
 
 
 def drawn(recipe: Recipe, init: InitConfig) -> dict[str, list[float]]:
@@ -160,7 +200,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     source = collect(Recipe.load(options.recipes / "source.toml"), options.work / "source.pop", **where)
     starts = candidates(source, options.work)
     chosen, choice = choose(
-        recipe, starts, options.work / "choice", min(CHOICE_SEEDS, options.seeds or CHOICE_SEEDS), **where
+        recipe, starts, RATES, options.work / "choice", min(CHOICE_SEEDS, options.seeds or CHOICE_SEEDS), **where
     )
     arms = with_controls(chosen)
     drawings = {name: drawn(recipe, init) for name, init in starts[OWN].items()}
@@ -170,6 +210,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         wanted = {arm: one for arm, one in arms.items() if name == "short" or "scale" not in arm}
         results[name] = setting(name, recipe, wanted, options.work / name, most, **where)
     adjusted(results)
+    own, few = starts[OWN][f"gain {EDGE_GAIN}"], choice["n"]
+    results["beyond the edges"] = beyond_the_edges(recipe, own, results["short"], chosen, options.work, few, **where)
     text = json.dumps(results | {"environment": environment()}, indent=1) + "\n"
     (options.out / "results.json").write_text(text)
     return results

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 import torch
 from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
@@ -209,3 +210,30 @@ def test_the_study_of_pretrained_networks(stage: str, tmp_path: Path, monkeypatc
     for one, other, third in zip(*map(anatomy.self_attention, (network, turned, part)), strict=True):
         assert all(torch.equal(one.read(key), (1 - 2 * (key == "v")) * other.read(key)) for key in "qkvo")
         assert [torch.equal(one.read(key), third.read(key)) for key in "qkvo"] == [True, True, False, False]
+
+
+def test_the_study_of_another_source(tmp_path: Path) -> None:
+    study = script("analyses/other_source/run.py")
+    small = {"data": {"name": "digits", "train": 64, "test": 40}, "network.patch_size": 2, "network.width": 8}
+    for name, changes in (("recipe", {"network.depth": 2}), ("source", {"network.depth": 1, "population.networks": 8})):
+        recipe = Recipe.load(study.HERE / f"{name}.toml").replace(small | changes | {"population.tile": 8})
+        (tmp_path / f"{name}.toml").write_text(tomli_w.dumps(recipe.to_dict()))
+    arguments = ["--work", tmp_path / "work", "--out", tmp_path, "--recipes", tmp_path, "--seeds", 3]
+    study.main([str(argument) for argument in arguments])
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["choice"]["accuracies"]) == (1 + len(study.GAINS) + len(study.MIMETIC)) * len(study.RATES)
+    for start, best in found["choice"]["chosen"].items():
+        own = {"default": "default", study.OWN: "gain", study.START: "mimetic"}[start]
+        means = {k: np.mean(v) for k, v in found["choice"]["accuracies"].items() if k.startswith(own)}
+        assert means[f"{best['candidate']}, rate {best['learning_rate']}"] == max(means.values())
+    for name, arms in (("short", 6), ("long", 4)):
+        accuracies = found[name]["accuracies"]
+        assert [len(values) for values in accuracies.values()] == [3] * arms
+        for row in found[name]["contrasts"]:
+            difference = np.mean(accuracies[row["arm"]]) - np.mean(accuracies[row["against"]])
+            assert row["difference"] == pytest.approx(difference)
+    assert sum("p_holm" in found[name]["contrasts"][i] for name in ("short", "long") for i in range(3)) == 5
+    edges = found["beyond the edges"]["accuracies"]
+    assert {arm: len(values) for arm, values in edges.items()} == {"default": 3, study.OWN: 3, study.START: 3}
+    script("figures/other_source.py").main(tmp_path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000

@@ -197,15 +197,6 @@ def init_table(values: Mapping[str, Any]) -> InitConfig:
     return validated(InitConfig, dict(values), "init")
 
 
-def with_numbers(label: str, config: InitConfig, numbers: Mapping[str, Any]) -> tuple[str, InitConfig]:
-    """The same initialiser with other numbers, and its label."""
-    if not numbers:
-        return label, config
-    changed = init_table({**config.model_dump(exclude_none=True), **numbers})
-    own = config.artifact is None and label == labelled(config)[0]
-    return (labelled(changed)[0] if own else label + numbers_text(numbers)), changed
-
-
 def short_name(name: str) -> str:
     """`my_init` for `package.module:my_init`; names joined by `+` stay joined."""
     return "+".join(part.strip().rpartition(":")[2].rpartition(".")[2] for part in name.split("+"))
@@ -371,9 +362,11 @@ def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Ca
     names = {label, *short_name(config.name).split("+")} if config.artifact is None else {label}
     mine = [axis for axis in grid if all(name.rpartition(".")[0] in names for name in axis.names)]
     out: list[_Candidate] = []
+    own = config.artifact is None and label == labelled(config)[0]
     for point in points_of(mine):
         numbers = {name.rpartition(".")[2]: value for name, value in point.items()}
-        out.append((*with_numbers(label, config, numbers), point))
+        changed = init_table({**config.model_dump(exclude_none=True), **numbers}) if numbers else config
+        out.append((labelled(changed)[0] if own else label + numbers_text(numbers), changed, point))
     return out
 
 

@@ -97,12 +97,12 @@ class BenchResult(Result):
 
     def text(self) -> str:
         """Contrasts, and a table with one line for each arm; with the pairs where they are not all of the seeds."""
-        cells, metric = any(row.get("cell") for row in self.arms), self.metric
+        metric = self.metric
         value = f"{metric.label} %" if metric.unit == "%" else metric.label
         pairs = any(row["pairs"] not in (None, row["n"]) for row in self.arms)
         compared = (("pairs",) if pairs else ()) + _COMPARED
-        header = (*(("cell",) if cells else ()), "initialiser", "epochs", "n", value, "95 % interval", *compared)
-        table = _ruled(header, (_in_cell(row, _cells(row, metric, pairs), cells) for row in self.arms))
+        header = ("initialiser", "epochs", "n", value, "95 % interval", *compared)
+        table = _ruled(header, ((row, _cells(row, metric, pairs)) for row in self.arms))
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
         if not metric.higher_is_better:
@@ -112,7 +112,7 @@ class BenchResult(Result):
         if any(row["n"] < row["networks"] for row in self.arms):
             table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
-        images = self._over_images(cells)
+        images = self._over_images()
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
             table += f"\nintervals are over networks, for the test examples that were used{self._others()}"
@@ -124,15 +124,15 @@ class BenchResult(Result):
             lines = []
             for row in (row for row in self.arms if row.get(one.arm) is not None):
                 control = arms[cell_key(row), row["epochs"], row[one.arm]]
-                lines.append(_in_cell(row, _control_cells(row, control, one.key, metric), cells))
+                lines.append((row, _control_cells(row, control, one.key, metric)))
             header = ("initialiser", "epochs", "pairs")
             for part in one.parts:
                 header += (part.removeprefix("structure "), *_COMPARED[1:3])
             if lines:
-                table += f"\n\n{one.about}\n{_ruled(('cell', *header) if cells else header, lines)}"
+                table += f"\n\n{one.about}\n{_ruled(header, lines)}"
         return table + images
 
-    def _over_images(self, cells: bool) -> str:
+    def _over_images(self) -> str:
         """Each comparison with its interval for the test images that were used, and that over networks and images."""
         found = [(row | {"cell": {}}, row["contrast"], "", row["ci"], row.get("ci_images")) for row in self.contrasts]
         for key, other in {"difference": "reference", **{one.key: one.arm for one in CONTROLS.values()}}.items():
@@ -142,11 +142,11 @@ class BenchResult(Result):
                 if (both := row.get(f"{key}_ci_images"))
             ]
         lines = [
-            _in_cell(row, [name, epochs, _told(interval, self.metric), _told(both, self.metric)], cells)
+            (row, [name, epochs, _told(interval, self.metric), _told(both, self.metric)])
             for row, name, epochs, interval, both in found
             if both
         ]
-        header = (*(("cell",) if cells else ()), "comparison", "epochs", "over networks", "over networks and images")
+        header = ("comparison", "epochs", "over networks", "over networks and images")
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
 
@@ -175,7 +175,9 @@ class BenchResult(Result):
         for row in self.arms:
             columns.setdefault((cell_key(row), row["epochs"]), {})[row["init"]] = row
         lengths = len({epochs for _, epochs in columns}) > 1
-        heads = [_head(next(iter(column.values())), lengths) for column in columns.values()]
+        firsts = [next(iter(column.values())) for column in columns.values()]
+        cells = [(point_text(row["cell"]), epochs_text(row["epochs"])) for row in firsts]
+        heads = [", ".join(filter(None, [cell, epochs if lengths or not cell else ""])) for cell, epochs in cells]
         best = [_best_of(list(column.values()), self.metric) for column in columns.values()]
         lines = [["initialiser", *heads], ["---"] + ["---:"] * len(heads)]
         for init in dict.fromkeys(row["init"] for row in self.arms):
@@ -226,18 +228,15 @@ class BenchResult(Result):
         controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
         evaluates sequences of several lengths. By default each has a title of its own.
         """
+        from weightscope import plots  # imports matplotlib
+
         found = _pictures(self.runs, self.arms, self.metric, self.metrics)
-        return {name: partial(_drawn, draw, title or said) for name, (draw, said) in found.items()}
 
+        def drawn(name: str, path: str | Path | None = None) -> "Figure":
+            draw, said = found[name]
+            return plots.finished(draw(title=title or said), path)
 
-def _drawn(draw: Callable[..., Any], title: str | None, path: str | Path | None = None) -> "Figure":
-    from weightscope import plots
-
-    return plots.finished(draw(title=title), path)
-
-
-def _in_cell(row: dict[str, Any], cells: list[str], shown: bool) -> list[str]:
-    return [point_text(row["cell"]), *cells] if shown else cells
+        return {name: partial(drawn, name) for name in found}
 
 
 def _cells(row: dict[str, Any], metric: Metric, pairs: bool) -> list[str]:
@@ -260,7 +259,7 @@ def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
         if row["difference"] is not None:
             p = p_text(row["p_holm" if several else "p"])
             found = [_number(row["difference"], metric, "+"), _told(row["ci"], metric), p]
-        lines.append([row["contrast"], f"{row['pairs']}", *found, "" if row["declared"] else "post hoc"])
+        lines.append((row, [row["contrast"], f"{row['pairs']}", *found, "" if row["declared"] else "post hoc"]))
     header = ("declared contrast", "seeds", "difference", kind, "p (Holm)" if several else "p", "")
     return _ruled(header, lines)
 
@@ -270,10 +269,14 @@ def p_text(p: float) -> str:
     return f"{p:.2g}".replace("e-0", "e-")
 
 
-def _ruled(header: tuple[str, ...], rows: Iterable[list[str]]) -> str:
-    left = (0, 1) if header[0] == "cell" else (0,)
-    head, *lines = text_table(header, rows, left=left).split("\n")
-    return "\n".join([head, "-" * len(head), *lines])
+def _ruled(header: tuple[str, ...], rows: Iterable[tuple[Mapping[str, Any], list[str]]]) -> str:
+    """A table of rows and what is shown of them, below a line; with a column of their cells if they are in any."""
+    found = [(point_text(row.get("cell", {})), shown) for row, shown in rows]
+    cells = any(cell for cell, _ in found)
+    lines = [[cell, *shown] if cells else shown for cell, shown in found]
+    text = text_table(("cell", *header) if cells else header, lines, left=(0, 1) if cells else (0,))
+    head, below = text.split("\n", 1)
+    return f"{head}\n{'-' * len(head)}\n{below}"
 
 
 def _control_cells(row: dict[str, Any], control: dict[str, Any], key: str, metric: Metric) -> list[str]:
@@ -323,11 +326,6 @@ def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
         note += f" on {count_range([row['pairs'] for row in arms if row['pairs'] is not None])} seeds of both"
     note += f"; †: p < 0.05, adjusted (Holm){metric.direction}"
     return f"{note}; {lost}" if (lost := divergence(arms)) else note
-
-
-def _head(row: Mapping[str, Any], lengths: bool) -> str:
-    text = point_text(row["cell"])
-    return ", ".join(filter(None, [text, epochs_text(row["epochs"]) if lengths or not text else ""]))
 
 
 def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric: Metric) -> str:

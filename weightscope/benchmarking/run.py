@@ -6,7 +6,8 @@ sees the same batches in the same order with the same augmentation, and differs 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -27,7 +28,7 @@ from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers, makespan
 from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Chance, Contrast, Place, cell_key, contrast_tests, summarise
+from weightscope.benchmarking.statistics import Contrast, Place, cell_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -43,7 +44,6 @@ from weightscope.training.request import Request, check_sources, choose_tile
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
 RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
-_WHERE = ("workers", "backend", "scheduler", "device")  # arguments of `collect`
 _COUNTED = ("arms", "networks", "tiles", "done")
 Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None, np.ndarray | None]
 """Of an arm the metrics of its networks (n,), the environment, the seconds of each (n,), and `Population.hits`."""
@@ -130,20 +130,20 @@ class BenchPlan(Result):
     def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
         folder = self.design.folder
-        names = {request.path: arm.title for arm, request in zip(self.design.arms, self.requests, strict=True)}
+        arms = {request.path: arm for arm, request in zip(self.design.arms, self.requests, strict=True)}
+        times = {path: (folder / TIMES / arm.folder).with_suffix("") for path, arm in arms.items()}
 
         def ended(result: TileResult) -> None:
-            file = _time_file(folder, result.path, result.tile)
-            atomic.make_folder(file.parent)
+            atomic.make_folder(times[result.path])
             values = {"seconds": result.seconds, "networks": len(result.networks)}
-            atomic.write(file, json.dumps(values).encode())
+            atomic.write(times[result.path] / f"{result.tile}.json", json.dumps(values).encode())
             if on_tile is not None:
-                on_tile(replace(result, name=names[result.path]))
+                on_tile(replace(result, name=arms[result.path].title))
 
         train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
         check_sources(self.requests)
         populations = [Population(request.path, partial=True) for request in self.requests]
-        seconds = [_seconds_of(folder, request) for request in self.requests]
+        seconds = [_seconds_of(times[request.path], request) for request in self.requests]
         both = zip(populations, seconds, strict=True)
         return self.design.result([(p.metrics, p.environment, s, p.hits) for p, s in both])
 
@@ -192,7 +192,10 @@ def plan_bench(
     *,
     measure: bool = True,
     price: float | None = None,
-    data: str | Path | None = None,
+    workers: Workers | int | None = None,
+    backend: str = "loky",
+    scheduler: str | None = None,
+    device: str = "auto",
     progress: bool = True,
     **given: Any,
 ) -> BenchPlan:
@@ -212,9 +215,9 @@ def plan_bench(
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
     price = None if price is None else number("price", price, least=0)
-    where = {key: given.pop(key) for key in _WHERE if key in given}
-    design = Design.of(recipe, inits, out, data=data, **given)
-    requests, on = design.requests(**where)
+    design = Design.of(recipe, inits, out, **given)
+    on = chosen_workers(backend, workers, scheduler)
+    requests = design.requests(on, device)
     missing = [r.manifest.tiles - shards.tiles_done(r.path, r.manifest) for r in requests]
     on = on.on_device(requests[0].device, sum(missing))
     kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
@@ -330,30 +333,25 @@ class Design:
         """Apply the initialiser of each arm to one network; RecipeError names the arm's cell."""
         for arm in self.arms:
             recipe = arm.recipe.completed(self.data)
-            _in_cell(arm, partial(check_memory, recipe.replace({"population.tile": 1}), torch.device("cpu")))
-            _in_cell(arm, partial(check_initialisers, recipe, partial(build_for, recipe)))
+            with _in_cell(arm):
+                check_memory(recipe.replace({"population.tile": 1}), torch.device("cpu"))
+                check_initialisers(recipe, partial(build_for, recipe))
 
-    def requests(
-        self,
-        workers: Workers | int | None = None,
-        backend: str = "loky",
-        scheduler: str | None = None,
-        device: str = "auto",
-    ) -> tuple[list[Request], Workers]:
-        """The populations of the arms, checked once, and the workers that train them; nothing is written."""
-        chosen, where = chosen_workers(backend, workers, scheduler), resolve_device(device)
-        options: dict[str, Any] = {"data": self.data, "device": device, "cluster": chosen.backend != "loky"}
-        options["shared"] = shared = dict[Any, Any]()
+    def requests(self, workers: Workers, device: str) -> list[Request]:
+        """The populations of the arms, checked once; nothing is written."""
+        where, shared = resolve_device(device), dict[Any, Any]()
+        cluster = workers.backend != "loky"
         out = []
         for arm in self.arms:
             path = self.folder / RUNS / arm.folder
             there = manifests.read(path) if (path / manifests.NAME).exists() else None
             tile = self._tile(arm, where, shared) if there is None else there.tile
             recipe = arm.recipe.replace({"population.tile": tile})
-            out.append(_in_cell(arm, partial(Request.of, recipe, path, **options)))
+            with _in_cell(arm):
+                out.append(Request.of(recipe, path, data=self.data, device=device, cluster=cluster, shared=shared))
             if there is not None:
                 manifests.match(path, there, out[-1].manifest)
-        return out, chosen
+        return out
 
     def _tile(self, arm: Arm, device: torch.device, shared: dict[Any, Any]) -> int:
         """Networks in a tile: the recipe's, or on a GPU by the memory that the first arm of each cell takes."""
@@ -368,12 +366,17 @@ class Design:
         runs: list[dict[str, Any]] = []
         device: dict[str, Any] = {}
         hits: dict[Place, np.ndarray] = {}
-        for arm, (found, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
-            runs += self._rows(arm, found, seconds)
+        for arm, (metrics, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
+            runs += self._rows(arm, metrics, seconds)
             if right is not None and self.metric == ACCURACY:
                 hits[cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init] = right
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
-        arms = summarise(runs, self.metric, self._chances(), hits)
+        recipes = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
+        sections = {recipe.data.model_dump_json(): recipe.data for recipe in recipes.values()}
+        levels = {text: data.chance(self.metric, self.data) for text, data in sections.items()}  # each is read once
+        found = {place: levels[recipe.data.model_dump_json()] for place, recipe in recipes.items()}
+        chances = {place: level for place, level in found.items() if level is not None}
+        arms = summarise(runs, self.metric, chances, hits)
         declared = [contrast.text not in self.late for contrast in self.contrasts]
         contrasts = contrast_tests(self.contrasts, runs, self.metric, declared, hits)
         result = BenchResult(runs, arms, about, self.metric, self.metrics, contrasts, hits)
@@ -399,14 +402,6 @@ class Design:
             }
             for k in range(min(len(found["diverged"]), arm.recipe.population.networks))
         ]
-
-    def _chances(self) -> dict[str, Chance]:
-        """The chance level of each cell that has one; each data set is read once."""
-        sections = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
-        distinct = {recipe.data.model_dump_json(): recipe for recipe in sections.values()}
-        levels = {key: recipe.data.chance(self.metric, self.data) for key, recipe in distinct.items()}
-        found = {place: levels[recipe.data.model_dump_json()] for place, recipe in sections.items()}
-        return {place: level for place, level in found.items() if level is not None}
 
 
 def _check_folder(folder: Path) -> None:
@@ -446,25 +441,21 @@ def _fitted_seeds(arms: Sequence[Arm]) -> dict[int, str]:
     return seeds
 
 
-def _in_cell(arm: Arm, function: Callable[[], Any]) -> Any:
-    """What a function returns; a RecipeError names the arm's cell."""
+@contextmanager
+def _in_cell(arm: Arm) -> Iterator[None]:
+    """A RecipeError within the block names the arm's cell."""
     try:
-        return function()
+        yield
     except RecipeError as error:
         raise RecipeError(f"{point_text(dict(arm.cell))}: {error}" if arm.cell else str(error)) from error
 
 
-def _time_file(folder: Path, path: Path, tile: int) -> Path:
-    arm = path.relative_to(folder / RUNS).with_suffix("")
-    return folder / TIMES / arm / f"{tile}.json"
-
-
-def _seconds_of(folder: Path, request: Request) -> list[float | None]:
+def _seconds_of(times: Path, request: Request) -> list[float | None]:
     """For each network, its share of the seconds that its tile took; None where they are not known."""
     out: list[float | None] = []
     for tile in range(request.manifest.tiles):
         try:
-            values = json.loads(_time_file(folder, request.path, tile).read_text())
+            values = json.loads((times / f"{tile}.json").read_text())
             share = float(values["seconds"]) / request.manifest.tile
         except (OSError, ValueError, KeyError, TypeError):
             share = None

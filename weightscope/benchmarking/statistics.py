@@ -395,15 +395,13 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
     if not found:
         return ""
     elsewhere = {arm["init"] for arm in arms if arm not in found}  # in other cells, or after other lengths, it is not
-    named = joined(dict.fromkeys(_placed(arm) if arm["init"] in elsewhere else arm["init"] for arm in found), 4)
+    names = dict[str, None]()
+    for arm in found:
+        place = ", ".join(filter(None, [point_text(arm.get("cell", {})), epochs_text(arm["epochs"])]))
+        names[f"{arm['init']} ({place})" if arm["init"] in elsewhere else arm["init"]] = None
+    named = joined(names, 4)
     levels = " or ".join(f"{100 * level:.3g} %" for level in dict.fromkeys(arm["chance"] for arm in found))
     return f"not distinguishable from chance ({levels}): {named} (one-sided t-test at {100 * LEVEL:g} %)"
-
-
-def _placed(arm: dict[str, Any]) -> str:
-    """The initialiser of an arm with its cell and training length."""
-    cell = point_text(arm.get("cell", {}))
-    return f"{arm['init']} ({cell + ', ' if cell else ''}{epochs_text(arm['epochs'])})"
 
 
 # --- contrasts --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope.analysis.exchangeable import Emergence, ExchangeableCovariance, emergence, exchangeable_covariance
+from weightscope.analysis.exchangeable import ExchangeableCovariance, emergence, exchangeable_covariance
 from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
@@ -65,7 +65,11 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         values |= structure | {"notes": values["notes"] + structure["notes"]}
         if population.snapshots:
             training = emergence(population, select)
-            values["curves"].append(_over_training(training))
+            lines = [_line(words, list(training.found), pairs) for words, pairs in training.curves.items()]
+            values["curves"].append(
+                {"title": "The strongest correlations, over training", "axis": training.unit, "order": []}
+                | {"lines": lines[:_CURVES]}
+            )
             moments = list(training.found.items())[:: -(-len(training.found) // _MOMENTS)]
             filters = [{"title": f"{training.unit} {at}", "layers": _filters(one)} for at, one in moments]
             last = values["filters"][0]["layers"]
@@ -186,16 +190,6 @@ def _over_depth(found: ExchangeableCovariance, pairs: Sequence[Pair]) -> list[di
     order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
     drawn = [_line(name, order, [line.get(block) for block in order]) for name, line in several.items()][:_CURVES]
     return [{"title": "Correlations within a block, over depth", "axis": "block", "order": order, "lines": drawn}]
-
-
-def _over_training(found: Emergence) -> dict[str, Any]:
-    lines = [_line(words, list(found.found), pairs) for words, pairs in found.curves.items()]
-    return {
-        "title": "The strongest correlations, over training",
-        "axis": found.unit,
-        "order": [],
-        "lines": lines[:_CURVES],
-    }
 
 
 def _line(name: str, x: Sequence[int | str], pairs: Sequence[Pair | None]) -> dict[str, Any]:
