@@ -112,6 +112,11 @@ def test_an_arm_that_equals_its_reference_is_named(loss: float) -> None:
     assert ("x: the results of default on every seed" in BenchResult(runs, summarise(runs)).text()) == (loss == 0.5)
 
 
+def test_results_without_arms_are_a_table_without_lines() -> None:
+    head, line = BenchResult([], summarise([])).text().split("\n")
+    assert head.startswith("initialiser  epochs  n") and line == "-" * len(head)
+
+
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:
     values = {"default": [0.5, 0.6], "x": [0.6, 0.8], "default (frozen)": [0.1, 0.2], "x (frozen)": [0.4, 0.5]}
     found = {(r["epochs"], r["init"]): r for r in summarise(rows(values) + rows(values, epochs=9))}

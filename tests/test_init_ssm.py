@@ -64,3 +64,12 @@ def test_one_layer_for_all():
         assert all(same) if i != 1 else not all(same)
     for name in ("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers.1.mixer.in_proj.weight"):
         assert torch.equal(student.state_dict()[name], before[name])
+
+
+def test_tensors_of_a_block_that_are_single_numbers_are_repeated():
+    teacher, student = state_space(1, seed=1), state_space(1)
+    for network, value in ((teacher, 3.0), (student, 0.0)):
+        for layer in network.backbone.layers:
+            layer.gain = torch.nn.Parameter(torch.tensor(value))
+    repeat_layer_(student, teacher, layer=1)
+    assert [layer.gain.item() for layer in student.backbone.layers] == [3.0] * len(student.backbone.layers)

@@ -243,7 +243,7 @@ class Slot:
         """Write rows in place, in the shape of `read`, cast to the tensor's data type and device."""
         tensors.writable(self.name)
         view = self._view(tensors)
-        rows = slice(None) if self.rows is None else self.rows
+        rows = ... if self.rows is None else self.rows  # a tensor may be a single number
         stored = view[rows].shape
         shape = tuple(self.shape or stored)
         expected = (*shape[:-2], shape[-1], shape[-2]) if self.swapped else shape

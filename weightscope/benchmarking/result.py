@@ -275,8 +275,8 @@ def _ruled(header: tuple[str, ...], rows: Iterable[tuple[Mapping[str, Any], list
     cells = any(cell for cell, _ in found)
     lines = [[cell, *shown] if cells else shown for cell, shown in found]
     text = text_table(("cell", *header) if cells else header, lines, left=(0, 1) if cells else (0,))
-    head, below = text.split("\n", 1)
-    return f"{head}\n{'-' * len(head)}\n{below}"
+    head, *below = text.split("\n")
+    return "\n".join([head, "-" * len(head), *below])
 
 
 def _control_cells(row: dict[str, Any], control: dict[str, Any], key: str, metric: Metric) -> list[str]:
