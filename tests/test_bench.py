@@ -114,7 +114,8 @@ def test_an_arm_that_equals_its_reference_is_named(loss: float) -> None:
 
 def test_results_without_arms_are_a_table_without_lines() -> None:
     head, line = BenchResult([], summarise([])).text().split("\n")
-    assert head.startswith("initialiser  epochs  n") and line == "-" * len(head)
+    assert head.startswith("initialiser  epochs  n")
+    assert line == "-" * len(head)
 
 
 def test_each_length_and_each_freezing_has_its_own_reference() -> None:
