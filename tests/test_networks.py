@@ -12,13 +12,13 @@ from costs import multiply_adds
 from torch import nn
 
 from weightscope import networks
-from weightscope._util.plugins import member
+from weightscope._util.plugins import member, reference_to
 from weightscope.errors import UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvNeXtConfig
+from weightscope.recipe import ConvNeXtConfig, OwnNetworkConfig
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -419,3 +419,16 @@ def test_a_section_of_recipes_has_arguments_of_its_class(name: str) -> None:
     required = {key for key, argument in arguments.items() if argument.default is argument.empty}
     sizes = {"in_channels", "image_size", "num_classes", "vocabulary"}
     assert required <= {*section.model_fields, *sizes}
+
+
+def _sizes_as_given(*sizes: int) -> nn.Module:
+    return nn.Linear(*sizes[:2])
+
+
+def test_sizes_of_a_network_are_all_named_and_in_any_order():
+    config = ConvNeXtConfig(type="convnext", width=8, depth=1, kernel_size=3, patch_size=2)
+    for sizes in ({}, {"in_channels": 1, "image_size": 8, "classes": 10}, {"image_size": 8, "vocabulary": 3}):
+        with pytest.raises(UsageError, match="sizes of a network: expected in_channels, image_size, num_classes or"):
+            networks.build(config, **sizes)
+    own = OwnNetworkConfig(type=reference_to(_sizes_as_given))
+    assert networks.build(own, num_classes=10, image_size=8, in_channels=1).weight.shape == (8, 1)

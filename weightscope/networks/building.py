@@ -9,6 +9,8 @@ from weightscope.data.image_section import check_patches
 from weightscope.errors import UsageError, WeightscopeError
 from weightscope.recipe import NetworkConfig, OwnNetworkConfig, Recipe
 
+_SIZES = (("in_channels", "image_size", "num_classes"), ("vocabulary",))  # of the tasks, in the order of `Task.sizes`
+
 
 def build_for(recipe: Recipe) -> nn.Module:
     """The network of a recipe for its images or sequences, with torch's default initial weights.
@@ -29,8 +31,12 @@ def build(config: NetworkConfig, **sizes: int) -> nn.Module:
         >>> recipe = Recipe.load("populations/digits-convnext.toml")
         >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     """
+    names = next((names for names in _SIZES if set(names) == set(sizes)), None)
+    if names is None:
+        kinds = " or ".join(", ".join(names) for names in _SIZES)
+        raise UsageError(f"sizes of a network: expected {kinds}, found {', '.join(sizes) or 'none'}")
     if isinstance(config, OwnNetworkConfig):
-        return _build_own(config, sizes)
+        return _build_own(config, {name: sizes[name] for name in names})
     if "image_size" in sizes:
         check_patches(config, sizes["image_size"])
     network = plugins.member(config.network)
