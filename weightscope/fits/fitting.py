@@ -286,7 +286,12 @@ class _UsableNetworks:
 
     def matrix(self, part: WeightSpec, sources: Sequence[WeightSamples]) -> np.ndarray:
         """The varying entries of some tensors in all networks, (N, D) float64."""
-        return np.concatenate([rows for i, each in enumerate(sources) for _, rows in self.blocks(part, each, i)])
+        columns = int(self.varying[self._spec.columns(part)].sum())
+        out = np.empty((sum(int(each.sum()) for each in self._finite), columns))
+        for i, each in enumerate(sources):
+            for start, rows in self.blocks(part, each, i):
+                out[start : start + len(rows)] = rows
+        return out
 
     def blocks(self, part: WeightSpec, source: WeightSamples, i: int) -> Blocks:
         """The varying entries of some tensors in part i of a source, in blocks of 256."""

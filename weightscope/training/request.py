@@ -159,8 +159,8 @@ class Request:
                 if f"{kind} {name}" in there.inputs:
                     plugins.check_source(name, there.inputs[f"{kind} {name}"], path)
         sources = plugins.texts_of(name for _, name in wanted.references)
+        inputs = input_hashes(wanted, results)  # before code of users' own is run, which may be edited meanwhile
         spec = once(lambda: training.spec_of(wanted), "spec", values["network"], values["data"], wanted.training.engine)
-        inputs = input_hashes(wanted, results)
         check_initialisers(wanted, partial(build_for, wanted))
         source = once(lambda: wanted.data.load(root), "data", values["data"], str(root))
         inputs[f"data {wanted.data.name}"] = source.fingerprint
