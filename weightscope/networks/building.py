@@ -32,11 +32,11 @@ def build(config: NetworkConfig, **sizes: int) -> nn.Module:
         >>> build(recipe.network, in_channels=1, image_size=8, num_classes=10)
     """
     names = next((names for names in _SIZES if set(names) == set(sizes)), None)
+    if isinstance(config, OwnNetworkConfig):  # which may be of a further kind of task
+        return _build_own(config, {name: sizes[name] for name in names or sizes})
     if names is None:
         kinds = " or ".join(", ".join(names) for names in _SIZES)
         raise UsageError(f"sizes of a network: expected {kinds}, found {', '.join(sizes) or 'none'}")
-    if isinstance(config, OwnNetworkConfig):
-        return _build_own(config, {name: sizes[name] for name in names})
     if "image_size" in sizes:
         check_patches(config, sizes["image_size"])
     network = plugins.member(config.network)
