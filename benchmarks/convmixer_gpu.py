@@ -24,7 +24,7 @@ from weightscope.data.augment import normalise
 from weightscope.recipe import Recipe
 from weightscope.training.devices import resolve_device
 from weightscope.training.engine import TileRun
-from weightscope.training.kernel_choice import choose_kernels
+from weightscope.training.network_check import choose_kernels
 
 
 def recipe_of(data: str, width: int, depth: int, epochs: int, precision: str) -> Recipe:

@@ -34,8 +34,8 @@ from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.training.devices import freed_memory_kept
 from weightscope.training.engine import TileRun
-from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
+from weightscope.training.network_check import choose_kernels
 
 BATCH = 64
 IMAGES = 4 * BATCH  # as many as an epoch of the contenders has

@@ -27,7 +27,7 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import kernel_choice
+from weightscope.training import network_check
 from weightscope.training.collection import TileResult
 from weightscope.training.planning import TileCost, tile_costs
 
@@ -249,14 +249,14 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison is not a part of each tile, nor of each arm."""
-    chosen, asked = kernel_choice._choose, []
+    chosen, asked = network_check._choose, []
 
     def counted(recipe: Recipe, *rest: Any) -> Any:
         asked.append(recipe)
         return chosen(recipe, *rest)
 
-    monkeypatch.setattr(kernel_choice, "_choose", counted)
-    monkeypatch.setattr(kernel_choice, "_choices", {})
+    monkeypatch.setattr(network_check, "_choose", counted)
+    monkeypatch.setattr(network_check, "_choices", {})
     recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
     given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
     plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)

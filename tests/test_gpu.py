@@ -16,12 +16,12 @@ from weightscope._util.workers import ClusterLost, DeviceFailed, TilesFailed, Wo
 from weightscope.analysis.across_networks import joint_covariance
 from weightscope.data import load
 from weightscope.recipe import Recipe
-from weightscope.training import kernel_choice, spec_of, train_tile
+from weightscope.training import network_check, spec_of, train_tile
 from weightscope.training.collection import collect, train
 from weightscope.training.devices import current
 from weightscope.training.engine import TileRun
-from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import functions
+from weightscope.training.network_check import choose_kernels
 from weightscope.training.request import Request
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -77,8 +77,8 @@ def test_a_compiled_step_trains_as_the_step_itself(name, without_gpu):
 def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
     """With a device that says that it is a GPU; a wrong one is found."""
     here = torch.device("cpu")
-    monkeypatch.setattr(kernel_choice, "version", lambda package: "3.7.1")
-    found = kernel_choice.check_kernels(small("convnext"), "inductor", here)
+    monkeypatch.setattr(network_check, "version", lambda package: "3.7.1")
+    found = network_check.check_kernels(small("convnext"), "inductor", here)
     assert found == "a training step and AdamW: equal to torch's within 1e-04"
     by_kernels = functions.by_kernels
 
@@ -86,9 +86,9 @@ def test_what_is_compiled_is_compared_with_torchs(without_gpu, monkeypatch):
         compiled = by_kernels(function, kernels)
         return (lambda x: 1.001 * compiled(x)) if (kernels, function.__name__) == ("inductor", "forward") else compiled
 
-    monkeypatch.setattr(kernel_choice, "by_kernels", wrong)
-    with pytest.raises(kernel_choice.WrongKernel, match="logits differs"):
-        kernel_choice.check_kernels(small("convnext"), "inductor", here)
+    monkeypatch.setattr(network_check, "by_kernels", wrong)
+    with pytest.raises(network_check.WrongKernel, match="logits differs"):
+        network_check.check_kernels(small("convnext"), "inductor", here)
 
 
 @needs_gpu

@@ -14,10 +14,10 @@ import torch
 from tiny import NETWORKS
 
 from weightscope.errors import UsageError
-from weightscope.training import kernel_choice, request, train_tile
+from weightscope.training import network_check, request, train_tile
 from weightscope.training.collection import collect
-from weightscope.training.kernel_choice import choose_kernels
 from weightscope.training.kernels import build
+from weightscope.training.network_check import choose_kernels
 from weightscope.training.optimiser import row_norms
 
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def recipe(network="convnext", **training):
 
 def forget():
     build.library.cache_clear()
-    kernel_choice._choices.clear()
+    network_check._choices.clear()
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
 @pytest.mark.slow
 def test_adamw_agrees_for_millions_of_weights():
     """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
-    kernel_choice.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
+    network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ def test_adamw_agrees_for_millions_of_weights():
     ],
 )
 def test_what_compiled_kernels_do_not_support_takes_torchs(compiler, caplog, monkeypatch, changes, device, message):
-    monkeypatch.setattr(kernel_choice, "has_triton", lambda: False)
+    monkeypatch.setattr(network_check, "has_triton", lambda: False)
     assert choose_kernels(recipe(**changes), torch.device(device)).kernels == "torch"
     assert choose_kernels(recipe(engine="loop"), torch.device(device)).kernels == "torch"
     assert not caplog.records

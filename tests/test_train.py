@@ -18,7 +18,7 @@ from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.data import load
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
-from weightscope.training import kernel_choice, spec_of, train_tile
+from weightscope.training import network_check, spec_of, train_tile
 from weightscope.training.engine import TileRun, swept
 from weightscope.training.initial_weights import initial_weights
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
@@ -117,10 +117,10 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns, message):
         if patterns != ["*"] and network["type"] == "vit":
             plan = plan.replace({"training.frozen": [*patterns, "pos_embed", "cls_token"]})
         with pytest.raises(RecipeError, match=message) as caught:
-            kernel_choice.check_network(plan)
+            network_check.check_network(plan)
         assert len(str(caught.value)) < 200
     with pytest.raises(RecipeError, match=r"training\.decay_exclude: no tensor matches 'norn'"):
-        kernel_choice.check_network(recipe(training__decay_exclude=["norn"]))
+        network_check.check_network(recipe(training__decay_exclude=["norn"]))
 
 
 @pytest.mark.slow

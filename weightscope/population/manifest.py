@@ -318,7 +318,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
 
 
 def _other_folder(path: Path) -> WeightscopeError | None:
-    """What is wrong with a folder without a manifest in which a population is to be made."""
+    """The error of a path where a population is to be made and something else is; None if there is nothing."""
     if path.exists() and not path.is_dir():
         return UsageError(f"{path} is a file; give the folder of a population")
     folder = path / SHARDS

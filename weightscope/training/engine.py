@@ -31,9 +31,9 @@ from weightscope.spec import WeightSpec
 from weightscope.training.devices import DEFAULT_TILE, current, one_thread, resolve_device
 from weightscope.training.distillation import Distillation
 from weightscope.training.initial_weights import initial_weights
-from weightscope.training.kernel_choice import choose_kernels, frozen
 from weightscope.training.kernels.functions import Kernels, by_kernels
 from weightscope.training.many_networks import networks_for
+from weightscope.training.network_check import choose_kernels, frozen
 from weightscope.training.optimiser import BatchedAdamW, Plateau, schedule_factor
 
 

@@ -29,8 +29,8 @@ from weightscope.population.shards import expected_bytes
 from weightscope.recipe import Recipe, TrainingConfig
 from weightscope.training.devices import current, one_thread
 from weightscope.training.engine import TileRun
-from weightscope.training.kernel_choice import settings
 from weightscope.training.kernels.functions import Kernels
+from weightscope.training.network_check import settings
 from weightscope.training.request import Request, timed
 
 T = TypeVar("T")

@@ -46,9 +46,9 @@ from weightscope.training.devices import (
 from weightscope.training.distillation import teacher_of
 from weightscope.training.engine import TileRun
 from weightscope.training.initial_weights import check_initialisers
-from weightscope.training.kernel_choice import Choice, choose_kernels, settings
 from weightscope.training.kernels import build
 from weightscope.training.kernels.functions import Kernels
+from weightscope.training.network_check import Choice, choose_kernels, settings
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ for the backward pass, and everything else is recomputed. Kernels:
 - "inductor": torch's operations, which the engine hands to `torch.compile`; here the same as "torch".
 
 Compiled functions are differentiable once. They read memory by the shapes of their arguments, which are those of a
-network that has run by torch's operations (`kernel_choice.py`). UsageError if there is no C compiler.
+network that has run by torch's operations (`network_check.py`). UsageError if there is no C compiler.
 """
 
 import ctypes
