@@ -89,6 +89,7 @@ CASES = {
     "random_filters-absolute": (small_mixer, "random_filters", {"distribution": "absolute"}),
     "impulse_filters": (small_mixer, "impulse_filters", {}),
     "impulse_filters-signs": (small_mixer, "impulse_filters", {"sign": "random"}),
+    "box_filters-signs": (small_mixer, "box_filters", {"value": -0.3, "sign": "random"}),
     "mimetic_mlp-scalar": (narrow_vit, "mimetic_mlp", {}),
     "mimetic_mlp-rows": (small_vit, "mimetic_mlp", {"mode": "rows", "sigma": 0.5}),
     "mimetic_mlp-anticorrelated": (narrow_vit, "mimetic_mlp", {"mode": "anticorrelated"}),

@@ -277,6 +277,7 @@ CASES = [
     Case("random_filters", rows("depthwise"), touched_filters, None),
     Case("impulse_filters", rows("depthwise"), touched_filters, None),
     Case("box_filters", rows("depthwise"), touched_filters, None, random=False),
+    Case("box_filters", rows("depthwise"), touched_filters, None, {"value": 0.5, "sign": "random"}),
     Case("mimetic_attention", SELF, lambda m: names_of(selves(m), *"qkvo"), None),
     Case("sinusoidal_positions", rows("positions"), touched_positions, None, {"gamma": 2.0}, random=False),
     Case("impulse_attention", only("positions", *ROTARY, *POSITIONAL), touched_attention("qk"), None),

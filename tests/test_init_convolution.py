@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from references_init import conv_covariance as naive_covariance
 from torch import nn
 
 from weightscope.errors import UsageError
-from weightscope.init import conv_covariance, conv_covariance_, impulse_filters_, random_filters_
+from weightscope.init import box_filters_, conv_covariance, conv_covariance_, impulse_filters_, random_filters_
 from weightscope.init.convolution import PRESETS, Schedule, covariance_root, relative_depths
 
 SETTING = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
@@ -78,14 +80,18 @@ def test_impulse_filters_are_impulses_dealt_evenly():
     assert set(taken[2:5, 2:5].reshape(-1).tolist()) == {5.0, 6.0}  # 50 = 9 * 5 + 5
 
 
-def test_signs_of_filters():
-    """Random signs change the signs of impulses alone; about half of 400, within 4.9 standard deviations, are -1."""
-    net, other = stack(400, k=3), stack(400, k=3)
-    impulse_filters_(net, order="given", sign="random", generator=seeded())
-    impulse_filters_(other, order="given")
+@pytest.mark.parametrize("init", [partial(impulse_filters_, order="given"), partial(box_filters_, value=1 / 3)])
+def test_signs_of_filters_with_the_energy_of_impulses(init):
+    """One random sign for each filter and nothing else; about half of 400, within 4.9 standard deviations, are -1."""
+    net, other = init(stack(400, k=3), sign="random", generator=seeded()), init(stack(400, k=3))
     filters = net[0].weight.detach()
     assert torch.equal(filters.abs(), other[0].weight)
     assert abs(int((filters.sum((1, 2, 3)) < 0).sum()) - 200) < 49
+    torch.testing.assert_close(filters.square().sum((1, 2, 3)), torch.ones(400))
+
+
+def test_absolute_random_filters_are_those_of_the_same_draw():
+    net, other = stack(400, k=3), stack(400, k=3)
     random_filters_(net, distribution="absolute", generator=seeded())
     random_filters_(other, generator=seeded())
     assert torch.equal(net[0].weight, other[0].weight.abs())

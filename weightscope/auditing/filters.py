@@ -152,8 +152,7 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sig
         x = part.read().cpu().flatten(1)
         signs: list[Row] = []
         if sign == "random":
-            signs = [row("positive impulses", float((x.sum(1) > 0).sum()), stats.binom(part.channels, 0.5))]
-            x = x.abs()
+            signs, x = [_positive(x)], x.abs()
         central = x[:, convolution.central_pixels(part, filter_size)]
         taps = central.shape[1]
         # Pixels may be used evenly or drawn independently for each channel (impulse paper, section 3).
@@ -170,16 +169,23 @@ def impulse_filters_checks(source: NamedTensors, *, filter_size: int | None, sig
     return each("impulse_filters", "filters", depthwise(source, strict=None), rows)
 
 
-@EXPECTATIONS.register("box_filters", reads=_KINDS)
-def box_filters_checks(source: NamedTensors, *, value: float) -> list[Check]:
-    """Checks that every entry of every filter is the value."""
+def _positive(filters: Tensor) -> Row:
+    """The number of filters (C, f^2) with a positive sum, of random signs."""
+    return row("positive filters", float((filters.sum(1) > 0).sum()), stats.binom(len(filters), 0.5))
+
+
+@EXPECTATIONS.register("box_filters", reads=_KINDS, variants=({}, {"sign": "random"}))
+def box_filters_checks(source: NamedTensors, *, value: float, sign: str) -> list[Check]:
+    """Checks that every entry of every filter is the value, or times one random sign for each filter."""
 
     def rows(part: DepthwisePart) -> list[Row]:
-        x = part.read().cpu()
+        x, expected, signs = part.read().cpu().flatten(1), value, list[Row]()
+        if sign == "random" and value:
+            signs, x, expected = [_positive(x)], x * x.sum(1, keepdim=True).sign(), abs(value)
         slack, edge = 0.004 * abs(value), 1 / math.sqrt(math.prod(part.kernel))  # half precision; torch's defaults
-        within = stats.uniform(-edge, 2 * edge).cdf([value - slack, value + slack])
-        wrong = {error_in("value"): 1.2 * value} if value else {}
-        what, found, limits, power = row("entry", farthest(x, value), value, wrong, slack)
-        return [(what, found, limits, power | {UNTOUCHED: 1 - float(within[1] - within[0]) ** x.numel()})]
+        within = stats.uniform(-edge, 2 * edge).cdf([expected - slack, expected + slack])
+        wrong = {error_in("value"): 1.2 * expected} if value else {}
+        what, found, limits, power = row("entry", farthest(x, expected), expected, wrong, slack)
+        return [(what, found, limits, power | {UNTOUCHED: 1 - float(within[1] - within[0]) ** x.numel()}), *signs]
 
     return each("box_filters", "filters", depthwise(source, strict=None), rows)

@@ -151,7 +151,7 @@ def parameters(init: str | Callable[..., Any]) -> dict[str, Any]:
 
     Example:
         >>> parameters("box_filters")
-        {'value': 1.0}
+        {'value': 1.0, 'sign': 'positive'}
     """
     return _signature(init).defaults
 

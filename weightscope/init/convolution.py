@@ -197,10 +197,15 @@ def impulse_filters_(
             channels = channels[torch.randperm(part.channels, generator=generator)]
         taps = pixels[channels % len(pixels)]
         filters = torch.zeros(part.channels, math.prod(part.kernel)).scatter_(1, taps[:, None], 1.0)
-        if sign == "random":
-            filters *= torch.randint(2, (part.channels, 1), generator=generator) * 2 - 1
-        part.write(filters.reshape(part.channels, *part.kernel))
+        part.write(_signed(filters, sign, generator).reshape(part.channels, *part.kernel))
     return module
+
+
+def _signed(filters: Tensor, sign: str, generator: Generator) -> Tensor:
+    """Filters (C, f^2) as they are, or for "random" each times 1 or -1 with equal probability."""
+    if sign == "random":
+        filters = filters * (torch.randint(2, (len(filters), 1), generator=generator) * 2 - 1)
+    return filters
 
 
 def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:
@@ -214,17 +219,25 @@ def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:
 
 
 @INITIALISERS.register("box_filters", source="impulse paper, section 5.6", needs="depthwise convolutions")
-def box_filters_(module: M, *, value: float = 1.0, strict: bool = True, generator: Generator = None) -> M:
-    """Set every entry of every depthwise filter to `value`: average pooling up to a factor; 1 as published.
+def box_filters_(
+    module: M, *, value: float = 1.0, sign: str = "positive", strict: bool = True, generator: Generator = None
+) -> M:
+    """Set every entry of every depthwise filter to `value`: average pooling up to a factor.
+
+    Args:
+        value: 1 as published; 1 / f gives filters of f x f the energy (sum of squares) of an impulse.
+        sign: "positive" as published, or "random", 1 or -1 for each filter with equal probability.
 
     Source: impulse paper, section 5.6.
 
     Example:
-        >>> box_filters_(convmixer)
+        >>> box_filters_(convmixer, value=1 / 3, sign="random", generator=torch.Generator().manual_seed(0))
     """
-    number("value", value)
+    value = number("value", value)
+    choice("sign", sign, ("positive", "random"))
     for part in depthwise(module, strict=strict, caller="box_filters_"):
-        part.write(torch.full((part.channels, *part.kernel), value))
+        filters = torch.full((part.channels, math.prod(part.kernel)), value)
+        part.write(_signed(filters, sign, generator).reshape(part.channels, *part.kernel))
     return module
 
 
