@@ -10,10 +10,20 @@ from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.result import finding
 from weightscope.benchmarking.statistics import summarise
+from weightscope.data.metrics import ACCURACY
 
 HERE = Path(__file__).parent
 ANALYSES = HERE.parent / "analyses"
-OTHERS = ("convolution_biases", "dilation_schedules", "mimetic_beyond_scale", "mimetic_beyond_scale/fresh_seeds")
+OTHERS = (
+    "convolution_biases",
+    "dilation_schedules",
+    "language_markov",
+    "mimetic_beyond_scale",
+    "mimetic_beyond_scale/fresh_seeds",
+    "mimetic_beyond_scale/lower_rate",
+    "mlp_wide_inits/photographs",
+    "transfer_narrow_inits/trained",
+)
 NAMED = ("control", "uncorrelated")  # columns with labels of other arms
 
 
@@ -24,18 +34,25 @@ def main(results: Path, out: Path) -> None:
     if {row["init"] for row in arms} == {"default"}:  # networks are compared
         runs = [{**run, "init": value, "cell": {}} for run in result.runs for value in run["cell"].values()]
         result = BenchResult(runs, arms := summarise(runs))
-    runs, rows = ([_in_words(row) for row in found] for found in (result.runs, arms))
+    chance = {"chance": 0.1} if result.metric == ACCURACY else {}
+    runs, rows = ([chance | _in_words(row) for row in found] for found in (result.runs, arms))
     numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
     title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, arms, strict=True)], result.metric)
     lengths = sorted({row["epochs"] for row in rows})
     figure, (axes,) = plots.subplots(1, 2 if axis is None else len(lengths), width=14, height=5.6, title=title)
     if axis is None:
-        plots.convergence(rows, axes[0])
-        plots.paired_differences(seed_differences(runs), axes[1])
+        plots.convergence(rows, axes[0], metric=result.metric)
+        plots.paired_differences(seed_differences(runs, result.metric), axes[1], metric=result.metric)
     else:
         for ax, epochs in zip(axes, lengths, strict=True):
-            plots.metric_along([row for row in rows if row["epochs"] == epochs], axis, ax, title=epochs_text(epochs))
+            plots.metric_along(
+                [row for row in rows if row["epochs"] == epochs],
+                axis,
+                ax,
+                metric=result.metric,
+                title=epochs_text(epochs),
+            )
     plots.save(figure, out)
 
 
@@ -44,7 +61,7 @@ def _in_words(row: dict[str, Any]) -> dict[str, Any]:
     cell, named = row.get("cell", {}), {key: row[key] for key in ("init", "reference", *NAMED) if row.get(key)}
     shared = r" \((preset|teacher=teacher)[^()]*\)|mode=rows, |, select=blocks\.\*"
     named = {key: re.sub(shared, "", label) for key, label in named.items()}
-    return {"chance": 0.1, **row, **named, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
+    return {**row, **named, "cell": {"network": point_text(cell)} if len(cell) > 1 else cell}
 
 
 if __name__ == "__main__":
