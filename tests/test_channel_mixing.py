@@ -72,5 +72,7 @@ def test_stable_ranks_of_a_convmixers_inputs_equal_numpys(study):
             values = [np.linalg.svd(one.flatten(1).double().numpy(), compute_uv=False) for one in x]
             np.testing.assert_allclose(found[i][2], [np.sum(s**2) / s[0] ** 2 for s in values], rtol=1e-5)
             assert found[i][:2] == (12, 3)
+            energy = [np.cumsum(s**2) / np.sum(s**2) for s in values]
+            assert found[i][3].tolist() == [1 + int(np.sum(share < 0.99)) for share in energy]
             x = block(x)
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -1,9 +1,11 @@
 """Proposition 1 of the impulse paper: ranks of what depthwise convolutions see, and what mixtures of channels reach.
 
-Run: python analyses/frozen_filter_inits/ranks.py POPULATION.pop [NETWORK]
+python analyses/frozen_filter_inits/ranks.py equal-energy/runs/*-random_filters-*/*.pop --data FOLDER
 """
 
-import sys
+import argparse
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,14 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import Population
-from weightscope._util.results import text_table
+from weightscope._util.environment import environment
+from weightscope._util.results import row_table
 from weightscope.analysis.attention_maps import stable_ranks
 from weightscope.analysis.runnable import images_for
 from weightscope.anatomy import depthwise
 
 
-def filter_inputs(model: nn.Module, images: Tensor) -> dict[str, tuple[int, int, np.ndarray]]:
+def filter_inputs(model: nn.Module, images: Tensor) -> dict[str, tuple[int, int, np.ndarray, np.ndarray]]:
     """The stable rank k = `sum s_i^2 / s_1^2` of the input X (pixels, D) of every depthwise convolution.
+
+    Beside it stands the least number m of singular directions with `sum_{i <= m} s_i^2 >= 0.99 sum s_i^2`.
 
     By Proposition 1, mixing channels alone gives any output of f x f filters if D >= k f^2, k the rank. The stable rank
     is at most the rank, so D >= k f^2 with it is easier to meet than the condition itself; X is not centred (Remark 1).
@@ -28,7 +33,7 @@ def filter_inputs(model: nn.Module, images: Tensor) -> dict[str, tuple[int, int,
         images: (B, c, height, width), normalised as the model expects.
 
     Returns:
-        name of the filters -> D, f, and the ranks (B,).
+        name of the filters -> D, f, the ranks (B,) and the numbers of directions (B,).
     """
     inputs: dict[str, Tensor] = {}
     parts = {part.parameters[0]: part for part in depthwise(model)}
@@ -43,7 +48,17 @@ def filter_inputs(model: nn.Module, images: Tensor) -> dict[str, tuple[int, int,
         model(images)
     for hook in hooks:
         hook.remove()
-    return {name: (part.channels, part.kernel[0], stable_ranks(inputs[name]).numpy()) for name, part in parts.items()}
+    return {
+        name: (part.channels, part.kernel[0], stable_ranks(x).numpy(), directions(x).numpy())
+        for name, part in parts.items()
+        for x in [inputs[name]]
+    }
+
+
+def directions(x: Tensor, share: float = 0.99) -> Tensor:
+    """The least number of singular directions of each matrix of (B, n, d) that hold this share of its energy: (B,)."""
+    energy = torch.linalg.svdvals(x.double()).square().cumsum(1)
+    return (energy < share * energy[:, -1:]).sum(1) + 1
 
 
 def mixtures(images: np.ndarray, mixing: np.ndarray, filters: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
@@ -79,17 +94,34 @@ def mixtures(images: np.ndarray, mixing: np.ndarray, filters: np.ndarray, target
     return residual, int(np.linalg.matrix_rank(coefficients))
 
 
-def main(population: str, network: Any = 0) -> None:
-    model, images = Population(population).network(int(network)), images_for(population)
-    rows = [
-        (name, f"{ranks.mean():.2f}", str(f), f"{ranks.mean() * f * f:.1f}", str(width))
-        for name, (width, f, ranks) in filter_inputs(model, images).items()
-    ]
-    print(text_table(("layer", "stable rank k", "f", "k f^2", "D"), rows))
-    print(
-        "the stable rank is at most the rank: D >= k f^2 with it does not show that the proposition's condition holds"
-    )
+def measure(path: Path, data: Path | None, count: int) -> list[dict[str, Any]]:
+    """A row for each depthwise layer; means are over networks and images, the range is of networks' means."""
+    population, images = Population(path), images_for(path, count=count, root=data)
+    networks = [filter_inputs(population.network(i), images) for i in range(len(population))]
+    rows = []
+    for name, (width, f, *_) in networks[0].items():
+        ranks = np.array([found[name][2].mean() for found in networks])
+        row: dict[str, Any] = {"width": width, "layer": name, "f": f, "networks": len(networks), "images": len(images)}
+        row |= {"stable_rank": ranks.mean(), "lowest": ranks.min(), "highest": ranks.max()}
+        row["directions_99"] = np.mean([found[name][3].mean() for found in networks])
+        rows.append(row | {"k_f2": ranks.mean() * f * f, "directions_f2": row["directions_99"] * f * f})
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("populations", type=Path, nargs="+")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--images", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("ranks.json"))
+    options = parser.parse_args(arguments)
+    rows = [row for path in options.populations for row in measure(path, options.data, options.images)]
+    columns = {"D": "{width}", "layer": "{layer}", "stable rank k": "{stable_rank:.2f}", "k f^2": "{k_f2:.1f}"}
+    columns |= {"directions of 99 %": "{directions_99:.1f}", "times f^2": "{directions_f2:.0f}"}
+    print(row_table(columns, rows, left=(1,)))
+    print("the stable rank is at most the rank: D >= k f^2 with it is easier to meet than the proposition's condition")
+    options.out.write_text(json.dumps({"rows": rows, "environment": environment()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
