@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -313,8 +314,8 @@ CASES = [
     ),
     Case(
         "repeat_layer",
-        rows("ssms"),
-        lambda m: {name for name, _ in m.named_parameters() if ".layers." in name},
+        [*rows("ssms"), *(f for f in FEW if "attention" in f.parts)],
+        lambda m: {name for name, _ in m.named_parameters() if re.search(r"(^|\.)(layers|blocks|h)\.\d", name)},
         elsewhere,
         {"layer": 1},
         donor="source",

@@ -147,6 +147,7 @@ REFUSED = {
         ),
         (wi.mimetic_first_last_mlp_, lambda: vit(depth=1), {}, "at least two MLPs"),
         (wi.ssm_from_attention_, mamba, {"source": state_space(2)}, "expected attention modules"),
+        (wi.repeat_layer_, lambda: nn.Linear(2, 2), {"source": mamba()}, "expected attention modules"),
     ],
     SpecError: [
         (wi.select_weights_, small, {"teacher": vit(16, 4, 2)}, "is the student larger"),
@@ -165,6 +166,7 @@ REFUSED = {
             {"source": state_space(2)},
             r"found \(32, 4\), and \(4,\) in the source's layer 0",
         ),
+        (wi.repeat_layer_, mamba, {"source": vit()}, "found None, and .* in the source's layer 0"),
     ],
 }
 

@@ -2,15 +2,16 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
-from families import state_space
+from families import built, scramble, state_space
 from references_init import low_rank_product
 
 from weightscope import anatomy
 from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
-from weightscope.networks.sequences import CausalTransformer
+from weightscope.networks.sequences import CausalTransformer, Mamba
 
 COMPONENTS = {
     "a": {"A_log"},
@@ -64,6 +65,35 @@ def test_one_layer_for_all():
         assert all(same) if i != 1 else not all(same)
     for name in ("backbone.embeddings.weight", "backbone.norm_f.weight", "backbone.layers.1.mixer.in_proj.weight"):
         assert torch.equal(student.state_dict()[name], before[name])
+
+
+@pytest.mark.parametrize("name", ["ours-vit-token", "hf-bert", "torchvision-vit", "hf-gpt2"])
+def test_a_block_with_attention_for_all(name):
+    """All of the block, with norms and MLP, and nothing else."""
+    student = copy.deepcopy(built(name))
+    teacher = scramble(copy.deepcopy(student), seed=5)
+    before, wanted = copy.deepcopy(student.state_dict()), teacher.state_dict()
+    repeat_layer_(student, teacher, layer=1)
+    blocks, moved = set[str](), 0
+    for key, value in student.state_dict().items():
+        block = re.match(r"(.*\b(?:blocks|layer|layers|h)\.(?:encoder_layer_)?)[01]\.(.*)", key)
+        assert torch.equal(value, wanted[f"{block[1]}1.{block[2]}"] if block else before[key])
+        moved += block is not None and not torch.equal(value, before[key])
+        blocks |= {block[2]} if block else set()
+    assert moved >= 2 * 12
+    assert any("norm" in name.lower() or "ln" in name for name in blocks)
+    assert any(part in name for name in blocks for part in ("mlp", "intermediate"))
+
+
+def test_layers_of_hybrids_are_the_state_space_ones():
+    """Layer 1 is attention, so layer 2 is the second of the state-space layers."""
+    teacher, student = (Mamba(16, 16, 3, state=4, layers=["default", "attention", "default"]) for _ in range(2))
+    before = copy.deepcopy(student.state_dict())
+    repeat_layer_(student, teacher, layer=1)
+    wanted = teacher.state_dict()
+    for name, value in student.state_dict().items():
+        block = re.match(r"(.*layers\.)[02]\.(.*)", name)
+        assert torch.equal(value, wanted[f"{block[1]}2.{block[2]}"] if block else before[name])
 
 
 def test_tensors_of_a_block_that_are_single_numbers_are_repeated():

@@ -1,13 +1,25 @@
 """Mimetic initialisation of state-space layers: close to linear attention that recalls, or from trained layers."""
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weightscope._util.checks import chosen, count, flag, positive
-from weightscope.anatomy import AttentionPart, NamedTensors, SSMPart, attention, chosen_layers, named_tensors, ssms
+from weightscope.anatomy import (
+    AttentionPart,
+    NamedTensors,
+    SSMPart,
+    attention,
+    chosen_layers,
+    named_tensors,
+    parts_of,
+    self_attention,
+    ssms,
+)
 from weightscope.anatomy.tensors import Slot
 from weightscope.errors import SpecError, UsageError
 from weightscope.init import _trained
@@ -165,31 +177,36 @@ def balanced(left: Tensor, right: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return ((q @ u) * roots)[:, :rank], ((p @ vh.T) * roots)[:, :rank]
 
 
-@INITIALISERS.register("repeat_layer", source="thesis 3.3.5, Fig. 3.34", needs="state-space layers; a trained network")
+@INITIALISERS.register(
+    "repeat_layer", source="thesis 3.3.5, Fig. 3.34", needs="state-space or attention layers; a trained network"
+)
 def repeat_layer_(
     module: M, source: Any, *, layer: int = 0, layers: int | list[int] | None = None, generator: Generator = None
 ) -> M:
-    """Copy one state-space layer of a teacher, with its normalisation, to all layers: `S_j := T_i` for every j.
+    """Copy one layer of a teacher, with all of its block, to all layers: `S_j := T_i` for every j.
+
+    Layers are the state-space layers, or those of self-attention in a network without any. A layer's block is what is
+    below the last numbered module that it is in: of `blocks.3.attn` in a ViT, all of `blocks.3` with its norms and MLP.
 
     Args:
-        module: changed in place: the tensors of the blocks of its state-space layers.
-        layer: i, which state-space layer of the teacher, counted from 0.
+        module: changed in place: the tensors of the blocks of its layers.
+        layer: i, which layer of the teacher, counted from 0.
 
     Raises:
         SpecError: if the tensors of a block differ from the teacher's in name or shape.
 
-    Source: thesis 3.3.5 and Fig. 3.34.
+    Source: thesis 3.3.5 and Fig. 3.34, of Mambas; attention is not in the text.
 
     Example:
         >>> repeat_layer_(student, "hf://state-spaces/mamba-130m-hf", layer=12)
     """
     theirs = named_tensors(_trained.open_network(source))
-    found = ssms(theirs)
+    found = _layers(theirs)
     if count("layer", layer, 0) >= len(found):
         raise UsageError(f"layer: expected 0 to {len(found) - 1} of the source, found {layer}")
     tensors = named_tensors(module)
     teacher = _block(theirs, found[layer])
-    students = [_block(tensors, part) for part in chosen_layers(ssms(module), layers)]
+    students = [_block(tensors, part) for part in chosen_layers(_layers(tensors), layers)]
     for student in students:
         for name in sorted(student.keys() | teacher.keys()):
             mine = tensors.shape(student[name]) if name in student else None
@@ -202,8 +219,13 @@ def repeat_layer_(
     return module
 
 
-def _block(tensors: NamedTensors, part: SSMPart) -> dict[str, str]:
+def _layers(tensors: NamedTensors) -> Sequence[Any]:
+    """The state-space layers, or self-attention of a network without any."""
+    return parts_of("state-space layers", tensors) or self_attention(tensors)
+
+
+def _block(tensors: NamedTensors, part: Any) -> dict[str, str]:
     """Tensors of a layer's block: name within the block -> name."""
-    prefix = part.name.rpartition(".")[0]
-    prefix = f"{prefix}." if prefix else ""
+    found = re.match(r".*\d\.|.*\.|", part.name)  # below the last number, else the layer's parent
+    prefix = found[0] if found else ""
     return {name.removeprefix(prefix): name for name in tensors.names if name.startswith(prefix)}
