@@ -10,7 +10,7 @@ import tiny
 import tomli_w
 import torch
 from plain import train_sequences_alone
-from programs import run
+from programs import ROOT, run, script
 from tiny import assert_same_weights
 
 from weightscope._util.seeding import Purpose, torch_seed
@@ -336,3 +336,20 @@ def test_snapshots_count_steps(engine, tmp_path):
         collect(recipe(population__snapshots=[13]), tmp_path / "a.pop")
     with pytest.raises(RecipeError, match=r"population.snapshots: expected ascending numbers"):
         recipe(population__snapshots=[4, 4])
+
+
+@pytest.mark.slow
+def test_other_strings_of_a_study_have_the_tokens_of_the_training_data(tmp_path, monkeypatch):
+    """From the stream of the held-out strings, with begin and stop tokens, accuracies are those that were stored."""
+    study = script("analyses/copying/other_strings.py")
+    small = {"data.train": 8, "data.test": 4, "training.epochs": 1, "network.width": 8, "network.state": 4}
+    packed = Recipe.load(ROOT / "analyses/copying/mamba2/recipe.toml").replace({**small, "population.networks": 2})
+    population = collect(packed, tmp_path / "packed.pop", workers=1, progress=False, device="cpu")
+    for multiple, name in ((1, "test_accuracy"), (2, "test_accuracy_2x")):
+        monkeypatch.setattr(study, "SEED", torch_seed(0, multiple, Purpose.HELD_OUT))
+        found = study.accuracies(population, 4, multiple).mean(1)
+        assert found == pytest.approx(100 * population.metrics[name], abs=1e-4)
+        assert found.max() > 0
+    with pytest.raises(UsageError, match="a generated task"):
+        markov = Recipe.parse({**BASE, "data": {"name": "markov", "vocabulary": 6, "length": 4, "train": 4, "test": 2}})
+        study.accuracies(collect(markov, tmp_path / "markov.pop", workers=1, progress=False), 4, 1)

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from scipy import stats
 
-from weightscope.data.sequences import TASKS
+from weightscope.data.sequence_config import TaskConfig
+from weightscope.data.sequences import GeneratedTask
+from weightscope.errors import UsageError
 from weightscope.population import Population
 
 SEED = 20261123
@@ -19,10 +21,14 @@ SEED = 20261123
 
 @torch.no_grad()
 def accuracies(population: Population, strings: int, multiple: int) -> np.ndarray:
-    """Right tokens in % of each network on each string (N, strings), of `multiple` times the training length."""
+    """Right tokens in % of each network on each string (N, strings), of `multiple` times the training length.
+
+    Strings are drawn as the held-out ones are, with the begin and stop tokens of the training data.
+    """
     data = population.recipe.data
-    generator = torch.Generator().manual_seed(SEED)
-    drawn = TASKS[data.name](generator, strings, multiple * data.length, data.vocabulary)
+    if not isinstance(data, TaskConfig):
+        raise UsageError(f"{population.path}: expected networks of a generated task, found data {data.name!r}")
+    drawn = GeneratedTask(data).batch(torch.Generator().manual_seed(SEED), strings, multiple * data.length)
     rows = []
     for k in range(len(population)):
         network = population.network(k).eval()
