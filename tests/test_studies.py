@@ -3,6 +3,7 @@
 The other studies and the benchmark scripts run in tests/torture/studies.py, which `make torture` starts.
 """
 
+import ast
 import json
 import re
 import subprocess
@@ -118,6 +119,53 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
         assert len(planned.bench.epochs) == 2
     readme = next(folder / "README.md" for folder in recipe.parents if (folder / "README.md").exists())
     assert result.text() in readme.read_text()
+
+
+CONTRASTS = [
+    p
+    for p in sorted(ROOT.glob("analyses/**/results.json"))
+    if {"runs", "contrasts"} <= json.loads(p.read_text()).keys()
+]
+
+
+OPERATORS: dict[type, Any] = {ast.Add: np.add, ast.Sub: np.subtract, ast.Mult: np.multiply, ast.Div: np.divide}
+
+
+@pytest.mark.parametrize("file", CONTRASTS, ids=named)
+def test_contrasts_of_studies_are_recomputed(file: Path) -> None:
+    """Differences, intervals and Holm's p, by other code than wrote them: the expression is one of means by seed."""
+    results = json.loads(file.read_text())
+    runs = [
+        (run["init"], run["seed"], {key.rpartition(".")[2]: v for key, v in (run.get("cell") or {}).items()}
+         | (run.get("numbers") or {}) | {"epochs": run["epochs"]}, run)
+        for run in results["runs"]
+    ]  # fmt: skip
+    key = results["metric"].removeprefix("test_")
+
+    def value(node: ast.expr) -> Any:
+        if isinstance(node, ast.Call):
+            inits, where = {value(arg) for arg in node.args}, {k.arg: value(k.value) for k in node.keywords}
+            by_seed: dict[int, list[float]] = {}
+            for init, seed, cell, run in runs:
+                if init in inits and all(str(cell[name]) == str(wanted) for name, wanted in where.items()):
+                    by_seed.setdefault(seed, []).append(run[key])
+            assert by_seed, ast.unparse(node)
+            return np.array([np.mean(by_seed[seed]) for seed in sorted(by_seed)])
+        if isinstance(node, ast.BinOp):
+            one, other = value(node.left), value(node.right)
+            return OPERATORS[type(node.op)](one, other)
+        return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+    rows = results["contrasts"]
+    for row in rows:
+        differences = value(ast.parse(row["contrast"], mode="eval").body)
+        spread = stats.t.ppf(1 - row["level"] / 2, len(differences) - 1) * stats.sem(differences)
+        assert row["difference"] == pytest.approx(differences.mean(), abs=1e-9)
+        assert row["ci"] == pytest.approx([differences.mean() - spread, differences.mean() + spread], abs=1e-9)
+        assert row["p"] == pytest.approx(stats.ttest_1samp(differences, 0).pvalue, rel=1e-6)
+    ordered = sorted(rows, key=lambda row: row["p"])
+    adjusted = np.minimum(1, np.maximum.accumulate([(len(rows) - k) * row["p"] for k, row in enumerate(ordered)]))
+    assert [row["p_holm"] for row in ordered] == pytest.approx(list(adjusted), rel=1e-6)
 
 
 @pytest.mark.parametrize("recipe", BENCHMARKS, ids=named)
