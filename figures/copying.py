@@ -38,21 +38,35 @@ def lengths(study: Path, out: Path) -> None:
     for line, cell in zip(axes, cells, strict=True):
         for ax, schedule in zip(line, epochs, strict=True):
             runs = [run for run in result.runs if run["cell"] == cell and run["epochs"] == schedule]
-            chance = {"chance": result.arms[0].get("chance")}  # of a token, at every length; none for sorting
-            metrics = [metric for metric in result.metrics if metric.key.startswith(ACCURACY.key)]
-            rows = {metric.length: [row | chance for row in summarise(runs, metric)] for metric in metrics}
             place = LAYERS.get(json.dumps(cell.get("network.layers"))) or point_text(cell)
-            title = ", ".join(filter(None, [place, f"{schedule * steps} steps"]))
-            plots.accuracy_by_length(rows, ax, title=title)
+            by_length(result, runs, ax, ", ".join(filter(None, [place, f"{schedule * steps} steps"])))
     plots.save(figure, out)
 
 
+def by_length(result: BenchResult, runs: list[dict[str, Any]], ax: Axes, title: str) -> None:
+    """Accuracy at each length of the runs of one cell and schedule, and of guessing."""
+    chance = {"chance": result.arms[0].get("chance")}  # of a token, at every length; none for sorting
+    metrics = [metric for metric in result.metrics if metric.key.startswith(ACCURACY.key)]
+    rows = {metric.length: [row | chance for row in summarise(runs, metric)] for metric in metrics}
+    plots.accuracy_by_length(rows, ax, title=title)
+
+
 def capacity(study: Path, out: Path) -> None:
-    """The area under accuracy over length against the size of the state."""
+    """The area under accuracy over length against the size of the state, and accuracy by length for each size."""
     result = BenchResult.load(study / "results.json")
-    figure, ((ax,),) = plots.subplots(1, 1, width=7, height=4.8, title=finding(result.arms, result.metric))
-    plots.metric_along(result.arms, "network.state", metric=result.metric, ax=ax)
-    ax.set_xlabel("size of the state N (log scale)")
+    sizes = sorted({run["cell"]["network.state"] for run in result.runs})
+    columns = (len(sizes) + 2) // 2
+    found = finding(result.arms, result.metric)
+    title = f"{found}, in accuracy averaged over lengths" if found else None
+    figure, axes = plots.subplots(2, columns, width=6.4 * columns, height=9, title=title)
+    first, *others = (ax for line in axes for ax in line)
+    plots.metric_along(result.arms, "network.state", metric=result.metric, ax=first)
+    first.set(xlabel="size of the state N (log scale)", ylabel="accuracy averaged over lengths (%)")
+    for ax, size in zip(others, sizes, strict=False):
+        by_length(result, [run for run in result.runs if run["cell"]["network.state"] == size], ax, f"N = {size}")
+        ax.set_ylim(-0.04, 1.05)
+    for ax in others[len(sizes) :]:
+        ax.remove()
     plots.save(figure, out)
 
 
@@ -91,10 +105,11 @@ def _on(init: str) -> str:
 
 def main(studies: Path = ANALYSES, out: Path = HERE) -> list[Any]:
     drawn = []
-    for study in sorted(path.parent for path in studies.glob("*/results.json")):
+    for study in sorted(path.parent for path in studies.glob("**/results.json")):
         draw = {"components": components, "capacity": capacity}.get(study.name, lengths)
-        draw(study, out / f"copying_{study.name}.png")
-        drawn.append(study.name)
+        name = "_".join(study.relative_to(studies).parts)
+        draw(study, out / f"copying_{name}.png")
+        drawn.append(name)
     return drawn
 
 

@@ -350,6 +350,7 @@ def test_other_strings_of_a_study_have_the_tokens_of_the_training_data(tmp_path,
         found = study.accuracies(population, 4, multiple).mean(1)
         assert found == pytest.approx(100 * population.metrics[name], abs=1e-4)
         assert found.max() > 0
+    markov = Recipe.parse({**BASE, "data": {"name": "markov", "vocabulary": 6, "length": 4, "train": 4, "test": 2}})
+    population = collect(markov, tmp_path / "markov.pop", workers=1, progress=False)
     with pytest.raises(UsageError, match="a generated task"):
-        markov = Recipe.parse({**BASE, "data": {"name": "markov", "vocabulary": 6, "length": 4, "train": 4, "test": 2}})
-        study.accuracies(collect(markov, tmp_path / "markov.pop", workers=1, progress=False), 4, 1)
+        study.accuracies(population, 4, 1)

@@ -20,7 +20,7 @@ import torch
 from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
-from weightscope import anatomy
+from weightscope import anatomy, load_init
 from weightscope._util.trust import trusting
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
@@ -104,6 +104,8 @@ def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: py
         script(str(source.with_name("fit.py").relative_to(ROOT))).main([str(population.path), "--least", "0"])
     study = Recipe.load(recipe)
     assert study.bench is not None
+    if "data.shortest" in study.bench.vary:
+        small["data.length"] = 8  # of which it is an axis, and at most the length
     result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, **options)
     assert {row["n"] for row in result.arms} == {2}
     figures = script("figures/copying.py")
@@ -236,4 +238,72 @@ def test_the_study_of_another_source(tmp_path: Path) -> None:
     edges = found["beyond the edges"]["accuracies"]
     assert {arm: len(values) for arm, values in edges.items()} == {"default": 3, study.OWN: 3, study.START: 3}
     script("figures/other_source.py").main(tmp_path, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On untrained sizes: every arm and contrast is there, and the arms change what they say and nothing else."""
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "derived_vit_start")
+    study = script("analyses/derived_vit_start/run.py")
+    small = {"data": {"name": "digits", "train": 64, "test": 40}, "network.depth": 2, "network.width": 8}
+    recipe = Recipe.load(study.RECIPE).replace(small | {"training.epochs": 1, "population.tile": 8})
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe.to_dict()))
+    monkeypatch.setattr(study, "STEPS", (0, 1, 4))
+    arguments = ["--work", tmp_path / "work", "--out", tmp_path, "--recipe", tmp_path / "recipe.toml"]
+    study.main([str(argument) for argument in [*arguments, "--seeds", 2, "--networks", 8]])
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert set(found) == {*study.ORDER, "fits", "environment"}
+    for name in study.ORDER:
+        if name == "by step":
+            continue
+        accuracies = found[name]["accuracies"]
+        assert {len(values) for values in accuracies.values()} == {2}
+        for row in found[name]["contrasts"]:
+            assert sum(row["weights"].values()) == 0
+            difference = sum(weight * np.mean(accuracies[arm]) for arm, weight in row["weights"].items())
+            assert row["difference"] == pytest.approx(difference)
+    for row in found["by step"]["arms"].values():
+        assert np.shape(row["common"]) == (3, 2)
+        assert all(0 < value <= 1 for values in (*row["common"], row["entropy"]) for value in values)
+    assert found["by step"]["arms"]["uniform, c = 0"]["entropy"] == pytest.approx([1, 1])
+    script("figures/derived_vit_start.py").main(tmp_path, tmp_path / "figure.png")
+    assert all((tmp_path / f"figure{end}.png").stat().st_size > 10_000 for end in ("", "_rates"))
+
+    default, law = build_for(recipe), str(tmp_path / "work/population-sinusoidal/derived.safetensors")
+
+    def start(**options: str) -> torch.nn.Module:
+        generator = torch.Generator().manual_seed(0)
+        return study.law_parts_(copy.deepcopy(default), law=law, generator=generator, **options)
+
+    whole = start()
+    for options in study.PARTS.values():
+        changed = start(**options)
+        kept = options.get("parts", "qkvor")
+        for one, other, third in zip(*map(anatomy.self_attention, (default, whole, changed)), strict=True):
+            for key in "qkvo":
+                wanted, value = (other if key in kept else one).read(key), third.read(key)
+                moved = key in options.get("permute", "") or key in options.get("turn", "")
+                assert torch.equal(wanted, value) != moved
+                assert torch.equal(*(torch.sort(x.abs().flatten()).values for x in (wanted, value)))
+        rest = (whole if "r" in kept else default).get_parameter("blocks.0.mlp.fc1.weight")
+        assert torch.equal(rest, changed.get_parameter("blocks.0.mlp.fc1.weight"))
+    by_file = load_init(law)(copy.deepcopy(default), generator=torch.Generator().manual_seed(0))
+    assert all(torch.equal(a, b) for a, b in zip(by_file.parameters(), whole.parameters(), strict=True))
+
+
+def test_the_study_of_the_start_of_vits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "vit_start")
+    study = script("analyses/vit_start/run.py")
+    small = {"data": {"name": "digits", "train": 64, "test": 40}, "network.depth": 2, "network.width": 8}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(Recipe.load(study.RECIPE).replace(small).to_dict()))
+    monkeypatch.setattr(study, "RECIPE", tmp_path / "recipe.toml")
+    monkeypatch.setitem(study.SETTINGS, "digits", (study.SHORT, study.SETTINGS["digits"][1], 2))
+    monkeypatch.setattr(
+        sys, "argv", ["run.py", "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--only", "digits"]
+    )
+    study.main()
+    found = json.loads((tmp_path / "results.json").read_text())["digits"]
+    assert len(found["accuracies"]) == 1 + len(study.ARMS) + 2 * len(study.CENTRED)
+    assert len(found["contrasts"]) == len(study.CONTRASTS)
+    script("figures/vit_start.py").main(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
