@@ -85,8 +85,8 @@ PART_SETTINGS: dict[str, tuple[dict[str, Any], int, int]] = {  # changes, root s
 }
 # changes, rates, root seed and n of the choice, root seed and n of the test, contrasts
 RATE_SETTINGS: dict[str, tuple[dict[str, Any], Sequence[float], tuple[int, int], tuple[int, int], Any]] = {
-    "rates": ({}, FOUR, (6_200_000, 16), (6_300_000, 64), RATE_CONTRASTS),
-    "rates, learned positions": (LEARNED, FOUR, (6_210_000, 16), (6_310_000, 64), PLAIN),
+    "rates": ({}, FOUR, (6_200_000, 8), (6_300_000, 64), RATE_CONTRASTS),
+    "rates, learned positions": (LEARNED, FOUR, (6_210_000, 8), (6_310_000, 64), PLAIN),
     "rates, 16 epochs": ({"training.epochs": 16}, THREE, (6_220_000, 8), (6_320_000, 32), PLAIN),
 }
 MEASURED = (
@@ -240,7 +240,7 @@ def by_step(recipe: Recipe, file: Path, networks: int) -> dict[str, Any]:
         own = Recipe.parse(recipe.replace(changes).to_dict() | {"init": [init]})
         run = TileRun(own, 0, own.data.load(None), device, choose_kernels(own, device).kernels)
         run.moments = list(STEPS)
-        end = run.train()
+        end = run.train(None)
         spec = WeightSpec.of(build_for(own))
         found = [[measured(own, spec, row) for row in rows] for rows in run.snapshots]  # (steps, networks) pairs
         shares, entropies = (np.array([[pair[i] for pair in rows] for rows in found]) for i in (0, 1))

@@ -1,0 +1,106 @@
+"""What in the start that is drawn from trained ViTs does it, by rate and by step: reads analyses/derived_vit_start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from weightscope import plots
+from weightscope.benchmarking.statistics import mean_interval
+from weightscope.data.metrics import ACCURACY
+from weightscope.plots import theme
+
+HERE = Path(__file__).parent
+STUDY = HERE.parent / "analyses" / "derived_vit_start"
+PARTS = {"parts": "sinusoidal positions", "parts, learned positions": "learned positions"}
+RATES = {
+    "rates": "4 epochs, sinusoidal positions",
+    "rates, learned positions": "4 epochs, learned positions",
+    "rates, 16 epochs": "16 epochs, sinusoidal positions",
+}
+STARTS = (
+    "default",
+    "derived",
+    "derived, uncorrelated",
+    "derived, scale",
+    "mimetic",
+    "centred once",
+    "centred in every block",
+)
+
+
+def kind(arm: str) -> int:
+    """Colour and marker: a start that is drawn, mimetic attention, or uniform attention."""
+    return 1 if arm.startswith("mimetic") else 2 if arm.startswith("uniform") else 0
+
+
+def draw_parts(results: dict[str, Any], out: Path) -> None:
+    """Points over the default of every arm of the first question."""
+    found = [name for name in PARTS if name in results]
+    rows = list(results[found[0]]["over_default"])
+    figure, axes = plots.subplots(1, len(found), width=3.4 * len(found) + 2.4, height=0.3 * len(rows) + 1.1)
+    for i, (ax, name) in enumerate(zip(axes[0], found, strict=True)):
+        for arm, row in results[name]["over_default"].items():
+            y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
+            ax.plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
+            ax.plot(100 * row["difference"], y, theme.MARKERS[kind(arm)], ms=5, **style)
+        ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
+        ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6), xlabel="points over the default start")
+        ax.set_yticklabels(rows if i == 0 else [""] * len(rows))
+        base = 100 * np.mean(results[name]["accuracies"]["default"])
+        ax.set_title(f"{PARTS[name]}\n{results[name]['n']} networks an arm, default {base:.1f} %", fontsize=9)
+        ax.grid(axis="y", lw=0.4, alpha=0.4)
+    plots.save(figure, out)
+
+
+def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
+    """Accuracy of each start by rate on the seeds that choose, and filled at its own rate on those that test."""
+    for i, start in enumerate(start for start in STARTS if start in found["accuracies"]):
+        place, style = STARTS.index(start), {"color": theme.PALETTE[i], "marker": theme.MARKERS[i]}
+        curve = {
+            float(arm.rpartition(" ")[2]): 100 * np.mean(values)
+            for arm, values in found["choice"]["accuracies"].items()
+            if arm.startswith(f"{start}, rate ")
+        }
+        ax.plot(list(curve), list(curve.values()), lw=1, ms=4, mfc="white", **style)
+        test = mean_interval(np.array(found["accuracies"][start]), ACCURACY)
+        rate, mean = found["choice"]["chosen"][start] * 1.03 ** (place - 3), 100 * test["mean"]
+        ends = 100 * np.array(test["ci95"])
+        ax.plot([rate, rate], ends, lw=1.6, color=theme.PALETTE[i])
+        ax.plot(rate, mean, ms=7, ls="", label=start, **style)
+    rates = sorted({float(arm.rpartition(" ")[2]) for arm in found["choice"]["accuracies"]})
+    ax.set(xscale="log", xticks=rates, xlabel="learning rate", ylabel="test accuracy (%)")
+    ax.set_xticklabels([f"{rate:g}" for rate in rates])
+    ax.minorticks_off()
+    ax.set_title(title, fontsize=9)
+
+
+def draw_steps(ax: Axes, found: dict[str, Any]) -> None:
+    """The share of the tokens' common component before the last block."""
+    for i, (arm, values) in enumerate(found["arms"].items()):
+        shares = [100 * row[-1] for row in values["common"]]
+        ax.plot(
+            range(len(shares)), shares, lw=1.2, ms=4, color=theme.PALETTE[i % 8], marker=theme.MARKERS[i % 7], label=arm
+        )
+    ax.set(xticks=range(len(found["steps"])), xlabel="training steps", ylabel="common component, last block (%)")
+    ax.set_xticklabels([str(step) for step in found["steps"]])
+    ax.set_title(f"share of the tokens' mean in their square, {found['n']} networks", fontsize=9)
+
+
+def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start.png") -> None:
+    results = json.loads((study / "results.json").read_text())
+    draw_parts(results, out)
+    found = [name for name in RATES if name in results]
+    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.4)
+    for ax, name in zip(axes[0], found, strict=False):
+        draw_curves(ax, results[name], f"{RATES[name]}, n = {results[name]['n']}")
+    draw_steps(axes[0][-1], results["by step"])
+    for ax in (axes[0][0], axes[0][-1]):
+        ax.legend(fontsize=7, frameon=False)
+    plots.save(figure, out.with_stem(f"{out.stem}_rates"))
+
+
+if __name__ == "__main__":
+    main()
