@@ -14,7 +14,7 @@ from programs import run
 from weightscope.benchmarking.gain import GainChoice, choose_gain, curve_of
 from weightscope.data import load
 from weightscope.errors import UsageError
-from weightscope.fits import load_artifact
+from weightscope.fits import exchangeable, load_artifact
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit, fit_each
 from weightscope.population import Population
@@ -22,7 +22,7 @@ from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics import samples
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.statistics.shrinkage import eigenvalues_clipped
+from weightscope.statistics.shrinkage import amplified, eigenvalues_clipped
 from weightscope.training.collection import collect
 
 RECIPE = Recipe.parse({**PLAIN, "population": {"networks": 8, "tile": 4}})
@@ -61,10 +61,22 @@ def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
     return collect(RECIPE, tmp_path_factory.mktemp("gain") / "tiny.pop", workers=1, device="cpu", progress=False)
 
 
+@pytest.fixture
+def all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No correlation counts as noise; of 8 networks, none is beyond 4 standard errors."""
+    monkeypatch.setattr(exchangeable, "amplified", lambda r, errors, gain: amplified(r, 0 * errors, gain))
+
+
+@pytest.mark.usefixtures("all_kept")
 def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path: Path) -> None:
     options = {"workers": 1, "device": "cpu", "progress": False}
-    choice = choose_gain(population, "stages.*", tmp_path, gains=(0, 5), seeds=4, epochs=2, **options)
-    assert [row["gain"] for row in choice.curve] == [0, 5]
+    gains = (0, 5, 1e6, 1e7)  # at 1e6 all correlations are clipped
+    choice = choose_gain(population, "stages.*", tmp_path, gains=gains, seeds=4, epochs=2, **options)
+    assert [(row["gain"], row["same"]) for row in choice.curve] == [(0, []), (5, []), (1e6, [1e7])]
+    assert len(choice.trainings.runs) == 3 * 4, "gains with one distribution are trained once"
+    assert all(set(row["realised"]) == set(choice.curve[0]["realised"]) for row in choice.curve)
+    assert set(choice.curve[0]["realised"].values()) == {0.0}
+    assert all(0 < value < 1e5 for value in choice.curve[2]["realised"].values())
     trained = choice.trainings.environment["recipe"]
     assert (trained["data"]["validation"], trained["data"]["train"]) == (12, 64)
     assert trained["training"]["epochs"] == 2
@@ -79,7 +91,8 @@ def test_it_is_chosen_on_images_and_seeds_apart(population: Population, tmp_path
         "* the smallest within one standard error of the best",
         "4 paired trainings of 2 epochs on 52 images",
         "on which the population was trained",
-        f"(realised {next(row['realised'] for row in choice.curve if row['chosen']):.3g})",
+        "1e+06 = 1e+07",
+        "realised gain: what clipping and projection leave, by type",
     ):
         assert text in choice.text()
     assert json.loads(json.dumps(choice.to_dict()))["gain"] == choice.gain
@@ -132,9 +145,10 @@ def test_it_is_chosen_on_sequences_apart(tmp_path: Path) -> None:
     options = {"workers": 1, "device": "cpu", "progress": False}
     found = collect(plan, tmp_path / "a.pop", **options)
     choice = choose_gain(found, "*", tmp_path / "gain", gains=(0, 2), seeds=2, epochs=1, **options)
+    assert [(row["gain"], row["same"], row["realised"]) for row in choice.curve] == [(0, [2], {})], "nothing is kept"
     trained = choice.trainings.environment["recipe"]
     assert (trained["data"]["held_out"], trained["data"]["test"]) == ("valid", 6)
-    assert set(Population(next(tmp_path.glob("gain/*/bench/runs/gain-2*.pop")), partial=True).seeds).isdisjoint(
+    assert set(Population(next(tmp_path.glob("gain/*/bench/runs/gain-0*.pop")), partial=True).seeds).isdisjoint(
         found.seeds
     )
     assert "on 16 sequences, evaluated on 6 sequences of the validation part" in choice.text()
@@ -160,7 +174,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     code, text = fit_init(*common, "--gain", "auto", *budget, "--json", str(file))
     assert code == 0, text
     curve = json.loads(file.read_text())["gain"]["curve"]
-    assert [row["gain"] for row in curve] == [0, 1, 3, 10, 30]
+    assert [gain for row in curve for gain in (row["gain"], *row["same"])] == [0, 1, 3, 10, 30]
     assert sum(row["chosen"] for row in curve) == 1
     assert (tmp_path / "a-gain.png").stat().st_size > 5000
     for arguments, message in (

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.checks import count, number
-from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.results import Result, finite_or_none, row_table, text_table
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
@@ -31,12 +31,13 @@ GAINS = (0.0, 1.0, 3.0, 10.0, 30.0)
 class GainChoice(Result):
     """The gain that was chosen, and the curve that chose it.
 
-    The curve has one row for each candidate: `gain`, `n`, the mean of the primary metric on the validation images under
-    its name without `test_` (`accuracy`), paired `difference` to the smallest gain and to the best one (`to_best`) with
-    their standard errors `difference_se` and `to_best_se`, `log_prob` (of held-out networks, nats each), `realised` and
-    `chosen`. `realised` is the gain that clipping and projection leave, the mean over types, by kept correlations.
-    Where a network's metric is not finite, the mean and what is compared with it are None. The settings are `epochs`,
-    `seeds`, `seed` (the root), `train` and `validation` (numbers of images, or of sequences), `metric`, and `data`.
+    The curve has one row for each distribution: `gain`, `same` (larger candidates with this distribution), `n`, the
+    mean of the primary metric on the validation images under its name without `test_` (`accuracy`), paired `difference`
+    to the smallest gain and to the best one (`to_best`) with their standard errors `difference_se` and `to_best_se`,
+    `log_prob` (of held-out networks, nats each), `realised` and `chosen`. `realised` has, for each type with kept
+    correlations, the gain that clipping and projection leave. Where a network's metric is not finite, the mean and
+    what is compared with it are None. The settings are `epochs`, `seeds`, `seed` (the root), `train` and `validation`
+    (numbers of images, or of sequences), `metric`, and `data`.
     """
 
     gain: float  # the smallest candidate whose primary metric is within one standard error of the best one's
@@ -49,8 +50,8 @@ class GainChoice(Result):
         return [dict(row) for row in self.curve]
 
     def summary(self) -> str:
-        s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
-        realised = next(f"{row['realised']:.3g}" for row in self.curve if row["chosen"])
+        s, gains = self.settings, ", ".join(map(_gains, self.curve))
+        realised = next(_least_to_most(row["realised"]) for row in self.curve if row["chosen"])
         where = "sequences of the validation part"
         if s["data"] == "images":
             where = "other training images, on which the population was trained: this favours its correlations"
@@ -65,10 +66,9 @@ class GainChoice(Result):
         for row in rows:
             for key in (metric.key, "difference", "difference_se", "to_best", "to_best_se"):
                 row[key] = None if row[key] is None else metric.factor * row[key]
-            row["mark"] = "*" if row["chosen"] else " "
+            row["label"] = f"{'*' if row['chosen'] else ' '} {_gains(row)}"
         columns = {
-            "gain": "{mark} {gain:g}",
-            "realised": "{realised:.3g}",
+            "gain": "{label}",
             f"{metric.label} {metric.unit}".strip(): f"{{{metric.key}:{form}}}",
             f"to gain {self.curve[0]['gain']:g}": f"{{difference:+{form}}} +- {{difference_se:{form}}}",
             "to the best": f"{{to_best:+{form}}} +- {{to_best_se:{form}}}",
@@ -76,11 +76,13 @@ class GainChoice(Result):
         }
         rule = (
             f"* the smallest within one standard error of the best{metric.direction}\n"
-            "realised: the gain that clipping and projection leave; equal ones give nearly equal distributions\n"
             "log-likelihood: of held-out networks, nats each, under what is drawn from; a gain above 1\n"
             "enlarges correlations on purpose: that is no density of trained networks, and this does not rank gains"
         )
-        return f"{self.summary()}\n{row_table(columns, rows)}\n{rule}"
+        kept, head = _types_kept(self.fit), "realised gain: what clipping and projection leave, by type"
+        types = [[t, n["kept"], *(f"{row['realised'][t]:.3g}" for row in rows)] for t, n in kept.items()]
+        realised = text_table(["type", "kept", *(f"{row['gain']:g}" for row in rows)], types)
+        return "\n".join([self.summary(), row_table(columns, rows), rule, *([head, realised] if types else [])])
 
     def to_dict(self) -> dict[str, Any]:
         return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
@@ -111,7 +113,7 @@ def choose_gain(
     images: collect it with a smaller `data.train` for a choice by images that nothing has seen. Networks for sequences
     are evaluated on those of `data.held_out = "valid"`. The smallest gain within one standard error of the best is
     taken (Breiman et al. 1984, section 3.4.3), because a larger gain is a larger departure from what was estimated:
-    more is clipped and projected.
+    more is clipped and projected. Gains at which clipping and projection leave the same distribution are one candidate.
 
     The recipe of the population is trained, `seeds` networks for each of the `gains` (0 has the variances of all parts
     and no correlation), for a quarter of its epochs unless `epochs` are given, and evaluated on a fifth of its training
@@ -137,6 +139,9 @@ def choose_gain(
     # A folder for each content, so that a population that has grown replaces nothing.
     folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
     atomic.make_folder(folder)
+    first = [i for i, one in enumerate(fits) if i == 0 or not _same(fits[i - 1], one)]
+    same = [candidates[a + 1 : b] for a, b in zip(first, [*first[1:], len(fits)], strict=True)]
+    candidates, fits = [candidates[i] for i in first], [fits[i] for i in first]
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
     training = {"metric": recipe.data.metrics[0].name} | training
     options = {"seeds": seeds, "seed": settings["seed"], "overwrite": True, **training}
@@ -146,18 +151,40 @@ def choose_gain(
     values = np.array(found).reshape(len(candidates), seeds)
     scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
     curve, chosen = curve_of(candidates, values, metric)
-    realised = [_realised(one) for one in fits]
-    rows = tuple(row | {"log_prob": a, "realised": b} for row, a, b in zip(curve, scores, realised, strict=True))
+    more = [
+        {"log_prob": score, "same": others, "realised": {t: note["realised"] for t, note in _types_kept(one).items()}}
+        for score, others, one in zip(scores, same, fits, strict=True)
+    ]
+    rows = tuple(row | found for row, found in zip(curve, more, strict=True))
     settings |= {"seeds": seeds, "metric": metric.name}
     best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
     return GainChoice(candidates[chosen], rows, best, trainings, settings)
 
 
-def _realised(fitted: PopulationFit) -> float:
-    """The mean of the gain that is left after clipping and projection, over types by their kept correlations."""
-    notes = [n for g in fitted.groups if g.structure for n in g.structure.diagnostics.values() if isinstance(n, dict)]
-    kept = [(note["kept"], note["realised"]) for note in notes if note.get("kept")]
-    return sum(n * gain for n, gain in kept) / sum(n for n, _ in kept) if kept else 0.0
+def _types_kept(fitted: PopulationFit) -> dict[str, dict[str, Any]]:
+    """What was done to each type with correlations beyond noise, by its label, behind that of the group if several."""
+    found = {
+        f"{group.name}: {label}" if len(fitted.groups) > 1 else label: note
+        for group in fitted.groups
+        for label, note in (group.structure.diagnostics if group.structure else {}).items()
+    }
+    return {label: note for label, note in found.items() if isinstance(note, dict) and note.get("kept")}
+
+
+def _same(one: PopulationFit, other: PopulationFit) -> bool:
+    """Whether two fits of the same tensors are one distribution, up to rounding."""
+    arrays = other.arrays()
+    return all(np.allclose(array, arrays[name], rtol=1e-6, atol=1e-9) for name, array in one.arrays().items())
+
+
+def _gains(row: Mapping[str, Any]) -> str:
+    """`30`, or `30 = 100 = 300` for gains with one distribution."""
+    return " = ".join(f"{gain:g}" for gain in (row["gain"], *row["same"]))
+
+
+def _least_to_most(realised: Mapping[str, float]) -> str:
+    ends = dict.fromkeys(f"{end:.3g}" for end in (min(realised.values()), max(realised.values()))) if realised else "-"
+    return " to ".join(ends)
 
 
 def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURACY) -> tuple[list[dict[str, Any]], int]:
