@@ -164,7 +164,9 @@ def test_networks_without_a_finite_value_are_left_out_and_counted() -> None:
     result = BenchResult(runs, summarise(runs, BITS), {}, BITS, (LOSS, BITS))
     _, some, none = result.arms
     assert (some["n"], some["diverged"], some["difference"]) == (7, 1, pytest.approx(-0.05))
-    assert (none["n"], none["mean"], none["difference"], none["p_holm"]) == (0, None, None, None)
+    assert (none["n"], none["mean"], none["difference"], none["difference_ci_holm"]) == (0, None, None, None)
+    assert none["p_holm"] == 2 * none["p"] == pytest.approx(2 * 2.0**-7), "all of 8 have the worst rank"
+    assert some["difference_ci_holm"] is None, "an interval over those that are left may contradict p"
     assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["summary"] == result.arms
     assert "(8 diverged)" in result.text()
     assert "7 of 7" in texts_of(result.figures()["differences"](None).axes[0])
@@ -230,15 +232,15 @@ def test_an_arm_that_lost_networks_is_not_the_best_of_its_column(unstable: Bench
 def test_titles_and_notes_say_how_many_networks_diverged(unstable: BenchResult) -> None:
     """Three networks are better than default; the five that diverged have the worst ranks."""
     said = "more is 0.050 bits per token worse than default"
-    assert unstable.arms[1]["difference_ci_holm"][1] < 0, "of those three"
+    assert unstable.arms[1]["difference"] < 0, "of those three"
     assert finding(unstable.arms, BITS) == said
     pictures = [words(draw(None)) for draw in unstable.figures().values()]
     assert all(said in text and "5 " in text and "diverged" in text for text in pictures)
     same = result_of(runs_of("default", BASE), diverged(runs_of("x", BASE + NOISE[0]), 0, 1))
     assert finding(same.arms, BITS) == "No initialiser differs significantly from default; 2 of 8 of x diverged"
     never = result_of(runs_of("default", BASE), diverged(runs_of("Never", BASE), *range(SEEDS)))
-    assert finding(never.arms, BITS) == "8 of 8 of Never diverged"
-    assert "8 of 8 of Never diverged" in words(never.figures()["convergence"](None)), "which is not drawn"
+    assert finding(never.arms, BITS) == "Never differs significantly from default; 8 of 8 diverged"
+    assert "8 of 8 diverged" in words(never.figures()["convergence"](None)), "which is not drawn"
     many = result_of(runs_of("default", BASE), *(diverged(runs_of(i, BASE + NOISE[0]), 0) for i in "abcd"))
     assert str(finding(many.arms, BITS)).endswith("default; networks of 4 initialisers diverged")
 

@@ -1,6 +1,7 @@
 """Initialisers at a hub: uploaded with their card, loaded as from a file, and everything that can go wrong."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from programs import run
 from safetensors.torch import save
 
 from weightscope import Population, Recipe, bench, collect, fit, load_init
-from weightscope.benchmarking import publish
+from weightscope.benchmarking import BenchResult, publish
+from weightscope.benchmarking.publishing import model_card
 from weightscope.checkpoint import hub as hub_module
 from weightscope.errors import DataError
+from weightscope.fits import load_artifact
 from weightscope.networks import build_for
 
 ADDRESS = f"hf://{REPOSITORY}"
@@ -69,6 +72,15 @@ def test_what_is_published_loads_as_the_file_does(folder: Path, hub: Hub, capsys
     ):
         assert text in card, text
     assert str(folder) not in card
+
+
+def test_a_card_says_when_no_control_was_run(folder: Path) -> None:
+    """Without correlations, the scale is that of the initialiser, too: either control is one of scale."""
+    artifact, bare = load_artifact(folder / "mlp.safetensors"), BenchResult.load(folder / "other")
+    assert "No control was run" in model_card(artifact, ADDRESS, bare)
+    assert "No control was run" not in model_card(artifact, ADDRESS, BenchResult.load(folder / "bench"))
+    controlled = [row | {"uncorrelated": row["init"]} for row in bare.arms]
+    assert "No control was run" not in model_card(artifact, ADDRESS, replace(bare, arms=controlled))
 
 
 def test_a_benchmark_takes_the_address_as_it_takes_the_file(folder: Path, hub: Hub) -> None:

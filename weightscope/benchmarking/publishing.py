@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, cast
 
+from weightscope._util.arms import CONTROLS
 from weightscope._util.names import listing
 from weightscope._util.sources import POPULATION_FILE, read_regular
 from weightscope.benchmarking.result import BenchResult
@@ -115,8 +116,8 @@ def _origin(fit: Artifact) -> str:
 def _shown(result: BenchResult | None) -> str:
     if result is None:
         return "None was given. `weightscope bench --control scale` tells whether it helps on your task."
-    control = any(row["control"] is not None for row in result.arms)
-    note = "" if control else "\nNo control of scale was run: a gain may come from the scale of the weights alone.\n"
+    controls = [one for one in CONTROLS.values() if any(row.get(one.arm) is not None for row in result.arms)]
+    note = "" if controls else "\nNo control was run: a gain may come from the scale of the weights alone.\n"
     return f"{result.summary()}, paired seeds.\n{note}\n```text\n{result.text()}\n```"
 
 

@@ -110,7 +110,8 @@ class BenchResult(Result):
         if guesses := chance_note(self.arms):
             table += f"\n{guesses}"
         if any(row["n"] < row["networks"] for row in self.arms):
-            table += "\na network without a finite value has the worst rank (Wilcoxon) in p, and is left out elsewhere"
+            table += "\na network without a finite value has the worst rank (Wilcoxon) in p; means are of the others, "
+            table += "and differences have no interval"
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         images = self._over_images()
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
@@ -130,7 +131,22 @@ class BenchResult(Result):
                 header += (part.removeprefix("structure "), *_COMPARED[1:3])
             if lines:
                 table += f"\n\n{one.about}\n{_ruled(header, lines)}"
-        return table + images
+        return table + self._between_controls() + images
+
+    def _between_controls(self) -> str:
+        """What the means and variances of parts give beyond those of tensors: a control minus the other."""
+        rows = [row for row in self.arms if row.get("control") and row.get("uncorrelated")]
+        sums = []
+        for row in rows:
+            name, place = f"{row['uncorrelated']} - {row['control']}, {epochs_text(row['epochs'])}", cell_key(row)
+            weights = {
+                (place, row["epochs"], row[arm]): sign for arm, sign in (("uncorrelated", 1.0), ("control", -1.0))
+            }
+            sums.append(Contrast(name, weights))
+        tests = contrast_tests(sums, self.runs, self.metric, hits=self.hits)
+        found = [test | {"cell": row["cell"]} for row, test in zip(rows, tests, strict=True)]
+        about = "between the controls: means and variances of every part beyond those of each tensor"
+        return f"\n\n{about}\n{contrasts_text(found, self.metric)}" if found else ""
 
     def _over_images(self) -> str:
         """Each comparison with its interval for the test images that were used, and that over networks and images."""
@@ -256,11 +272,11 @@ def contrasts_text(contrasts: Sequence[dict[str, Any]], metric: Metric) -> str:
     lines = []
     for row in contrasts:
         found = ["", TOO_FEW, ""]
-        if row["difference"] is not None:
-            p = p_text(row["p_holm" if several else "p"])
-            found = [_number(row["difference"], metric, "+"), _told(row["ci"], metric), p]
+        if (p := row["p_holm" if several else "p"]) is not None:
+            found = _compared(row["difference"], row["ci"], p, row["pairs"] < row["seeds"], metric)
         lines.append((row, [row["contrast"], f"{row['pairs']}", *found, "" if row["declared"] else "post hoc"]))
-    header = ("declared contrast", "seeds", "difference", kind, "p (Holm)" if several else "p", "")
+    name = "declared contrast" if all(row["declared"] for row in contrasts) else "contrast"
+    header = (name, "seeds", "difference", kind, "p (Holm)" if several else "p", "")
     return _ruled(header, lines)
 
 
@@ -286,11 +302,20 @@ def _control_cells(row: dict[str, Any], control: dict[str, Any], key: str, metri
 
 
 def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
-    """A difference, its interval and adjusted p-value; empty without one."""
-    if row[key] is None:
+    """A difference, its interval and adjusted p-value; empty without a test."""
+    prefix = "" if key == "difference" else f"{key}_"
+    p, pairs = row[f"{prefix}p_holm"], row[f"{prefix}pairs"]
+    if p is None:
         return ["", "", ""]
-    p = p_text(row["p_holm" if key == "difference" else f"{key}_p_holm"])
-    return [_number(row[key], metric, "+"), _told(row[f"{key}_ci_holm"], metric), p]
+    return _compared(row[key], row[f"{key}_ci_holm"], p, pairs < row["networks"], metric)
+
+
+def _compared(
+    difference: float | None, interval: Sequence[float] | None, p: float, lost: bool, metric: Metric
+) -> list[str]:
+    """The cells of a test; a difference without networks that were `lost` has an interval."""
+    value = "" if difference is None else _number(difference, metric, "+")
+    return [value, "" if lost else _told(interval, metric), p_text(p)]
 
 
 def _told(interval: Sequence[float] | None, metric: Metric) -> str:
@@ -306,12 +331,17 @@ def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") 
     return " to ".join(_number(value, metric, f"{sign}{metric.decimals + 3}") for value in interval or [])
 
 
+def _lost(row: Mapping[str, Any]) -> bool:
+    """Whether the networks of an arm or of what it is compared with are not all finite."""
+    return row.get("pairs") is not None and row["pairs"] < row["networks"]
+
+
 # --- tables like those of the papers ----------------------------------------------------------------------------------
 
 
 def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, float] | None:
     """The largest number of seeds, and the best mean of the arms with so many; None if none can be compared."""
-    compared = [row["difference_ci_holm"] for row in column if row["difference"] is not None]
+    compared = [row["difference_ci_holm"] for row in column if row["difference"] is not None and not _lost(row)]
     if compared and not any(metric.tells(interval) for interval in compared):
         return None
     most = max(row["n"] for row in column)
@@ -335,13 +365,15 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric
     mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if best is not None and (row["n"], row["mean"]) == best:
         mean = f"**{mean}**"
-    if row["difference"] is None:
+    if row["p_holm"] is None:
         return mean
+    sure = "†" * (row["p_holm"] < LEVEL)
+    if _lost(row):
+        return f"{mean}{sure}"
     if not metric.tells(row["difference_ci_holm"]):
         return f"{mean} ({TOO_FEW})"
     low, high = row["difference_ci_holm"]
-    sure = row["p_holm"] is not None and row["p_holm"] < LEVEL
-    return f"{mean} ± {metric.factor / 2 * (high - low):.{decimals}f}" + "†" * sure
+    return f"{mean} ± {metric.factor / 2 * (high - low):.{decimals}f}{sure}"
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -358,7 +390,7 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
 
     out: dict[str, Picture] = {}
     all_arms, arms = arms, [row for row in arms if row["mean"] is not None]
-    references = [row for row in all_arms if row["difference"] is None]
+    references = [row for row in all_arms if row["p_holm"] is None]
     axes, found = axes_of(arms), finding(all_arms, metric)
     for axis in axes:
         out[f"along-{axis}"] = partial(plots.metric_along, arms, axis, metric=metric), found
@@ -455,16 +487,20 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
         controls = list(dict.fromkeys(row["init"] for row in tested if row["p_holm"] < LEVEL))
         but = f", but {', '.join(controls)} does" if len(controls) == 1 else f", but {', '.join(controls)} do"
         return f"No initialiser differs significantly from {references}{but * bool(controls)}" if rows else None, None
-    best = max(sure, key=lambda row: metric.sign * row["difference"])
+    complete = [row for row in sure if not _lost(row)]
+    if not complete:
+        return f"{sure[0]['init']} differs significantly from {sure[0]['reference']}", sure[0]
+    best = max(complete, key=lambda row: metric.sign * row["difference"])
     if not metric.better(best["difference"]):
-        best = min(sure, key=lambda row: metric.sign * row["difference"])
+        best = min(complete, key=lambda row: metric.sign * row["difference"])
     place = point_text(best.get("cell", {}))
     where = f" at {place}" if place else ""
     if len({row["epochs"] for row in rows}) > 1:
         where += f" after {epochs_text(best['epochs'])}"
     more = "better" if metric.better(best["difference"]) else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
-    controls = [control for control in CONTROLS.values() if best.get(f"{control.key}_p_holm") is not None]
+    known = [control for control in CONTROLS.values() if best.get(f"{control.key}_p_holm") is not None]
+    controls = [control for control in known if best[control.key] is not None]
     if more == "worse" or not controls:
         return text, best
     key = controls[-1].key
@@ -480,6 +516,7 @@ def from_controls(arms: Rows, control: Control) -> Rows:
     """The arms that have a control, with differences from it in place of those from the reference, and the controls."""
     named = {(cell_key(row), row["epochs"], row[control.arm]) for row in arms}
     shown = [row for row in arms if row[control.arm] or (cell_key(row), row["epochs"], row["init"]) in named]
-    renamed = {"difference": control.key, "p_holm": f"{control.key}_p_holm", "reference": control.arm}
+    key = control.key
+    renamed = {"difference": key, "p_holm": f"{key}_p_holm", "pairs": f"{key}_pairs", "reference": control.arm}
     without = {f"{each.key}_p_holm": None for each in CONTROLS.values()}
     return [row | {to: row.get(key) for to, key in renamed.items()} | without for row in shown]

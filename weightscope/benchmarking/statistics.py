@@ -51,8 +51,9 @@ def summarise(
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the metric that it reached. Where that is not finite, it has the worst rank in
-    the tests and is left out of means and intervals: `n` is the number of the others, `networks` that of all, `pairs`
-    the number of seeds that a difference is over, those with a finite value of both arms. Differences keep their sign,
+    the tests and is left out of means, and differences have no interval: `n` is the number of the others, `networks`
+    that of all, `pairs` the number of seeds with a finite value of both arms, which a difference is over. Where there
+    are none, it is None beside its p, as that of an arm which is compared with nothing is. Differences keep their sign,
     whichever direction is better. The reference of an arm is the first initialiser in its cell at its length, that of a
     frozen arm the first frozen one. An arm is also compared with its controls: `beyond_scale` is the mean paired
     difference from the arm in `control`, the scale control, and `correlations` that from the arm in `uncorrelated`; a
@@ -60,7 +61,7 @@ def summarise(
 
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
-    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05, if all networks are finite. `chances`
+    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05. `chances`
     maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`. With `hits` of
     both arms, `difference_ci_images` and `beyond_scale_ci_images` are `over_images` at the same `level`, else None.
     """
@@ -128,9 +129,9 @@ def _tested(
 
         c_k = sum over arms of weight x value of network k,   mean(c) +- t s / sqrt(n)
 
-    For each the number of `seeds` that all of its arms have, and if there is a finite c_k, `_FOUND`: `pairs` is the
-    number of these, `p` that of `paired`, `ci_holm` the interval at the `level` of the test in Holm's procedure, and
-    `ci_images` is `crossed` at this level.
+    For each the number of `seeds` that all of its arms have, and if a network of one of them has a finite value,
+    `_FOUND`: `pairs` is the number of finite c_k, `p` that of `paired`, `ci_holm` the interval at the `level` of the
+    test in Holm's procedure, and `ci_images` is `crossed` at this level.
     """
     values = {arm: values_of(group, metric) for arm, group in groups.items()}
     out, known = list[dict[str, Any]](), []
@@ -142,14 +143,14 @@ def _tested(
             for sign in (1, -1)
         )
         out.append({"seeds": len(seeds)})
-        if (finite := np.isfinite(a - b)).any():
-            known.append((out[-1], weights, size, np.array(seeds)[finite], a, b))
+        if np.isfinite([a, b]).any():
+            known.append((out[-1], weights, size, np.array(seeds)[np.isfinite(a - b)], a, b))
     p_values = [paired(a, b, metric)["p"] for *_, a, b in known]
     found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
     for (row, weights, size, seeds, a, b), p, adjusted, level in found:
         plain, strict = (paired(a, b, metric, at) for at in (LEVEL, level))
         row |= {
-            "difference": size * plain["difference"],
+            "difference": None if plain["difference"] is None else size * plain["difference"],
             "p": p,
             "pairs": len(seeds),
             "p_holm": adjusted,
@@ -185,9 +186,9 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     """The differences of each arm of one cell from its reference on each seed, for `plots.paired_differences`.
 
     For each arm at each length that has seeds of its reference, see `summarise`: `init`, `epochs`, `reference`,
-    `differences` (n,), `diverged` (n,), whether one of the two did, the adjusted `interval` of their mean (None if they
-    are equal up to rounding), and `left_out`, the number of networks without a finite value (of the reference, too, in
-    its first row). A difference that is not finite is a DataError.
+    `differences` (n,), `diverged` (n,), whether one of the two did, the adjusted `interval` of their mean or None and
+    then `why`, and `left_out`, the number of networks without a finite value (of the reference, too, in its first row).
+    A difference that is not finite is a DataError.
     """
     groups, rows = by_arm(runs), []
     compared = {(cell_key(row), row["epochs"], row["init"]): row for row in summarise(runs, metric)}
@@ -201,7 +202,8 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
         values, others = np.array([[run[metric.key] for run in pair] for pair in pairs], dtype=float).T
         row = {"init": init, "epochs": epochs, "reference": first[2], "differences": values - others}
         row["diverged"] = np.array([bool(a.get("diverged") or b.get("diverged")) for a, b in pairs])
-        row["interval"] = None if same_differences(values, others) else compared[place]["difference_ci_holm"]
+        row["interval"] = None if (equal := same_differences(values, others)) else compared[place]["difference_ci_holm"]
+        row["why"] = "all equal" if equal else "networks diverged"
         rows.append(row | {"left_out": lost[place] + lost.pop(first, 0)})
     return rows
 
@@ -299,13 +301,15 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     zero; the interval has no width where 2^(1 - n) is below the level, and is the possible range otherwise (None
     without an upper bound), as for a single difference.
 
-    Pairs of which one is not finite, because the network diverged, are left out of the mean and the interval, not of
-    the test: p is then that of Wilcoxon's signed ranks over all pairs, in which the network without a finite value is
-    worse than all others, and two of them are equal (worst-rank scores, Lachin 1999).
+    Where one of a pair is not finite, because the network diverged, p is that of Wilcoxon's signed ranks over all
+    pairs, in which the network without a finite value is worse than all others, and two of them are equal (worst-rank
+    scores, Lachin 1999). The mean is then that of the other pairs, None if there are none, and has no interval: one
+    over the networks that are left may contradict the test.
     """
     finite = np.isfinite(values - base)
     if not finite.all():
-        return paired(values[finite], base[finite], metric, level) | {"p": _worst_ranks(values, base, metric)}
+        left = float((values - base)[finite].mean()) if finite.any() else None
+        return {"difference": left, "difference_ci95": None, "p": _worst_ranks(values, base, metric)}
     differences = values - base
     n, mean = len(differences), float(differences.mean())
     if same_differences(values, base):
@@ -514,7 +518,7 @@ def contrast_tests(
     is not adjusted, and `ci` is at the 5 % level where there is one contrast; of several, `p_holm` and the intervals
     are those of Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
     results were there. With `hits` of all arms, `ci_images` is `over_images` at the same level, otherwise None. See
-    `paired` for networks without a finite value; without a seed on which all arms have one, nothing is tested.
+    `paired` for networks without a finite value.
     """
     rows = []
     tests = _tested([contrast.weights for contrast in contrasts], by_arm(runs), metric, hits)

@@ -230,7 +230,7 @@ def _single_length(
     for y, row in enumerate(rows):
         style = styles[row["init"]] | {"ms": 6.5, "ls": "none", "label": row["init"]}
         theme.bar(ax, y, row["mean"], (low[y], high[y]), **style)
-        if row.get("difference") is None and len(rows) > 1:
+        if row.get("difference") is None and row.get("p_holm") is None and len(rows) > 1:
             ax.axvline(row["mean"], color=style["color"], lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
     theme.list_axis(ax, range(len(rows)), names, len(rows))
     heads = [("mean", [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows])]
@@ -244,11 +244,11 @@ def _single_length(
 
 
 def _difference(row: Row, metric: Metric) -> str:
+    p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
     if row.get("difference") is None:
-        return "reference"
+        return "reference" if p is None else p_value(p)
     low, high = row.get("difference_ci_holm") or (0.0, 0.0)
     text = signed(metric.factor * row["difference"], places(metric.factor * (high - low)))
-    p = row["p_holm"] if row.get("p_holm") is not None else row.get("p")
     return text if p is None else f"{text}, {p_value(p)}"
 
 
@@ -593,7 +593,7 @@ def paired_differences(
     Paired seeds share initial weights, batches and augmentation, so their differences vary far less than the
     values do. Points are seeds, diverged ones are crosses. Rows are those of
     `weightscope.benchmarking.seed_differences`: `init`, `epochs`, `reference`, `differences` (n,), `diverged` (n,),
-    `interval` of their mean or None, and `left_out`, the number of seeds without a finite value.
+    `interval` of their mean or None and `why` not, and `left_out`, the number of seeds without a finite value.
     """
     if not arms:
         raise UsageError("paired differences: expected a second initialiser with seeds of the first, found none")
@@ -616,7 +616,7 @@ def paired_differences(
         ends = [metric.factor * end for end in row["interval"]] if metric.tells(row["interval"]) else None
         theme.bar(ax, y, mean, ends or (mean, mean), mfc=style["mfc"], **point)
         if ends is None:
-            why = "one seed" if len(values) == 1 else "all equal" if row["interval"] is None else "too few seeds"
+            why = "one seed" if len(values) == 1 else row["why"] if row["interval"] is None else "too few seeds"
             means.append(f"{signed(mean, metric.decimals - 1)} ({why})")
         else:
             means.append(f"{signed(mean, places(ends[1] - ends[0]))} ({interval(*ends)})")
@@ -668,14 +668,15 @@ def scale_and_structure(
     for i, y in enumerate(at):
         _, key, marker = parts[i % 2]
         row = pairs[i // 2][1 - i % 2]  # the effect of scale is the difference of the control
-        if row[key] is None:  # the control of the reference itself
-            texts.append(("reference", ""))
-            continue
-        value = metric.factor * row[key]
-        low, high = (metric.factor * end for end in row[f"{key}_ci_holm"] or (row[key], row[key]))
-        theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
         p = row["p_holm" if key == "difference" else f"{key}_p_holm"]
-        texts.append((f"{signed(value, places(high - low))} ({interval(low, high)})", p_value(p)))
+        if row[key] is None:  # the control of the reference itself, or one whose networks all diverged
+            texts.append(("reference", "") if p is None else ("", p_value(p)))
+            continue
+        value, bounds = metric.factor * row[key], row[f"{key}_ci_holm"]
+        low, high = (metric.factor * end for end in bounds or (row[key], row[key]))
+        theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
+        around = f" ({interval(low, high)})" if bounds else ""
+        texts.append((f"{signed(value, places(high - low))}{around}", p_value(p)))
     theme.reference(ax, 0)
     several = len({row["epochs"] for row, _ in pairs}) > 1
     names = [wrap(_named(row, several=several), 2.3) for row, _ in pairs]
