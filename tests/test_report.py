@@ -50,11 +50,13 @@ def arm(init: str, difference: float | None, beyond: float | None = None) -> dic
     row: dict[str, Any] = {"init": init, "epochs": 3, "n": 64, "mean": 0.97123, "pairs": 64, "difference": difference}
     row |= {
         "difference_ci_holm": difference and [difference - 0.001, difference + 0.001],
+        "difference_ci_images": difference and [difference - 0.025, difference + 0.025],
         "p_holm": difference and 1e-9,
     }
     interval = beyond and [beyond - 0.01, beyond + 0.01]
     for key in ("beyond_scale", "correlations"):
         row |= {key: beyond, f"{key}_ci_holm": interval, f"{key}_p_holm": beyond and 0.4, f"{key}_pairs": beyond and 64}
+        row[f"{key}_ci_images"] = None
     return row
 
 
@@ -107,7 +109,9 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert {"−0.50", "−0.60", "no spread", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
     assert "failed one" not in cells
     lead = next(text for text in found.words["a"] if text.startswith("better by"))
-    assert lead.startswith("better by 2.10 percentage points (95 % CI 2.00 to 2.20, p = 1×10⁻⁹, 64 paired seeds)")
+    images = "−0.40 to 4.60 for other test images as well"
+    assert lead == f"better by 2.10 percentage points (95 % CI 2.00 to 2.20, {images}, p = 1×10⁻⁹, 64 paired seeds)"
+    assert "subtract the mean of their tokens gain more" in found.text("header")
     assert "is not significantly different: +0.2 percentage points" in found.text("p")
     links = {a["href"] for a in found.all("a")}
     assert {"benchmark/results.json", "benchmark-longer/results.json", "digits.pop", "page.html"} <= links
@@ -144,6 +148,8 @@ VERDICTS = [
     (0.02, (-np.inf, np.inf), np.nan, 1, "not comparable: too few seeds (1)"),
     (0.02, (-1.0, 1.0), 0.4, 2, "not comparable: too few seeds (2)"),
     (0.02, None, None, None, "not comparable: too few seeds"),
+    (0.02, None, 0.01, 7, "not comparable: networks diverged (7)"),
+    (None, None, 0.01, 0, "not comparable: networks diverged (0)"),
 ]
 
 

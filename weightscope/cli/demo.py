@@ -172,9 +172,10 @@ def write_report(
     sections = []
     for folder, arms in benchmarks.items():
         row = next(row for row in arms if row["init"] == FITTED)
-        keys = ("", "_ci_holm", "_p_holm", "_pairs")
+        keys = ("", "_ci_holm", "_p_holm", "_pairs", "_ci_images")
         beyond, own = (verdict(*(row[f"{kind}{key}"] for key in keys)) for kind in ("beyond_scale", "correlations"))
-        default = verdict(row["difference"], row["difference_ci_holm"], row["p_holm"], row["pairs"])
+        names = ("difference", "difference_ci_holm", "p_holm", "pairs", "difference_ci_images")
+        default = verdict(*(row[name] for name in names))
         about = {"folder": folder, "heading": HEADINGS[folder], "arms": arms, "epochs": row["epochs"]}
         sections.append(about | {"beyond": beyond, "correlations": own, "default": default})
     text = template("report.html", number=number).render(
@@ -204,22 +205,36 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 
-def verdict(difference: float | None, ci95: Sequence[float] | None, p: float | None, n: int | None) -> str:
+def verdict(
+    difference: float | None,
+    ci95: Sequence[float] | None,
+    p: float | None,
+    n: int | None,
+    images: Sequence[float] | None = None,
+) -> str:
     """Describe a paired difference of accuracies (fractions) in words that follow "the initialiser is".
 
     The interval is at the level of its p-value's test in a correction for several comparisons: it excludes zero where
-    p < 0.05, which means significant. What is not significant is not called equal.
+    p < 0.05, which means significant. What is not significant is not called equal. `images` is the interval for other
+    test images as well.
     """
-    if difference is None:
+    if difference is None and p is None:
         return "the reference of the comparison"
-    if ci95 is None or p is None or not ACCURACY.tells(ci95):
-        return f"not comparable: too few seeds{f' ({n})' if n is not None else ''}"
+    if difference is None or ci95 is None or p is None or not ACCURACY.tells(ci95):
+        why = "too few seeds" if p is None or ci95 is not None else "networks diverged"
+        return f"not comparable: {why}{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
-    digits = places(high - low)
-    chance = p_value(p) + (f", {n} paired seeds" if n is not None else "")
-    if (low > 0 or high < 0) and p < 0.05:
-        least, most = sorted((abs(low), abs(high)))
-        size, ends = f"{abs(value):.{digits}f}", f"95 % CI {least:.{digits}f} to {most:.{digits}f}"
-        return f"{'better' if value > 0 else 'worse'} by {size} percentage points ({ends}, {chance})"
-    found = f"{signed(value, digits)} percentage points (95 % CI {interval(low, high)}, {chance})"
-    return f"not significantly different: {found}"
+    digits, sure = places(high - low), (low > 0 or high < 0) and p < 0.05
+
+    def told(ends: Sequence[float]) -> str:
+        if not sure:
+            return interval(*(100 * end for end in ends))
+        return " to ".join(number(end, f".{digits}f") for end in sorted(math.copysign(100, value) * x for x in ends))
+
+    facts = f"95 % CI {told(ci95)}, " + (f"{told(images)} for other test images as well, " if images else "")
+    facts += p_value(p) + (f", {n} paired seeds" if n is not None else "")
+    if sure:
+        found = f"{'better' if value > 0 else 'worse'} by {abs(value):.{digits}f} percentage points"
+    else:
+        found = f"not significantly different: {signed(value, digits)} percentage points"
+    return f"{found} ({facts})"
