@@ -2,7 +2,7 @@
 
     python analyses/one_structure/whole_network.py --work whole-network
 
-Trains five populations (it resumes), simulates the others, and writes `whole_network.json`.
+Trains three populations (it resumes), simulates the others, and writes `whole_network.json`.
 """
 
 import argparse
@@ -23,40 +23,39 @@ from weightscope.training.collection import collect
 
 HERE = Path(__file__).parent
 TRAINED = {
-    "ViT, sinusoidal positions": ("digits-vit", {"network.positions": "sinusoidal"}, 32, (2, 16)),
-    "ViT, learned positions": ("digits-vit", {"network.positions": "learned"}, 32, (2, 16)),
-    "ConvNeXt": ("digits-convnext", {}, 64, (4,)),
+    "ViT, sinusoidal positions": ("digits-vit", {"network.positions": "sinusoidal"}, 32, 2),
+    "ViT, learned positions": ("digits-vit", {"network.positions": "learned"}, 32, 2),
+    "ConvNeXt": ("digits-convnext", {}, 64, 4),
 }
 SIMULATED = {
     "nothing": ("network", 0.0, 0.0),
     "scales of networks and means of units": ("network", 0.7, 3.0),
     "scales and means of units": ("unit", 0.7, 1.0),
 }  # what the tensors share -> of networks or of units, log sd of the scales, sd of the means
-FAMILIES = {"three vectors": ((), (), ()), "two filters and a vector": ((1, 2, 2), (1, 2, 2), ())}
-NETWORKS, UNITS, POPULATIONS = (8, 30), 12, 1000
+NETWORKS, UNITS, POPULATIONS = (8, 30), 12, 300
 
 
 def index_effects(work: Path, **options: Any) -> list[dict[str, Any]]:
     """Of each trained population and group of units, whether means or variances depend on the index."""
     rows = []
-    for name, (recipe, changes, networks, lengths) in TRAINED.items():
-        for epochs in lengths:
-            sized = {"training.epochs": epochs, "population.networks": networks}
-            folder = work / f"{name.replace(', ', '-').replace(' ', '-')}-{epochs}.pop"
-            population = collect(Recipe.load(recipe).replace(changes | sized), folder, **options)
-            found = exchangeable_covariance(population, "*").to_dict()["index_effects"]
-            rows += [{"population": name, "networks": networks, "epochs": epochs, **effect} for effect in found]
+    for name, (recipe, changes, networks, epochs) in TRAINED.items():
+        sized = Recipe.load(recipe).replace(changes | {"training.epochs": epochs, "population.networks": networks})
+        population = collect(sized, work / f"{name.replace(', ', '-').replace(' ', '-')}.pop", **options)
+        found = exchangeable_covariance(population, "*").to_dict()["index_effects"]
+        rows += [{"population": name, "networks": networks, "epochs": epochs, **effect} for effect in found]
     return rows
 
 
-def false_alarms(kind: str, shared: str, n: int, populations: int) -> dict[str, Any]:
+def false_alarms(shared: str, n: int, populations: int) -> dict[str, Any]:
     """The share of simulated populations of n networks with independent Gaussian weights with a pair at p < 0.05.
 
-    `pairs` are all pairs of tensors, adjusted for their number; `errors` one correlation over its standard error over
+    A network is a 2 x 2 filter, a gain and a bias for each of its units. `pairs` are all pairs of tensors, adjusted for their number; `errors` one correlation over its standard error over
     networks, which amplified structures use, by Student's t.
     """
-    spec = WeightSpec([TensorSpec("abc"[i], (UNITS, *rest)) for i, rest in enumerate(FAMILIES[kind])])
-    axes = {tensor.name: ("c", *[None] * (len(tensor.shape) - 1)) for tensor in spec.tensors}
+    spec = WeightSpec(
+        [TensorSpec("conv", (UNITS, 1, 2, 2)), *(TensorSpec(name, (UNITS,)) for name in ("gain", "bias"))]
+    )
+    axes = {"conv": ("c", None, None, None), "gain": ("c",), "bias": ("c",)}
     permutations, rng = PermutationSpec.from_axes(spec, axes), np.random.default_rng(0)
     by, scale, mean = SIMULATED[shared]
     alarms = {"pairs": 0, "errors": 0}
@@ -69,8 +68,8 @@ def false_alarms(kind: str, shared: str, n: int, populations: int) -> dict[str, 
         weights = np.concatenate([x.reshape(n, -1) for x in rows], axis=1)
         found = ExchangeableMoments(spec, permutations).update(weights).covariances()
         alarms["pairs"] += min(pair.p for pair in correlated_pairs(found)) < 0.05
-        alarms["errors"] += 2 * stats.t.sf(abs(found[1].correlation()[0, -1]) / found[1].errors[0, -1], n - 1) < 0.05
-    return {"family": kind, "shared": shared, "n": n, "populations": populations} | {
+        alarms["errors"] += 2 * stats.t.sf(abs(found[1].correlation()[4, 5]) / found[1].errors[4, 5], n - 1) < 0.05
+    return {"shared": shared, "n": n, "populations": populations} | {
         name: number / populations for name, number in alarms.items()
     }
 
@@ -82,7 +81,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
     effects = index_effects(options.work, workers=options.workers, device="cpu")
-    alarms = [false_alarms(kind, shared, n, POPULATIONS) for kind in FAMILIES for shared in SIMULATED for n in NETWORKS]
+    alarms = [false_alarms(shared, n, POPULATIONS) for shared in SIMULATED for n in NETWORKS]
     found = {"index_effects": effects, "false_alarms": alarms, "environment": environment()}
     (options.out / "whole_network.json").write_text(json.dumps(found, indent=1) + "\n")
 
