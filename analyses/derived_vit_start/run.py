@@ -22,6 +22,7 @@ from weightscope._util.plugins import reference_to
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.statistics import by_arm, crossed, holm, holm_levels, paired
 from weightscope.data import load
+from weightscope.fits import Exchangeable
 from weightscope.fits.fitting import fit
 from weightscope.networks import build_for
 from weightscope.networks.layers import Attention
@@ -32,9 +33,9 @@ from weightscope.training.engine import TileRun
 from weightscope.training.network_check import choose_kernels
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "vit_start"))
-from initialisers import uniform_attention_  # noqa: E402
-from networks import centred_vit  # noqa: E402
+sys.path.insert(0, str(HERE.parent / "vit_start"))
+from centred_vits import centred_vit  # noqa: E402
+from uniform_attention import uniform_attention_  # noqa: E402
 
 RECIPE = HERE.parent.parent / "populations" / "digits-vit.toml"
 NETWORKS, SELECT, GAIN = 128, "blocks.*", 30.0  # the gain was chosen in analyses/one_structure
@@ -106,18 +107,32 @@ ORDER = ("parts", "rates", "parts, learned positions", "rates, 16 epochs", "by s
 def law(recipe: Recipe, work: Path, networks: int, **options: Any) -> tuple[Path, dict[str, Any]]:
     """The artifact that the starts are drawn from, and what its fit says of each type of part and of all."""
     folder = work / f"population-{recipe.network.positions}"
-    population = collect(recipe.replace({"population.networks": networks}), folder / "population.pop", **options)
-    found = fit(population, [SELECT], structure="exchangeable", joint="all", options={"gain": GAIN})
-    file = (folder / "derived.safetensors").resolve()
-    if not file.exists():
-        found.save(file)
-    (group,) = found.groups
-    notes = {k: v for k, v in group.structure.diagnostics.items() if isinstance(v, dict) and "realised" in v}
-    kept = sum(row["kept"] for row in notes.values())
-    whole = {"kept": kept, "clipped": sum(row["clipped"] for row in notes.values())}
+    file, notes = (folder.resolve() / name for name in ("derived.safetensors", "fit.json"))
+    if not notes.exists():
+        population = collect(recipe.replace({"population.networks": networks}), folder / "population.pop", **options)
+        derived, plain = (
+            fit(population, [SELECT], structure="exchangeable", joint="all", options={"gain": gain})
+            for gain in (GAIN, 1.0)
+        )
+        if not file.exists():
+            derived.save(file)
+        found = realised(*(each.groups[0].structure for each in (derived, plain)))
+        notes.write_text(json.dumps({"networks": networks} | found))
+    return file, json.loads(notes.read_text())
+
+
+def realised(derived: Exchangeable, plain: Exchangeable) -> dict[str, Any]:
+    """What is kept, clipped and realised, from a fit with the gain and one with gain 1."""
+    types = {k: v for k, v in derived.diagnostics.items() if isinstance(v, dict) and "realised" in v}
+    out: dict[str, Any] = {"gain": GAIN} | {key: sum(row[key] for row in types.values()) for key in ("kept", "clipped")}
     # as in `choose_gain`: the mean over types, by kept correlations
-    realised = sum(row["kept"] * row["realised"] for row in notes.values()) / max(kept, 1)
-    return file, {"gain": GAIN, "networks": networks, **whole, "realised": realised, "types": notes}
+    out["realised"] = sum(row["kept"] * row["realised"] for row in types.values()) / max(out["kept"], 1)
+    # of what is wanted, the kept correlations times the gain and clipped, the slope of what is drawn
+    products, squares = 0.0, 0.0
+    for drawn, correlation in zip(derived.correlations, plain.correlations, strict=True):
+        wanted = np.clip(GAIN * np.where(np.eye(len(drawn)), 0.0, correlation), -0.9, 0.9)
+        products, squares = products + float((drawn * wanted).sum()), squares + float((wanted**2).sum())
+    return out | {"realised_over_wanted": products / squares if squares else 0.0, "types": types}
 
 
 def named(name: Any, **numbers: Any) -> InitConfig:

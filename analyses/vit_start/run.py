@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from initialisers import uniform_attention_
-from networks import centred_vit
+from centred_vits import centred_vit
 from torch import Tensor, nn
+from uniform_attention import uniform_attention_
 
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
@@ -74,6 +74,7 @@ CONTRASTS = (
     ("uniform, c = 0.4", "default"),
     ("centred in every block", "default"),
 )
+RATES, OTHER_RATES, OTHER_RATE_SEEDS = "learning rates", (0.006, 0.012), 32  # post hoc
 SECOND = (*CONTRASTS, ("centred in every block, vo", "centred in every block"))  # of the second stage
 
 
@@ -152,6 +153,16 @@ def setting(name: str, work: Path, seeds: int | None, data: Path | None, **where
     return result
 
 
+def other_rates(work: Path, seeds: int | None, **options: Any) -> dict[str, Any]:
+    """The default and mimetic attention at other learning rates, on the digits."""
+    out, seeds = {}, seeds or OTHER_RATE_SEEDS
+    for rate in OTHER_RATES:
+        recipe = Recipe.load(RECIPE).replace(SHORT | {"training.learning_rate": rate})
+        accuracy, _ = trained(recipe, {"mimetic": ARMS["mimetic"]}, work / f"rate-{rate}", seeds, **options)
+        out[str(rate)] = {"n": seeds, "accuracies": accuracy}
+    return out
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path("vit-start"), help="folder of the runs")
@@ -159,14 +170,18 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seeds", type=int, help="networks of each arm; by default those of the design")
     parser.add_argument("--data", type=Path, help="folder of CIFAR-10")
-    parser.add_argument("--only", choices=SETTINGS, action="append")
+    parser.add_argument("--only", choices=(*SETTINGS, RATES), action="append")
     options = parser.parse_args()
     file = options.out / "results.json"
-    for name in options.only or SETTINGS:
-        found = setting(name, options.work, options.seeds, options.data, workers=options.workers, device="cpu")
+    where: dict[str, Any] = {"workers": options.workers, "device": "cpu"}
+    for name in options.only or (*SETTINGS, RATES):
+        if name == RATES:
+            found = other_rates(options.work, options.seeds, **where)
+        else:
+            found = setting(name, options.work, options.seeds, options.data, **where)
         before = json.loads(file.read_text()) if file.exists() else {}
         file.write_text(json.dumps(before | {name: found, "environment": environment()}, indent=1) + "\n")
-        for row in found["contrasts"]:
+        for row in found.get("contrasts", ()):
             print(name, row, flush=True)
 
 

@@ -249,13 +249,15 @@ def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pyt
     recipe = Recipe.load(study.RECIPE).replace(small | {"training.epochs": 1, "population.tile": 8})
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe.to_dict()))
     monkeypatch.setattr(study, "STEPS", (0, 1, 4))
+    monkeypatch.setattr(study, "ORDER", ("parts", "rates", "by step"))
+    monkeypatch.setattr(study, "FOUR", (0.003, 0.006))
+    rates = ({}, study.FOUR, (1, 2), (3, 2), study.RATE_CONTRASTS)
+    monkeypatch.setattr(study, "RATE_SETTINGS", {"rates": rates})
     arguments = ["--work", tmp_path / "work", "--out", tmp_path, "--recipe", tmp_path / "recipe.toml"]
     study.main([str(argument) for argument in [*arguments, "--seeds", 2, "--networks", 8]])
     found = json.loads((tmp_path / "results.json").read_text())
     assert set(found) == {*study.ORDER, "fits", "environment"}
-    for name in study.ORDER:
-        if name == "by step":
-            continue
+    for name in ("parts", "rates"):
         accuracies = found[name]["accuracies"]
         assert {len(values) for values in accuracies.values()} == {2}
         for row in found[name]["contrasts"]:
@@ -264,7 +266,7 @@ def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pyt
             assert row["difference"] == pytest.approx(difference)
     for row in found["by step"]["arms"].values():
         assert np.shape(row["common"]) == (3, 2)
-        assert all(0 < value <= 1 for values in (*row["common"], row["entropy"]) for value in values)
+        assert all(0 < value < 1 + 1e-6 for values in (*row["common"], row["entropy"]) for value in values)
     assert found["by step"]["arms"]["uniform, c = 0"]["entropy"] == pytest.approx([1, 1])
     script("figures/derived_vit_start.py").main(tmp_path, tmp_path / "figure.png")
     assert all((tmp_path / f"figure{end}.png").stat().st_size > 10_000 for end in ("", "_rates"))
@@ -297,13 +299,15 @@ def test_the_study_of_the_start_of_vits(tmp_path: Path, monkeypatch: pytest.Monk
     small = {"data": {"name": "digits", "train": 64, "test": 40}, "network.depth": 2, "network.width": 8}
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(Recipe.load(study.RECIPE).replace(small).to_dict()))
     monkeypatch.setattr(study, "RECIPE", tmp_path / "recipe.toml")
-    monkeypatch.setitem(study.SETTINGS, "digits", (study.SHORT, study.SETTINGS["digits"][1], 2))
+    only = ["--only", "digits", "--only", study.RATES]
     monkeypatch.setattr(
-        sys, "argv", ["run.py", "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--only", "digits"]
+        sys, "argv", ["run.py", "--work", str(tmp_path / "work"), "--out", str(tmp_path), "--seeds", "2", *only]
     )
     study.main()
-    found = json.loads((tmp_path / "results.json").read_text())["digits"]
+    results = json.loads((tmp_path / "results.json").read_text())
+    found = results["digits"]
     assert len(found["accuracies"]) == 1 + len(study.ARMS) + 2 * len(study.CENTRED)
     assert len(found["contrasts"]) == len(study.CONTRASTS)
+    assert {len(values) for row in results[study.RATES].values() for values in row["accuracies"].values()} == {2}
     script("figures/vit_start.py").main(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
