@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,7 @@ def test_when_a_correlation_appears() -> None:
 
 
 READMES = sorted(ROOT.glob("analyses/*/README.md"))
+PAGES = [*READMES, ROOT / "docs" / "studies.md", ROOT / "docs" / "whole-network.md"]
 INTERVAL = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?) \(([-+]?\d+(?:\.\d+)?) to ([-+]?\d+(?:\.\d+)?)[,)]")
 
 
@@ -244,22 +246,53 @@ def stored_intervals(results: Any) -> Iterator[tuple[float, float, float]]:
             yield from stored_intervals(value)
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_intervals_in_readmes_are_in_the_results(readme: Path) -> None:
-    """Every "value (low to high)" of a README, up to signs and %, and hardly any with the last digit changed by 3."""
-    files = [json.loads(path.read_text()) for path in readme.parent.rglob("*.json")]
+@cache
+def known_intervals(study: str) -> np.ndarray:
+    """What is stored of a study, (n, 3), up to signs and %, and the page of claims says of it, which is recomputed."""
+    files = [json.loads(path.read_text()) for path in (ROOT / "analyses" / study).rglob("*.json")]
     stored = np.array([*{row for file in files for row in stored_intervals(file)}, (np.nan,) * 3])
-    stored = np.abs(np.concatenate([stored, 100 * stored]))
+    rows = [row for row in (ROOT / "docs" / "claims.md").read_text().split("\n") if f"`{study}`" in row]
+    claimed = np.array([match.groups() for row in rows for match in INTERVAL.finditer(row)], float).reshape(-1, 3)
+    return np.abs(np.concatenate([stored, 100 * stored, claimed]))
+
+
+def blocks(page: Path) -> Iterator[tuple[list[str], str]]:
+    """A README, which is about its study; paragraphs, items and rows of other pages with the studies that they name."""
+    if page.name == "README.md":
+        yield [page.parent.name], page.read_text()
+        return
+    for block in re.split(r"\n\s*\n|\n(?=\||- )", page.read_text()):
+        yield [readme.parent.name for readme in READMES if re.search(rf"\b{readme.parent.name}\b", block)], block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_intervals_in_texts_are_in_the_results(page: Path) -> None:
+    """Every "value (low to high)", also over the end of a line, and hardly any with the last digit changed by 3."""
     found, changed = [], []
-    for match in INTERVAL.finditer(readme.read_text()):
-        units = np.array([10.0 ** -len(text.partition(".")[2]) for text in match.groups()])
-        said = np.abs([float(text) for text in match.groups()])
-        for where, shift in ((found, 0), (changed, 3)):
-            near = np.abs(stored - said - shift * np.array([units[0], 0, 0])) <= 0.501 * units
-            where.append(bool(near.all(1).any()) or match[0])
+    for studies, block in blocks(page):
+        stored = np.concatenate([np.full((1, 3), np.nan), *map(known_intervals, studies)])
+        for match in INTERVAL.finditer(" ".join(block.split())):
+            units = np.array([10.0 ** -len(text.partition(".")[2]) for text in match.groups()])
+            said = np.abs([float(text) for text in match.groups()])
+            for where, shift in ((found, 0), (changed, 3)):
+                near = np.abs(stored - said - shift * np.array([units[0], 0, 0])) <= 0.501 * units
+                where.append(bool(near.all(1).any()) or match[0])
     missing = [row for row in found if row is not True]
     assert not missing, missing
     assert sum(row is True for row in changed) <= 0.1 * len(changed)
+
+
+def test_the_page_of_whole_networks_has_the_numbers_of_its_file() -> None:
+    study = script("analyses/one_structure/whole_network.py")
+    stored = json.loads((ROOT / "analyses" / "one_structure" / "whole_network.json").read_text())
+    page = (ROOT / "docs" / "whole-network.md").read_text()
+    rows = re.findall(r"\| (\d+) \| ([\d.]+) % \| ([\d.]+) % \|", page)
+    said = [(row["n"], f"{100 * row['pairs']:.1f}", f"{100 * row['errors']:.1f}") for row in stored["false_alarms"]]
+    assert [(int(n), *shares) for n, *shares in rows] == said
+    for effect in (row for row in stored["index_effects"] if row["group"].startswith("channels")):
+        f = effect["beyond"].get("mean of blocks.0.norm2.bias", effect["f"])
+        assert f"F = {f:.1f}; chance {effect['chance']:.1f}" in page
+    assert set(study.false_alarms("nothing", 8, 2)) == set(stored["false_alarms"][0])
 
 
 @pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)

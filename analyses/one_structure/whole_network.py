@@ -49,8 +49,9 @@ def index_effects(work: Path, **options: Any) -> list[dict[str, Any]]:
 def false_alarms(shared: str, n: int, populations: int) -> dict[str, Any]:
     """The share of simulated populations of n networks with independent Gaussian weights with a pair at p < 0.05.
 
-    A network is a 2 x 2 filter, a gain and a bias for each of its units. `pairs` are all pairs of tensors, adjusted for their number; `errors` one correlation over its standard error over
-    networks, which amplified structures use, by Student's t.
+    A network has a 2 x 2 filter, a gain and a bias for each of its units. `pairs` are all pairs of tensors, adjusted
+    for their number; `errors` one correlation over its standard error over networks, which amplified structures use, by
+    Student's t.
     """
     spec = WeightSpec(
         [TensorSpec("conv", (UNITS, 1, 2, 2)), *(TensorSpec(name, (UNITS,)) for name in ("gain", "bias"))]

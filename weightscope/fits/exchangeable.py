@@ -1,4 +1,4 @@
-"""Exchangeable: a distribution of whole networks that does not change when hidden units are renumbered."""
+"""Exchangeable: a distribution of whole networks that does not change when units are renumbered, which is assumed."""
 
 import contextlib
 import json
@@ -197,8 +197,9 @@ class Exchangeable(Structure):
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
-    The mean is invariant; `permutations` are the axes' groups; `factors` has L_S (C, C), lower triangular, for each
-    type in order; `network` is the spec of the whole network (`spec` if None), which tells fan-ins and depth where the
+    The mean is invariant: what belongs to single units, as sinusoidal positions give channels, is not in it.
+    `permutations` are the axes' groups; `factors` has L_S (C, C), lower triangular, for each type in order; `network`
+    is the spec of the whole network (`spec` if None), which tells fan-ins and depth where the
     structure is applied to another width or depth. The options of `fit` are those of `Amplification`.
     """
 

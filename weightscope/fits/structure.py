@@ -195,8 +195,8 @@ def structure_reference(cls: type[Structure]) -> str:
 def choose_mean(moments: EntryMoments, spec: WeightSpec) -> tuple[np.ndarray, int, dict[str, str]]:
     """The mean that all structures share: for each tensor one number, or one for each entry, by AIC.
 
-    Networks are exchangeable under permutations of their hidden units, so the entries of a hidden tensor have
-    one mean and fitting each of them only adds noise; entries that differ systematically (a bias, a norm's gain,
+    Networks that are exchangeable under permutations of their hidden units have one mean for all entries of a hidden
+    tensor, and fitting each of them only adds noise; entries that differ systematically (a bias, a norm's gain,
     a filter's centre) need their own. Under a diagonal normal model a tensor of d entries takes d means when
     sum over j of N/2 log(v0_j / v_j) > d - 1, with v_j and v0_j the variances about the entry's mean and about
     the tensor's. Returns the mean (D,), how many numbers were fitted, and for each tensor `"scalar"` or `"entries"`.
