@@ -108,9 +108,9 @@ def test_numbers_are_formatted_and_linked_and_texts_escaped(tmp_path):
     assert "".join(cells).count(NASTY) == 12 + 1, "twelve pairs and one structure; the failed one is left out"
     assert {"−0.50", "−0.60", "no spread", "12,345", "97.12", "+2.10", "−2.10", "–"} <= set(cells)
     assert "failed one" not in cells
-    lead = next(text for text in found.words["a"] if text.startswith("better by"))
-    images = "−0.40 to 4.60 for other test images as well"
-    assert lead == f"better by 2.10 percentage points (95 % CI 2.00 to 2.20, {images}, p = 1×10⁻⁹, 64 paired seeds)"
+    lead = next(text for text in found.words["a"] if text.startswith("better"))
+    images = "−0.4 to +4.6 for other test images as well"
+    assert lead == f"better: +2.10 percentage points (95 % CI +2.00 to +2.20, {images}, p = 1×10⁻⁹, 64 paired seeds)"
     assert "subtract the mean of their tokens gain more" in found.text("header")
     assert "is not significantly different: +0.2 percentage points" in found.text("p")
     links = {a["href"] for a in found.all("a")}
@@ -138,11 +138,11 @@ VERDICTS = [
         (0.015, 0.027),
         2e-9,
         64,
-        "better by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 2×10⁻⁹, 64 paired seeds)",
+        "better: +2.1 percentage points (95 % CI +1.5 to +2.7, p = 2×10⁻⁹, 64 paired seeds)",
     ),
-    (-0.021, (-0.027, -0.015), 0.0123, None, "worse by 2.1 percentage points (95 % CI 1.5 to 2.7, p = 0.012)"),
+    (-0.021, (-0.027, -0.015), 0.0123, None, "worse: −2.1 percentage points (95 % CI −2.7 to −1.5, p = 0.012)"),
     (0.0025, (-0.004, 0.009), 0.44, 64, "not significantly different: +0.2 percentage points (95 % CI −0.4 to +0.9"),
-    (0.12, (0.02, 0.22), 0.0, None, "better by 12 percentage points (95 % CI 2 to 22, p < 10⁻³⁰⁰)"),
+    (0.12, (0.02, 0.22), 0.0, None, "better: +12 percentage points (95 % CI +2 to +22, p < 10⁻³⁰⁰)"),
     (0.0, (0.0, 0.0), 1.0, None, "not significantly different: 0.0 percentage points"),
     (None, None, None, None, "the reference of the comparison"),
     (0.02, (-np.inf, np.inf), np.nan, 1, "not comparable: too few seeds (1)"),

@@ -51,13 +51,12 @@ class GainChoice(Result):
 
     def summary(self) -> str:
         s, gains = self.settings, ", ".join(map(_gains, self.curve))
-        realised = next(_least_to_most(row["realised"]) for row in self.curve if row["chosen"])
         where = "sequences of the validation part"
         if s["data"] == "images":
             where = "other training images, on which the population was trained: this favours its correlations"
         return (
-            f"gain {self.gain:g} of {gains} (realised {realised}), by {s['seeds']} paired trainings of {s['epochs']} "
-            f"epochs on {s['train']} {s['data']}, evaluated on {s['validation']} {where}"
+            f"gain {self.gain:g} of {gains}, by {s['seeds']} paired trainings of {s['epochs']} epochs on {s['train']} "
+            f"{s['data']}, evaluated on {s['validation']} {where}"
         )
 
     def text(self) -> str:
@@ -180,11 +179,6 @@ def _same(one: PopulationFit, other: PopulationFit) -> bool:
 def _gains(row: Mapping[str, Any]) -> str:
     """`30`, or `30 = 100 = 300` for gains with one distribution."""
     return " = ".join(f"{gain:g}" for gain in (row["gain"], *row["same"]))
-
-
-def _least_to_most(realised: Mapping[str, float]) -> str:
-    ends = dict.fromkeys(f"{end:.3g}" for end in (min(realised.values()), max(realised.values()))) if realised else "-"
-    return " to ".join(ends)
 
 
 def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURACY) -> tuple[list[dict[str, Any]], int]:

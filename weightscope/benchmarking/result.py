@@ -136,13 +136,9 @@ class BenchResult(Result):
     def _between_controls(self) -> str:
         """What the means and variances of parts give beyond those of tensors: a control minus the other."""
         rows = [row for row in self.arms if row.get("control") and row.get("uncorrelated")]
-        sums = []
-        for row in rows:
-            name, place = f"{row['uncorrelated']} - {row['control']}, {epochs_text(row['epochs'])}", cell_key(row)
-            weights = {
-                (place, row["epochs"], row[arm]): sign for arm, sign in (("uncorrelated", 1.0), ("control", -1.0))
-            }
-            sums.append(Contrast(name, weights))
+        names = (f"{row['uncorrelated']} - {row['control']}, {epochs_text(row['epochs'])}" for row in rows)
+        arms = (((cell_key(row), row["epochs"], row[arm]) for arm in ("uncorrelated", "control")) for row in rows)
+        sums = [Contrast(name, {one: 1.0, other: -1.0}) for name, (one, other) in zip(names, arms, strict=True)]
         tests = contrast_tests(sums, self.runs, self.metric, hits=self.hits)
         found = [test | {"cell": row["cell"]} for row, test in zip(rows, tests, strict=True)]
         about = "between the controls: means and variances of every part beyond those of each tensor"

@@ -224,17 +224,9 @@ def verdict(
         why = "too few seeds" if p is None or ci95 is not None else "networks diverged"
         return f"not comparable: {why}{f' ({n})' if n is not None else ''}"
     value, low, high = (100 * number for number in (difference, *ci95))
-    digits, sure = places(high - low), (low > 0 or high < 0) and p < 0.05
-
-    def told(ends: Sequence[float]) -> str:
-        if not sure:
-            return interval(*(100 * end for end in ends))
-        return " to ".join(number(end, f".{digits}f") for end in sorted(math.copysign(100, value) * x for x in ends))
-
-    facts = f"95 % CI {told(ci95)}, " + (f"{told(images)} for other test images as well, " if images else "")
-    facts += p_value(p) + (f", {n} paired seeds" if n is not None else "")
-    if sure:
-        found = f"{'better' if value > 0 else 'worse'} by {abs(value):.{digits}f} percentage points"
-    else:
-        found = f"not significantly different: {signed(value, digits)} percentage points"
-    return f"{found} ({facts})"
+    sure = (low > 0 or high < 0) and p < 0.05
+    kind = "not significantly different" if not sure else "better" if value > 0 else "worse"
+    facts = [f"95 % CI {interval(low, high)}"]
+    facts += [f"{interval(*(100 * end for end in images))} for other test images as well"] if images else []
+    facts += [p_value(p)] + ([f"{n} paired seeds"] if n is not None else [])
+    return f"{kind}: {signed(value, places(high - low))} percentage points ({', '.join(facts)})"
