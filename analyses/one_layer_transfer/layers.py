@@ -1,4 +1,4 @@
-"""Layers of a trained network in another order, and one untrained layer in all places."""
+"""Starts of all layers from those of a trained network, one of several at random; or from one untrained layer."""
 
 import torch
 from torch import Generator, nn
@@ -6,11 +6,24 @@ from torch import Generator, nn
 from weightscope import init as wi
 from weightscope.anatomy import attention
 
+TEACHERS = 4
 
-def displaced_(module: nn.Module, *, source: str = "teacher.pop::0", generator: Generator | None = None) -> nn.Module:
-    """Copy the source's layers in a random order in which none keeps its place."""
+
+def teacher(generator: Generator | None) -> str:
+    """One network of teacher.pop, the same in all arms of a seed: the first that is drawn."""
+    return f"teacher.pop::{int(torch.randint(TEACHERS, (), generator=generator))}"
+
+
+def repeated_(module: nn.Module, *, layer: int = 0, generator: Generator | None = None) -> nn.Module:
+    """Copy one layer of a teacher to all places."""
+    return wi.repeat_layer_(module, teacher(generator), layer=layer)
+
+
+def placed_(module: nn.Module, *, own: bool = True, generator: Generator | None = None) -> nn.Module:
+    """Copy all layers of a teacher, to their own places or in a random order in which none keeps its place."""
+    source = teacher(generator)
     order = places = torch.arange(len(attention(module)))
-    while len(places) > 1 and (order == places).any():
+    while not own and len(places) > 1 and (order == places).any():
         order = torch.randperm(len(places), generator=generator)
     for place, layer in enumerate(order.tolist()):
         wi.repeat_layer_(module, source, layer=layer, layers=place)
