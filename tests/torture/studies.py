@@ -152,12 +152,12 @@ def test_one_network_alone_is_compared_with_the_loop(tmp_path: Path) -> None:
 
 
 def test_the_time_of_frozen_filters(tmp_path: Path) -> None:
-    """Frozen filters get no gradient; every number is a time of both arms."""
+    """Frozen filters get no gradient; every number is a time of each arm."""
     benchmark = script("benchmarks/frozen_backward.py")
     small = ["--kernels", "3", "5", "--width", "4", "--depth", "1", "--batch", "2", "--rounds", "2"]
     rows = benchmark.main([*small, "--json", str(tmp_path / "frozen.json")])
     assert [row["kernel_size"] for row in rows] == [3, 5]
-    times = ["trained_forward_s", "trained_backward_s", "frozen_forward_s", "frozen_backward_s"]
+    times = [f"{arm}_{way}_s" for arm in ("trained", "frozen", "frozen_biases") for way in ("forward", "backward")]
     assert all(row[name] >= 0 for row in rows for name in times)
     assert json.loads((tmp_path / "frozen.json").read_text())["rows"] == rows
 
