@@ -104,8 +104,7 @@ def test_benchmarks_of_copying_run(recipe: Path, tmp_path: Path, monkeypatch: py
         script(str(source.with_name("fit.py").relative_to(ROOT))).main([str(population.path), "--least", "0"])
     study = Recipe.load(recipe)
     assert study.bench is not None
-    if "data.shortest" in study.bench.vary:
-        small["data.length"] = 8  # of which it is an axis, and at most the length
+    small["data.length"] = getattr(study.data, "shortest", None) or 2
     result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, **options)
     assert {row["n"] for row in result.arms} == {2}
     figures = script("figures/copying.py")
