@@ -51,7 +51,7 @@ def main(study: Path = STUDY, out: Path = ROOT / "attention_maps.png") -> None:
     for ax, arm in zip(axes[0], ARMS, strict=True):
         rows = first[arm]["layers"]
         largest = min(row["largest_f"] for row in rows)
-        title = f"{arm}: D ≥ k f² up to f = {largest} in every layer"
+        title = f"{arm}: D < k f² in a layer from f = {largest + 2} on"
         plots.rank_condition(arrays[f"{arm}/ranks"], width, ax, filter_sizes=(5, 7, 9, 11), title=title)
     plots.save(figure, out.with_name(f"{out.stem}_ranks{out.suffix}"))
 

@@ -45,8 +45,9 @@ def softmax(x):
 
 
 def plain_maps(vit, batch):
-    """Mean maps (L, H, n, n) and stable ranks (L, B) of our ViT with plain NumPy; the forward pass by modules."""
-    maps, ranks = [], []
+    """Mean maps (L, H, n, n), stable ranks (L, B) and mean largest weights (L, H) of our ViT with plain NumPy; the
+    forward pass by modules."""
+    maps, ranks, peaks = [], [], []
     with torch.no_grad():
         x = vit.patch_embed(batch)
         if vit.cls_token is not None:
@@ -57,27 +58,32 @@ def plain_maps(vit, batch):
             w, b = (p.detach().double().numpy() for p in (block.attn.qkv.weight, block.attn.qkv.bias))
             d, heads = w.shape[1], block.attn.heads
             k = d // heads
-            each = []
+            each, largest = [], []
             for h in range(heads):
                 rows = slice(h * k, (h + 1) * k)
                 q = read @ w[rows].T + b[rows]
                 key = read @ w[d:][rows].T + b[d:][rows]
-                each.append(softmax(q @ key.transpose(0, 2, 1) / math.sqrt(k)).mean(axis=0))
+                found = softmax(q @ key.transpose(0, 2, 1) / math.sqrt(k))
+                each.append(found.mean(axis=0))
+                largest.append(np.mean([max(row) for image in found for row in image]))
             maps.append(each)
+            peaks.append(largest)
             patches = read[:, 0 if vit.cls_token is None else 1 :]
             values = [np.linalg.svd(image, compute_uv=False) for image in patches]
             ranks.append([np.sum(s**2) / s[0] ** 2 for s in values])
             x = block(x)
-    return np.array(maps), np.array(ranks)
+    return np.array(maps), np.array(ranks), np.array(peaks)
 
 
 @pytest.mark.parametrize("pool", ["average", "token"])
 def test_maps_and_ranks_equal_plain_numpy(pool):
     vit, batch = small(pool=pool), images(5)
     found = attention_maps(vit, batch, batch_size=2)
-    maps, ranks = plain_maps(vit, batch)
+    maps, ranks, peaks = plain_maps(vit, batch)
     np.testing.assert_allclose(np.stack([layer.maps for layer in found.layers]), maps, atol=1e-6)
     np.testing.assert_allclose(np.stack([layer.stable_ranks for layer in found.layers]), ranks, rtol=1e-5)
+    np.testing.assert_allclose([[row["peak"] for row in found.rows()]], peaks.reshape(1, -1), rtol=1e-5)
+    assert (peaks > maps.max(-1).mean(-1) + 1e-4).all()  # of single images, not of their mean
     entropy = -(maps * np.log(maps)).sum(-1).mean(-1) / np.log(maps.shape[-1])
     assert all((layer.entropy <= e + 1e-6).all() for layer, e in zip(found.layers, entropy, strict=True))  # concave
     for layer, row in zip(found.layers, found.condition(), strict=True):  # D >= k f^2 for f = 3
@@ -178,7 +184,8 @@ def test_the_expected_map_is_eq_3_19():
 
 
 def test_offsets_and_neighbours_equal_loops():
-    found = attention_maps(small(pool="token"), images(), filter_size=3)
+    vit = small(pool="token")
+    found = attention_maps(vit, images(), filter_size=3)
     block = found.layers[1].maps[2, 1:, 1:].reshape(4, 4, 4, 4)
     near, places = 0.0, [[[] for _ in range(7)] for _ in range(7)]
     for y, x, v, u in np.ndindex(4, 4, 4, 4):
@@ -190,23 +197,38 @@ def test_offsets_and_neighbours_equal_loops():
     assert row["self"] == pytest.approx(np.mean(places[3][3]))
     assert row["special"] == pytest.approx(found.layers[1].maps[2, 1:, 0].mean())
     np.testing.assert_allclose(found.offsets()[1, 2], [[np.mean(p) for p in line] for line in places])
-    best = max(np.ndindex(3, 3), key=lambda at: np.mean(places[2 + at[0]][2 + at[1]]))
-    assert row["offset"] == [best[0] - 1, best[1] - 1]
-    assert row["target"] == pytest.approx(np.mean(places[2 + best[0]][2 + best[1]]))
+    dy, dx = row["offset"]
+    assert row["target"] == pytest.approx(np.mean(places[3 + dy][3 + dx]))
+    code, attn = vit.pos_embed[0].detach().double().numpy(), vit.blocks[1].attn.qkv
+    w, b = attn.weight.detach().double().numpy(), attn.bias.detach().double().numpy()
+    code = (code - code.mean(1, keepdims=True)) / np.sqrt(code.var(1, keepdims=True) + 1e-5)
+    q, k = (code @ w[at : at + 16].T + b[at : at + 16] for at in (32, 48 + 32))
+    alone = softmax(q @ k.T / 4)[1:, 1:].reshape(4, 4, 4, 4)
+    near = [(v, u) for v in (-1, 0, 1) for u in (-1, 0, 1)]
+    means = [
+        np.mean([alone[y, x, y + v, x + u] for y, x in np.ndindex(4, 4) if 0 <= y + v < 4 and 0 <= x + u < 4])
+        for v, u in near
+    ]
+    assert (dy, dx) == near[int(np.argmax(means))]
 
 
-def test_impulses_have_their_weight_on_the_target_of_codes_and_less_on_images():
-    """Offsets given in a cycle; with black images every token is its code and one common vector."""
+def test_the_target_is_the_heads_own_offset_even_where_images_draw_attention_elsewhere():
+    """With black images every token is its code and one common vector; with noise another place has most weight."""
     given = [(0, 1), (1, -1), (-1, 0)]
-    vit = impulse_attention_(ViT(32, 4, 48, 1, 3, 5), offsets=given, generator=torch.Generator().manual_seed(0))
+    vit = impulse_attention_(ViT(32, 4, 48, 3, 3, 5), offsets=given, generator=torch.Generator().manual_seed(0))
     torch.nn.init.zeros_(vit.patch_embed.proj.weight)
     torch.nn.init.zeros_(vit.patch_embed.proj.bias)
-    codes = attention_maps(vit, torch.zeros(1, 3, 32, 32)).rows()
+    codes = attention_maps(vit, torch.zeros(1, 3, 32, 32)).rows()[:3]
     assert [tuple(row["offset"]) for row in codes] == given
     assert min(row["target"] for row in codes) > 0.8
-    torch.nn.init.normal_(vit.patch_embed.proj.weight, std=0.2, generator=torch.Generator().manual_seed(1))
+    torch.nn.init.normal_(vit.patch_embed.proj.weight, std=0.5, generator=torch.Generator().manual_seed(1))
     noise = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(2))
-    assert max(row["target"] for row in attention_maps(vit, noise).rows()) < 0.5
+    found = attention_maps(vit, noise)
+    assert [tuple(row["offset"]) for row in found.rows()] == given * 3
+    assert max(row["target"] for row in found.rows()) < 0.5
+    assert all(row["peak"] > 2 * row["target"] for row in found.rows())
+    near = found.offsets()[:, :, 6:9, 6:9].reshape(9, 9)
+    assert [(y - 1, x - 1) for y, x in (divmod(int(i), 3) for i in near.argmax(1))] != given * 3
 
 
 def test_positions_of_another_grid_are_resampled():
@@ -347,6 +369,8 @@ def test_the_result_prints_serialises_and_draws(tmp_path):
     assert weightscope.attention_maps is attention_maps
     assert "means over heads and 3 images, 1 special tokens and 4 x 4 patches" in found.text()
     assert found.finding() in found.text()
+    failing = sum(not row["holds"] for row in found.condition())
+    assert found.finding().startswith(f"D >= k f^2 fails in at least {failing} of 2 layers for f = 3")
     plain = json.loads(json.dumps(found.to_dict()))
     assert len(plain["heads"]) == 6
     assert plain["layers"][1]["name"] == "blocks.1.attn"
@@ -432,7 +456,7 @@ def test_the_command_compares_models_and_names_the_one_that_fails(folder, capsys
     found = json.loads((tmp_path / "maps.json").read_text())
     assert list(found["models"]) == ["vits.pop::1", "vits.pop::0"]
     heads, *means = [line.split() for line in text.splitlines() if line.startswith(("mean of", "vits.pop::"))][-3:]
-    assert heads[2:5] == ["self", "3x3", "target"]
+    assert heads[2:7] == ["self", "3x3", "target", "special", "peak"]
     for row, model in zip(means, found["models"].values(), strict=True):
         near = [head["near"] for head in model["heads"]]
         assert float(row[2]) == pytest.approx(sum(near) / len(near), abs=6e-4)
@@ -568,6 +592,7 @@ def test_causal_maps_of_tokens_equal_plain_numpy(positions):
     assert "5 sequences, 7 tokens" in found.text()
     window = sum(np.trace(maps[0, 0], -back) for back in range(3)) / 7
     assert found.rows()[0]["near"] == pytest.approx(window)
+    assert (found.rows()[0]["target"], found.rows()[0]["offset"]) == (None, None)
     assert found.condition()[0]["needed"] == pytest.approx(3 * found.condition()[0]["stable_rank"])
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice, count, odd
 from weightscope._util.results import Result, row_table, text_table
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
-from weightscope.anatomy.embedding import TokenGrid
+from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.networks.sequences import CausalAttention, rotated
 
@@ -35,10 +35,12 @@ class LayerMaps:
     name: str  # path of the attention module
     maps: np.ndarray  # (H, n, n), attention probabilities, mean over images; rows (queries) sum to 1
     entropy: np.ndarray  # (H,), mean entropy of single images' rows, in units of log n: 1 for uniform attention
+    peak: np.ndarray  # (H,), mean largest weight of single images' rows
     beta: np.ndarray  # (H,), `tr(W_Q W_K^T) / d`, the least-squares beta of `W_Q W_K^T ~ alpha Z + beta I`
     expected: np.ndarray | None  # (H, n, n), thesis Eq. 3.19 with these beta; None without a position table
     stable_ranks: np.ndarray  # (B,), of the layer's input, patch tokens only (see `AttentionMaps.condition`)
     width: int  # D
+    targets: tuple[Offset, ...] | None  # (H,), (dy, dx) that has most weight on the codes alone; None without a table
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -69,7 +71,12 @@ class AttentionMaps(Result):
         f = self.filter_size
         near = f"{f}x{f}" if self.inputs == "images" else f"{'last' if self.tokens.causal else 'nearest'} {f}"
         shares = {"self": "{self:.3f}", near: "{near:.3f}", "target": "{target:.3f}", "special": "{special:.3f}"}
-        return shares | {"entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
+        return shares | {
+            "peak": "{peak:.3f}",
+            "entropy": "{entropy:.3f}",
+            "beta": "{beta:+.3f}",
+            "r(3.19)": "{expected_r:.2f}",
+        }
 
     def summary(self) -> str:
         heads = sum(len(layer.maps) for layer in self.layers)
@@ -81,24 +88,22 @@ class AttentionMaps(Result):
         `self` is the mean weight of a patch token on itself; `near` on the f x f tokens around it, itself included (of
         sequences the f tokens around it or, if attention is causal, itself and the f - 1 before); `special` on class
         token and registers; `expected_r` the correlation of the patch tokens' entries with Eq. 3.19, None without one.
-        `target` is the mean weight at `offset`, the (dy, dx) within f // 2 of the token that has most: of impulse
-        attention, the weight that is on the targets of a head.
+        `peak` is the mean of the largest weights of the rows of single images or sequences, special tokens' included.
+        `target` is the mean weight of the tokens at `offset`, the (dy, dx) within f // 2 that has most weight on the
+        position codes alone: of impulse attention, the head's own offset. Both are None for sequences and without a
+        position table.
         """
         near, patches = _near(self.tokens, self.filter_size), slice(self.tokens.prefix, None)
-        placed = np.nan_to_num(self.offsets())
-        middle, reach = (placed.shape[2] // 2, placed.shape[3] // 2), self.filter_size // 2
-        first = [max(0, centre - reach) for centre in middle]
-        window = placed[:, :, first[0] : middle[0] + reach + 1, first[1] : middle[1] + reach + 1]
         rows: list[dict[str, Any]] = []
-        for number, layer in enumerate(self.layers):
+        for layer in self.layers:
+            placed = _by_offset(layer.maps, self.tokens)
             for head, whole in enumerate(layer.maps):
-                block, found = whole[patches, patches], window[number, head]
-                place = np.unravel_index(found.argmax(), found.shape)
+                block, offset = whole[patches, patches], None if layer.targets is None else layer.targets[head]
                 shares = {
                     "self": np.trace(block) / len(block),
                     "near": (block * near).sum() / len(block),
-                    "target": found[place],
                     "special": whole[patches, : self.tokens.prefix].sum() / len(block),
+                    "peak": layer.peak[head],
                     "entropy": layer.entropy[head],
                     "beta": layer.beta[head],
                 }
@@ -106,21 +111,28 @@ class AttentionMaps(Result):
                     key: float(value) for key, value in shares.items()
                 }
                 other = None if layer.expected is None else layer.expected[head, patches, patches]
-                row |= {"offset": [int(p + a - m) for p, a, m in zip(place, first, middle, strict=True)]}
+                row |= {"target": None, "offset": None}
+                if offset is not None:
+                    at = self.tokens.rows - 1 + offset[0], self.tokens.columns - 1 + offset[1]
+                    row |= {"target": float(placed[head][at]), "offset": list(offset)}
                 rows.append(row | {"expected_r": None if other is None else _correlation(block, other)})
         return rows
 
     def condition(self) -> list[dict[str, Any]]:
-        """One row for each layer on the condition D >= k f^2 (impulse paper, Eq. 3).
+        """One row for each layer on the condition D >= k f^2 (impulse paper, Eq. 3), k the rank of its input.
 
-        k is the stable rank `sum s_i^2 / s_1^2` of the layer's input X (n patches, D), as in Remark 1: at most the
-        rank, and dominated by the mean token, because X is not centred. By Proposition 1 any output of f x f filters
-        is a mixture of channels if D >= k f^2. For attention with H heads, whose maps are shared by D/H channels each,
-        the paper splits it into two conditions: H >= f^2 different maps, and D/H >= k copies of each. For sequences,
-        whose filters have f taps, f takes the place of f^2.
+        By Proposition 1 any output of f x f filters is a mixture of channels if D >= k f^2. In place of the rank stands
+        the stable rank `sum s_i^2 / s_1^2` of the input X (n patches, D), as in Remark 1: at most the rank, and
+        dominated by the mean token, because X is not centred. With it the condition is easier to meet than it is: where
+        it fails, so does the condition; where it holds, nothing follows.
 
-        `low` and `high` are quantiles of 5 % and 95 % over images, `needed` is k f^2, `share` that of the images for
-        which it holds, `largest_f` the largest odd f for which it holds (0 for none).
+        For attention with H heads, whose maps are shared by D/H channels each, the paper splits it into two conditions:
+        H >= f^2 different maps, and D/H >= k copies of each. For sequences, whose filters have f taps, f takes the
+        place of f^2.
+
+        `low` and `high` are quantiles of 5 % and 95 % over images, `needed` is k f^2 for the stable
+        rank, `holds` whether D is as large, `share` the share of the images for which it is, `largest_f` the largest
+        odd f for which it is (0 for none).
         """
         rows = []
         for layer in self.layers:
@@ -140,15 +152,7 @@ class AttentionMaps(Result):
 
         Entry (dy, dx) is the mean of `maps[(y, x), (y + dy, x + dx)]` over the patch tokens for which it exists.
         """
-        rows, columns, prefix = self.tokens.rows, self.tokens.columns, self.tokens.prefix
-        maps = _stack([layer.maps for layer in self.layers])
-        y, x = np.divmod(np.arange(rows * columns), columns)
-        place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
-        size = (2 * rows - 1) * (2 * columns - 1)
-        counts = np.bincount(place.ravel(), minlength=size)
-        flat = maps[..., prefix:, prefix:].reshape(-1, place.size)
-        sums = np.stack([np.bincount(place.ravel(), weights=m, minlength=size) for m in flat])
-        return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
+        return _by_offset(_stack([layer.maps for layer in self.layers]), self.tokens)
 
     def text(self) -> str:
         """A table with one line for each layer, heads averaged, and the finding on the rank condition."""
@@ -167,10 +171,11 @@ class AttentionMaps(Result):
             row_table(columns, table, left=(len(columns) - 1,)),
             "",
             f"self, {near}: share of a query's attention on itself, and on {around}; special: on special tokens",
-            "target: on the relative position near it that the head attends to most",
-            "entropy: of the attention, 1 if uniform; beta: mean of the diagonal of W_Q W_K^T",
+            "target: on the relative position near it that the head attends to most on position codes alone",
+            "peak: a query's largest weight; entropy: of the attention, 1 if uniform",
+            "beta: mean of the diagonal of W_Q W_K^T",
             "r(3.19): correlation with the map that positions alone predict",
-            "k: stable rank of the layer's input; D: its width",
+            "k: stable rank of the layer's input, at most its rank; D: its width",
             "",
             self.finding(),
         ]
@@ -179,9 +184,10 @@ class AttentionMaps(Result):
     def finding(self) -> str:
         """One sentence about the rank condition."""
         rows = self.condition()
-        good, heads = (sum(row[key] for row in rows) for key in ("holds", "enough_heads"))
-        holds = f"D >= k {self._taps} holds in {good} of {len(rows)} layers for f = {self.filter_size}"
-        return f"{holds}; {heads} of {len(rows)} have the {self._taps} = {self.taps} heads that as many filters need"
+        failed, heads = sum(not row["holds"] for row in rows), sum(row["enough_heads"] for row in rows)
+        fails = f"D >= k {self._taps} fails in at least {failed} of {len(rows)} layers for f = {self.filter_size}"
+        needed = f"the {self._taps} = {self.taps} heads that as many filters need"
+        return f"{fails} (k: stable ranks, at most the ranks); {heads} of {len(rows)} have {needed}"
 
     def _title(self, kind: str) -> str:
         """The finding of a picture in numbers."""
@@ -245,6 +251,27 @@ def _stack(maps: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack(maps)
 
 
+def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
+    """Mean weight by relative position, (..., 2 rows - 1, 2 columns - 1), of maps (..., n, n)."""
+    rows, columns, prefix = tokens.rows, tokens.columns, tokens.prefix
+    y, x = np.divmod(np.arange(rows * columns), columns)
+    place = (y - y[:, None] + rows - 1) * (2 * columns - 1) + (x - x[:, None] + columns - 1)  # (query, key)
+    size = (2 * rows - 1) * (2 * columns - 1)
+    counts = np.bincount(place.ravel(), minlength=size)
+    flat = maps[..., prefix:, prefix:].reshape(-1, place.size)
+    sums = np.stack([np.bincount(place.ravel(), weights=m, minlength=size) for m in flat])
+    return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
+
+
+def _targets(maps: np.ndarray, tokens: TokenGrid, filter_size: int) -> tuple[Offset, ...]:
+    """The offset (dy, dx), at most f // 2 in each direction, that has most weight in each of the maps (H, n, n)."""
+    dy, dx = (min(filter_size // 2, size - 1) for size in (tokens.rows, tokens.columns))
+    known = [(y, x) for y in range(-dy, dy + 1) for x in range(-dx, dx + 1)]
+    placed = _by_offset(maps, tokens)
+    weights = np.stack([placed[:, tokens.rows - 1 + y, tokens.columns - 1 + x] for y, x in known])
+    return tuple(known[best] for best in weights.argmax(0))
+
+
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
     """(patches, patches) bool: whether the key is in the f x f window around the query, or one of the f last tokens."""
     if tokens.causal:
@@ -279,6 +306,7 @@ class _Recorder:
         self.tokens = TokenGrid(*grid, causal=part.causal is True)
         self.maps = torch.zeros(part.heads, n, n, dtype=torch.float64)
         self.entropy = torch.zeros(part.heads, dtype=torch.float64)  # mean over rows, in units of log n
+        self.peak = torch.zeros(part.heads, dtype=torch.float64)  # mean over rows of their largest weight
         self.ranks: list[Tensor] = []  # stable ranks of the inputs' patch tokens, a tensor for each batch
         self.images = 0
         self._weights = {name: (part.read(name), part.read_bias(name)) for name in ("q", "k", "v")}
@@ -290,7 +318,7 @@ class _Recorder:
         step = max(1, _BYTES // (part.heads * n * n * 4))
         for start in range(0, count, step):
             some = wide[start : start + step]
-            maps = self._attend(some)
+            maps = self.attend(some)
             sums = maps.sum(0, dtype=torch.float64).cpu()
             if not bool(sums.isfinite().all()):
                 raise DataError(
@@ -301,6 +329,7 @@ class _Recorder:
             self.maps += sums
             rows = -torch.special.xlogy(maps, maps).sum(-1).mean(-1).sum(0, dtype=torch.float64)
             self.entropy += rows.cpu() / math.log(max(n, 2))
+            self.peak += maps.amax(-1).mean(-1).sum(0, dtype=torch.float64).cpu()
             self.ranks.append(stable_ranks(some[:, self.tokens.prefix :]).cpu())
         self.images += count
 
@@ -311,7 +340,8 @@ class _Recorder:
         out = out if bias is None else out + bias.to(x)[:, None]
         return out if name == "q" else out[:, [self.part.kv_head(h) for h in range(self.part.heads)]]
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """The maps (B, H, n, n) of inputs (B, n, d)."""
         q, k = self._project("q", x), self._project("k", x)
         if self._rotate is not None:
             q, k = self._rotate(q), self._rotate(k)
@@ -473,7 +503,7 @@ def attention_maps(
     Args:
         model: a network of weightscope, timm, torchvision or transformers, or any that `anatomy` supports.
         inputs: images (B, c, height, width), normalised as the model expects; or tokens (B, n) of an integer type.
-        filter_size: f, odd, of the neighbourhood and of the condition D >= k f^2.
+        filter_size: f, odd, of the neighbourhood, of the targets' and of the condition D >= k f^2.
         batch_size: images or sequences at a time; affects memory only.
         forward: how to call the model, `(model, inputs) -> anything`; `model(inputs)` if None.
         config: for models whose attributes do not contain the number of heads.
@@ -510,10 +540,14 @@ def attention_maps(
         codes, origin = _codes(model, tokens, part.width)
         q, k = part.read("q").double().cpu(), part.read("k").double().cpu()
         beta = torch.stack([(q[h] * k[part.kv_head(h)]).sum() for h in range(part.heads)]).numpy() / part.width
-        maps, entropy = (recorder.maps / images).numpy(), (recorder.entropy / images).numpy()
+        maps, entropy, peak = ((sums / images).numpy() for sums in (recorder.maps, recorder.entropy, recorder.peak))
         expected = None if codes is None else expected_map(codes, beta, part.scale)
+        targets = None
+        if codes is not None:
+            alone = F.layer_norm(torch.from_numpy(codes), codes.shape[-1:])[None]
+            targets = _targets(recorder.attend(alone)[0].numpy(), tokens, filter_size)
         ranks = torch.cat(recorder.ranks).numpy()
-        layers.append(LayerMaps(part.layer, part.name, maps, entropy, beta, expected, ranks, part.width))
+        layers.append(LayerMaps(part.layer, part.name, maps, entropy, peak, beta, expected, ranks, part.width, targets))
     kind: Literal["images", "sequences"] = "sequences" if sequences else "images"
     return AttentionMaps(tuple(layers), tokens, len(batch), filter_size, origin, skipped, kind)
 

@@ -175,8 +175,9 @@ def rank_condition(
 ) -> Axes:
     """Stable ranks k of layers' inputs against depth, with the bounds k <= D / f^2 (impulse paper, Eq. 3).
 
-    Points are means over images, bars the central 90 % of the images. A layer satisfies the condition for f if it is
-    below the line of f. `ranks` are (B,) stable ranks for each layer, `width` is D.
+    Points are means over images, bars the central 90 % of the images. A layer above the line of f fails the condition
+    for f; one below it may fail too, as the stable rank is at most the rank. `ranks` are (B,) stable ranks for each
+    layer, `width` is D.
 
     Example:
         >>> rank_condition([layer.stable_ranks for layer in found.layers], 384)
