@@ -14,6 +14,7 @@ NETWORKS = {
     "convnext-stages": lambda: ConvNeXt((8, 12), (1, 2), 3, 2, 5, in_channels=1, layer_scale=None),
     "convnext-large-image": lambda: ConvNeXt(4, 1, 7, 1, 5, in_channels=1, layer_scale=None),
     "convmixer": lambda: ConvMixer(8, 2, 5, 2, 5, in_channels=1),
+    "convmixer-sizes-by-depth": lambda: ConvMixer(8, 3, (3, 4, 5), 1, 5, in_channels=1),
     "convmixer-dilated": lambda: ConvMixer(8, 4, 3, 1, 5, in_channels=1, dilations="D"),
     "convmixer-none": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="none", norm="layer"),
     "convmixer-both": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="both"),

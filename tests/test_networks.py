@@ -13,12 +13,12 @@ from torch import nn
 
 from weightscope import networks
 from weightscope._util.plugins import member, reference_to
-from weightscope.errors import UsageError
-from weightscope.networks import ConvMixer, ConvNeXt, ViT, sinusoidal_positions
+from weightscope.errors import RecipeError, UsageError
+from weightscope.networks import ConvMixer, ConvNeXt, ViT, build_for, sinusoidal_positions
 from weightscope.networks.convmixer import dilation_schedule
 from weightscope.networks.layers import Mlp
 from weightscope.networks.vit import KINDS, GatedAttention, attention_layer
-from weightscope.recipe import ConvNeXtConfig, OwnNetworkConfig
+from weightscope.recipe import ConvNeXtConfig, OwnNetworkConfig, Recipe
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -120,6 +120,23 @@ def test_convmixer_has_the_parameters_of_thesis_equation_2_4(h: int, d: int, k: 
     """With c p^2 where the thesis prints c^2."""
     model = ConvMixer(h, d, k, p, n, in_channels=c)
     assert _parameters(model) == h * (d * (k**2 + h + 6) + c * p**2 + n + 3) + n
+
+
+def test_a_convmixer_may_have_filters_of_another_size_in_each_layer() -> None:
+    """Thesis 3.1.4 proposes it; the parameters are those of Eq. 2.4 with the mean of k^2."""
+    section = {"type": "convmixer", "width": 8, "depth": 3, "kernel_size": [3, 5, 9], "patch_size": 2}
+    recipe = Recipe.parse({"network": section, "data": {"name": "digits"}, "training": {"epochs": 1}})
+    for model in (ConvMixer(8, 3, (3, 5, 9), 2, 10, in_channels=1), build_for(recipe)):
+        sizes = [m.kernel_size for m in model.blocks.modules() if isinstance(m, nn.Conv2d) and m.groups > 1]
+        assert sizes == [(3, 3), (5, 5), (9, 9)]
+        assert _parameters(model) == 8 * (9 + 25 + 81 + 3 * (8 + 6) + 4 + 10 + 3) + 10
+        assert model(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+    equal, one = ConvMixer(8, 3, (5, 5, 5), 2, 10), ConvMixer(8, 3, 5, 2, 10)
+    equal.load_state_dict(one.state_dict(), strict=True)
+    images = torch.rand(2, 3, 8, 8)
+    torch.testing.assert_close(equal.eval()(images), one.eval()(images))
+    with pytest.raises(RecipeError, match="expected a number or one for each of 3 layers, found 2"):
+        recipe.replace({"network.kernel_size": [3, 5]})
 
 
 @pytest.mark.parametrize("kernel_size", [2, 4, 8])

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
 
+from weightscope import init as initialisers
 from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench, linear_probe
 from weightscope.benchmarking.run import Design
 from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import SequenceConfig
-from weightscope.errors import RecipeError
+from weightscope.errors import RecipeError, UsageError
+from weightscope.networks import build
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 from weightscope.training.engine import train_tile
@@ -180,6 +183,64 @@ def _kinds(command):
     if "network.type" in command:
         return {arm.recipe.network.type for arm in planned_command(command)[1]}
     return {Recipe.load(command.split()[1]).network.type}
+
+
+def _narrow(network, times=1):
+    """A small network with the same names of tensors, but fewer layers; its width and depth times a number."""
+    stages = len(network.width) if isinstance(network.width, tuple) else None
+    if stages is not None:
+        changes = {"width": tuple(8 * times * 2**i for i in range(stages)), "depth": (times,) * stages}
+    elif hasattr(network, "heads"):
+        changes = {"width": 8 * network.heads * times, "heads": network.heads * times, "depth": 2 * times}
+    elif network.type == "convmixer":
+        changes = {"width": 16 * times, "depth": 2 * times}
+    else:
+        changes = {"width": 64 * times, "state": 4}  # as deep as it is, for `layers` of initialisers
+    return network.model_copy(update=changes)
+
+
+def _applied(arm):
+    """Apply the initialiser of an arm to a small version of its network; teachers are twice as wide and as deep."""
+    network, (config,) = arm.recipe.network, arm.recipe.init
+    if isinstance(arm.recipe.data, SequenceConfig):
+        sizes = {"vocabulary": 16}
+    else:
+        size = 4 * network.patch_size if network.type == "vit" else 32
+        sizes = {"in_channels": 3, "image_size": size, "num_classes": 10}
+    numbers = dict(config.parameters)
+    for name in {"teacher", "source"} & set(numbers):
+        numbers[name] = build(_narrow(network, 2), **sizes)
+    initialise = initialisers.get(config.name, **numbers)
+    return initialise(build(_narrow(network), **sizes), generator=torch.Generator().manual_seed(0))
+
+
+def _arms():
+    """Arms of recipes and of commands of docs/papers.md: each argument of each initialiser on each type of network."""
+    arms = [arm for name in RECIPES if Recipe.load(name).bench for arm in Design.of(FOLDER / f"{name}.toml").arms]
+    arms += [arm for row in _paper_rows() for command in _commands(row) for arm in planned_command(command)[1]]
+    found, seen = [], set()
+    for arm in arms:
+        (config,) = arm.recipe.init
+        given = {
+            key: "a number" if isinstance(value, float) else str(value) for key, value in config.parameters.items()
+        }
+        values = {(arm.recipe.network.type, config.name, *item) for item in [(), *given.items()]}
+        if config.name != "default" and not values <= seen:
+            found.append(arm)
+        seen |= values
+    return found
+
+
+@pytest.mark.slow
+def test_the_initialisers_of_recipes_and_of_the_papers_can_be_applied():
+    """Such as `trunc_normal(select="blocks.*")`, which no tensor of a ConvNeXt matches."""
+    arms = _arms()
+    assert len({arm.recipe.init[0].name for arm in arms}) > 15
+    for arm in arms:
+        assert _applied(arm) is not None
+    _, (arm, *_) = planned_command("bench selection-convnext --init 'trunc_normal(select=\"blocks.*,head.*\")'")
+    with pytest.raises(UsageError, match=r"select: no tensor matches 'blocks\.\*'"):
+        _applied(arm)
 
 
 @pytest.mark.slow

@@ -98,8 +98,9 @@ def trunc_normal_(
 ) -> M:
     """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
-    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. Timm's vision transformers
-    leave the patch embedding at torch's default: `select="blocks.*,head.*"`.
+    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. This is timm's start of
+    ConvNeXts. Its vision transformers leave the patch embedding at torch's default, `select="blocks.*,head.*"`, and
+    start the class token at N(0, 1e-12), where `networks.ViT` has N(0, 4e-4); it is not changed here.
 
     Args:
         std: standard deviation before truncation, > 0.

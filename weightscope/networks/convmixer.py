@@ -60,8 +60,8 @@ class ConvMixer(nn.Module):
     Args:
         width: h, channels.
         depth: d, layers.
-        kernel_size: k of the depthwise filters, or one for each layer (thesis 3.1.4); even ones have torch's padding
-            "same".
+        kernel_size: k of the depthwise filters, or one for each layer (thesis 3.1.4 proposes it, and varies
+            dilations); even ones have torch's padding "same".
         patch_size: p.
         num_classes: n.
         in_channels: c.

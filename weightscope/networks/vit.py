@@ -24,7 +24,7 @@ from weightscope.networks.layers import (
     sinusoidal_positions,
 )
 
-EMBEDDING_STD = 0.02  # of learned positions and the class token, as in BERT, DeiT and timm
+EMBEDDING_STD = 0.02  # of learned positions, as in BERT, DeiT and timm, and the class token, as in DeiT
 AttentionKind = Literal["softmax", "gpsa", "conv-logits", "conv-map", "conv-softmax-map"]
 KINDS: tuple[str, ...] = get_args(AttentionKind)
 CONVOLUTIONAL = KINDS[2:]
@@ -252,7 +252,8 @@ class ViT(nn.Module):
     Names and shapes are those of `timm.models.vision_transformer.VisionTransformer`: with `pool="token"` of
     timm's `global_pool="token"`, with `pool="average"` of `global_pool="avg", class_token=False`.
     Weights and biases start from torch's defaults (Kaiming-uniform), not from a truncated normal (MLP paper,
-    section 3); the class token and learned positions from a normal of standard deviation 0.02.
+    section 3); the class token and learned positions from a normal of standard deviation 0.02. Timm's class token has
+    1e-6.
 
     Args:
         image_size: S.
