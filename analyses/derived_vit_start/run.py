@@ -80,9 +80,10 @@ RATE_CONTRASTS: tuple[Weights, ...] = (
     minus("derived", "derived, scale"),
 )
 PLAIN = tuple(row for row in RATE_CONTRASTS if not any(arm.startswith("centred") for arm in row))
-PART_SETTINGS: dict[str, tuple[dict[str, Any], int, int]] = {  # changes, root seed, n
-    "parts": ({}, 6_100_000, 64),
-    "parts, learned positions": (LEARNED, 6_110_000, 64),
+FEWER = ("derived, scale", "derived, QK only", "derived, K turned", "derived, V turned", "mimetic, VO only", "uniform")
+PART_SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[str, ...]]] = {  # changes, root seed, n, arms left out
+    "parts": ({}, 6_100_000, 64, ()),
+    "parts, learned positions": (LEARNED, 6_110_000, 64, FEWER),
 }
 # changes, rates, root seed and n of the choice, root seed and n of the test, contrasts
 RATE_SETTINGS: dict[str, tuple[dict[str, Any], Sequence[float], tuple[int, int], tuple[int, int], Any]] = {
@@ -195,8 +196,9 @@ def _part(found: Found, weights: Weights, sign: int) -> np.ndarray:
 
 def parts(name: str, recipe: Recipe, file: Path, work: Path, seeds: int | None, **options: Any) -> dict[str, Any]:
     """The first question."""
-    changes, seed, count = PART_SETTINGS[name]
-    found = trained(recipe.replace(changes), every_arm(file), work / _folder(name), seeds or count, seed, **options)
+    changes, seed, count, without = PART_SETTINGS[name]
+    arms = {arm: init for arm, init in every_arm(file).items() if not arm.startswith(without)}
+    found = trained(recipe.replace(changes), arms, work / _folder(name), seeds or count, seed, **options)
     values = {arm: accuracies for arm, (accuracies, _) in found.items()}
     over = {arm: paired(np.array(values[arm]), np.array(values["default"])) for arm in values if arm != "default"}
     return {"n": seeds or count, "contrasts": contrasts(found, PART_CONTRASTS), "over_default": over} | {
@@ -247,7 +249,7 @@ def rates(name: str, recipe: Recipe, file: Path, work: Path, seeds: int | None, 
 
 def by_step(recipe: Recipe, file: Path, networks: int) -> dict[str, Any]:
     """The tokens' common component before each block by training step, and the entropy of attention at the start."""
-    _, seed, _ = PART_SETTINGS["parts"]
+    _, seed, *_ = PART_SETTINGS["parts"]
     arms, out, device = every_arm(file), {}, torch.device("cpu")
     changes = {"population.networks": networks, "population.tile": networks, "population.seed": seed}
     for arm in MEASURED:
