@@ -120,17 +120,16 @@ def test_arms_are_compared_between_cells_with_both_intervals() -> None:
     assert BenchResult(runs, []).between("x.y") == [row | {"difference_ci_images": None}]
 
 
-def test_both_intervals_leave_out_a_network_without_a_finite_accuracy() -> None:
+def test_a_network_without_a_finite_accuracy_leaves_neither_interval() -> None:
     hits = dict(zip([("{}", 3, init) for init in ARMS[:2]], drawn(np.random.default_rng(4), 9, 0.7), strict=True))
     accuracies = {init: each.mean(axis=1) for (_, _, init), each in hits.items()}
     accuracies["a"][4] = np.nan  # and no hits
     hits["{}", 3, "a"][4] = False
     runs = [run for init, each in accuracies.items() for run in runs_of(init, each)]
     contrast = Contrast.parse("mean(a) - mean(default)", [({}, 3, init) for init in accuracies])
-    d = np.delete(hits["{}", 3, "a"].astype(float) - hits["{}", 3, "default"], 4, axis=0)
     row, (found,) = summarise(runs, hits=hits)[1], contrast_tests([contrast], runs, hits=hits)
-    assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"], row["level"])
-    assert found["ci_images"] == pytest.approx(over_images(d, found["ci"], found["level"]))
+    assert row["difference_ci_holm"] is row["difference_ci_images"] is found["ci"] is found["ci_images"] is None
+    assert row["pairs"] == found["pairs"] == 8
 
 
 @pytest.fixture(scope="module")

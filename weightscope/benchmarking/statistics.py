@@ -144,7 +144,7 @@ def _tested(
         )
         out.append({"seeds": len(seeds)})
         if np.isfinite([a, b]).any():
-            known.append((out[-1], weights, size, np.array(seeds)[np.isfinite(a - b)], a, b))
+            known.append((out[-1], weights, size, np.array(seeds), a, b))
     p_values = [paired(a, b, metric)["p"] for *_, a, b in known]
     found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
     for (row, weights, size, seeds, a, b), p, adjusted, level in found:
@@ -152,7 +152,7 @@ def _tested(
         row |= {
             "difference": None if plain["difference"] is None else size * plain["difference"],
             "p": p,
-            "pairs": len(seeds),
+            "pairs": int(np.isfinite(a - b).sum()),
             "p_holm": adjusted,
             "level": level,
         }
