@@ -136,7 +136,7 @@ def _tested(
     values = {arm: values_of(group, metric) for arm, group in groups.items()}
     out, known = list[dict[str, Any]](), []
     for weights in sums:
-        seeds = sorted(set.intersection(*(set(values.get(arm, ())) for arm in weights)))
+        seeds = np.array(sorted(set.intersection(*(set(values.get(arm, ())) for arm in weights))), dtype=int)
         size = sum(weight for weight in weights.values() if weight > 0)
         a, b = (
             np.array([sum(abs(w) * values[arm][k] for arm, w in weights.items() if w * sign > 0) / size for k in seeds])
@@ -144,7 +144,7 @@ def _tested(
         )
         out.append({"seeds": len(seeds)})
         if np.isfinite([a, b]).any():
-            known.append((out[-1], weights, size, np.array(seeds), a, b))
+            known.append((out[-1], weights, size, seeds, a, b))
     p_values = [paired(a, b, metric)["p"] for *_, a, b in known]
     found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
     for (row, weights, size, seeds, a, b), p, adjusted, level in found:
