@@ -69,6 +69,28 @@ def test_the_correlation_equals_that_of_the_coordinates():
     assert (found.total.channels, found.n, found.excluded) == (2 * C, 40, 0)
 
 
+def test_magnitudes_and_folded_gains():
+    """|f| and |d| by loops, d_c times the weight of the norm; a network without LayerScale has no other gain."""
+    rows = planted(40, 1, -0.4) + 0.1
+    for block, name in enumerate(("stages.0.blocks.0.norm.weight", "stages.0.blocks.1.norm.weight")):
+        f, d = coordinates(rows, block)
+        d = d * rows[:, SPEC.slices[name]]
+        for magnitude, (x, y) in {"": (f, d), "diagonal": (f, abs(d)), "both": (abs(f), abs(d))}.items():
+            found = filter_mlp_correlation(WeightArray(rows, SPEC), magnitude, folded=True).blocks[block]
+            assert found.correlation == pytest.approx(np.corrcoef(x.ravel(), y.ravel())[0, 1], abs=1e-12)
+
+
+def test_a_filter_that_follows_the_magnitude_is_found_by_that_alone():
+    """f = -0.5 |d| + noise, with d symmetric about zero: no correlation with d, at N = 300 beyond 5 standard errors."""
+    rows = np.random.default_rng(3).standard_normal((300, SPEC.size))
+    for block in range(2):
+        filters, diagonal = tensors(rows, block)[0], coordinates(rows, block)[1]
+        filters[:, :, 0, 1, 1] -= 0.5 * np.abs(diagonal)
+    signed, magnitude = (filter_mlp_correlation(WeightArray(rows, SPEC), of).total for of in ("", "diagonal"))
+    assert abs(signed.correlation) < 5 * signed.error
+    assert magnitude.correlation < -5 * magnitude.error
+
+
 def test_a_planted_effect_is_found():
     """At N = 300 the standard error is below 0.02; five of them have a false-alarm rate below 1e-6."""
     for correlation in (-0.4, 0.2):

@@ -71,7 +71,7 @@ def test_the_stored_table_of_one_structure_names_its_p_values() -> None:
     found = [table[name]["rows"] for name in table if name != "environment"]
     for rows in found:
         check_p_values(rows)
-    assert sum("p_unadjusted" in row for rows in found for row in rows) == 4
+    assert sum("p_unadjusted" in row for rows in found for row in rows) == 6 * (4 + 1)  # of each kind, blocks and all
 
 
 @pytest.mark.slow

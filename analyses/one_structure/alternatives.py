@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=run.HERE)
     parser.add_argument("--only", choices=run.CASES, action="append")
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--seeds", type=int, default=64)
+    parser.add_argument("--seeds", type=int, default=32)
     options = parser.parse_args()
     for name in options.only or ("convnext", "vit"):
         case, folder = run.CASES[name], options.work / name

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from weightscope.statistics.coordinates import Computed
 from weightscope.statistics.exchangeable import fisher_interval
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.samples import WeightSamples, usable_chunks
+
+_GAINS = ("norm.weight", "gamma")  # of a ConvNeXt's block, that act right before and after its MLP
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,12 @@ class FilterMLPCorrelation(Result):
         return f"{self.n} networks{excluded}, {r}, p = {found.p:.2g}"
 
 
-def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
+Magnitude = Literal["", "diagonal", "both"]
+
+
+def filter_mlp_correlation(
+    source: WeightSamples, magnitude: Magnitude = "", folded: bool = False
+) -> FilterMLPCorrelation:
     """The correlation of the central pixel of each depthwise filter with diag(W2 W1) of the MLP in its block.
 
         r = sum f d / sqrt(sum f^2 sum d^2),   d_c = (W2 W1)_cc,
@@ -73,6 +80,8 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     means over the networks and channels of their block. sum f d is a moment of third order of the weights, and the
     variance of d one of fourth order. So it is no entry of a covariance of weights: normal weights of mean zero do not
     have it, whatever their covariance, and a structure that is fitted to covariances does not reproduce it.
+    `magnitude` takes |d_c| ("diagonal"), or |d_c| and |f_c| ("both"). `folded` multiplies d_c by the weight of the norm
+    before the MLP and by the block's LayerScale, if there is one: diag(gamma W2 W1 g) acts on what the norm gives.
 
     Channels and blocks of one network depend on each other. The standard error is that of the delta method over
     networks, with psi_k = a_k / sqrt(B C) - (r / 2) (b_k / B + c_k / C) for the sums a_k, b_k and c_k of f d, f^2 and
@@ -93,14 +102,22 @@ def filter_mlp_correlation(source: WeightSamples) -> FilterMLPCorrelation:
     for part in parts:
         (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
         pairs.append((Computed("center", part.filters.parameters), Computed("diag", (fc2, fc1))))
-    read = source.spec.select([name for pair in pairs for one in pair for name in one.tensors])
+    blocks_of = [pair[1].tensors[1].removesuffix("mlp.fc1.weight") for pair in pairs]
+    gains = [[f"{block}{name}" for name in _GAINS if folded and f"{block}{name}" in zeros] for block in blocks_of]
+    names = [name for pair in pairs for one in pair for name in one.tensors]
+    read = source.spec.select([*names, *(name for each in gains for name in each)])
     values: list[list[list[np.ndarray]]] = []
     excluded = 0
     for rows, diverged in usable_chunks(source, read.names):
         finite = finite_rows(rows)
         excluded += diverged + int((~finite).sum())
         tensors = {t.name: rows[finite][:, read.slices[t.name]].reshape(-1, *t.shape) for t in read.tensors}
-        values.append([[one(tensors).astype(np.float64) for one in pair] for pair in pairs])
+        values.append([])
+        for (center, diag), factors in zip(pairs, gains, strict=True):
+            f, d = center(tensors).astype(np.float64), diag(tensors).astype(np.float64)
+            for name in factors:
+                d = d * tensors[name]
+            values[-1].append([np.abs(f) if magnitude == "both" else f, np.abs(d) if magnitude else d])
     blocks = [tuple(np.concatenate(side) for side in zip(*found, strict=True)) for found in zip(*values, strict=True)]
     n = len(blocks[0][0])
     if n < 3:

@@ -2,31 +2,34 @@
 
     python analyses/one_structure/run.py collect --work one-structure
     python analyses/one_structure/run.py table --work one-structure
+    python analyses/one_structure/run.py gains --work one-structure
     python analyses/one_structure/run.py bench --work one-structure --workers 2
 
 `collect` trains a population of each architecture on the digits, `table` writes `table.json` (the entries that the
-published schemes are), `bench` fits initialisers, chooses their gain on seeds and images apart, and writes
-`results.json`. All can be interrupted and resume.
+published schemes are), `gains` writes `gains.json` (what clipping and projection leave of a gain), `bench` fits
+initialisers, chooses their gain on seeds and images apart, and writes `results.json`. All can be interrupted and
+resume.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filter_mlp import filter_mlp_correlation
+from filter_mlp import Magnitude, filter_mlp_correlation
 
 from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import exchangeable_covariance
-from weightscope.benchmarking import bench, choose_gain
+from weightscope.benchmarking import BenchResult, bench, choose_gain
 from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import by_arm, holm, paired
+from weightscope.benchmarking.statistics import by_arm, holm
 from weightscope.data.readers import fashion_mnist_at_hand
-from weightscope.fits.fitting import fit
+from weightscope.fits.fitting import fit, fit_each
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
@@ -77,6 +80,11 @@ class Case:
         }
 
 
+MAGNITUDES: dict[Magnitude, str] = {
+    "": "central pixel and diag(W2 W1)",
+    "diagonal": "central pixel and |diag(W2 W1)|",
+    "both": "|central pixel| and |diag(W2 W1)|",
+}
 FILTERS = InitConfig.model_validate({"name": "conv_covariance", "preset": "cifar-patch2"})
 CONVNEXT = ("mimetic_mlp", FILTERS, "mimetic_conv_mlp", "mimetic_first_last_mlp")
 CONVNEXTS = Recipe.load(ROOT / "populations/digits-convnext.toml").replace({"training.epochs": 12})
@@ -136,14 +144,17 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
         size = {"value": pair.correlation, "ci95": list(pair.ci95), "z": float(pair.z), "p": pair.p}
         rows.append({"scheme": scheme, "what": "correlation", "a": a, "b": b, "groups": list(pair.groups)} | size)
     if architecture == "convnext":
-        for block in filter_mlp_correlation(population).blocks:
-            scheme = "beyond covariances: central pixel and diag(W2 W1)"
-            size = {"value": block.correlation, "ci95": list(block.ci95), "p_unadjusted": block.p}
-            rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
+        for folded, magnitude in product((False, True), MAGNITUDES):
+            scheme = f"beyond covariances: {MAGNITUDES[magnitude]}{' (folded)' if folded else ''}"
+            found = filter_mlp_correlation(population, magnitude, folded)
+            for block in (*found.blocks, found.total):
+                size = {"value": block.correlation, "ci95": list(block.ci95), "p_unadjusted": block.p}
+                rows.append({"scheme": scheme, "what": "correlation", "a": block.name} | size)
     for tensor in population.spec.tensors:
         shape = tensor.shape
         if len(shape) == 4 and shape[1] == 1 and "blocks" in tensor.name:
             rows.append(_neighbours(_weights(population, tensor.name)) | {"a": tensor.name})
+            rows.append(_pixels(population.weights(tensor.name).reshape(-1, *shape)) | {"a": tensor.name})
         elif tensor.name.endswith(("fc1.weight", "fc2.weight")) or (len(shape) == 4 and "blocks" in tensor.name):
             matrices = _weights(population, tensor.name).reshape(len(population), *shape[:2])
             what = tensor.name.split(".")[-2] if len(shape) == 2 else "pointwise"
@@ -173,6 +184,16 @@ def _neighbours(filters: np.ndarray) -> dict[str, Any]:
     return row | _ratio(above, 2 * np.square(w).mean((1, 2, 3)))
 
 
+def _pixels(filters: np.ndarray) -> dict[str, Any]:
+    """Mean of the central pixel of filters (N, channels, 1, k, k); mean and standard deviation of each pixel (k, k)."""
+    w, middle = filters[:, :, 0].astype(np.float64), filters.shape[-1] // 2
+    networks = w[..., middle, middle].mean(1)
+    value, error = float(networks.mean()), float(networks.std(ddof=1) / np.sqrt(len(networks)))
+    row = {"scheme": "filters: mean of the central pixel", "what": "mean", "value": value}
+    each = {"means": w.mean((0, 1)).round(4).tolist(), "deviations": w.std((0, 1)).round(4).tolist()}
+    return row | {"ci95": [value - 1.96 * error, value + 1.96 * error]} | each
+
+
 def _ratio(above: np.ndarray, below: np.ndarray) -> dict[str, Any]:
     """sum(above) / sum(below) over networks, with a 95 % interval by the jackknife."""
     n = len(above)
@@ -180,6 +201,20 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> dict[str, Any]:
     left_out = (above.sum() - above) / (below.sum() - below)
     error = float(np.sqrt((n - 1) / n * np.square(left_out - left_out.mean()).sum()))
     return {"value": float(value), "ci95": [float(value - 1.96 * error), float(value + 1.96 * error)]}
+
+
+def realised(population: Population, case: Case) -> list[dict[str, Any]]:
+    """For each type that keeps correlations, their number, how many are clipped and what is left of each gain."""
+    gains = (*GAINS[1:], 100.0)
+    options = [{"gain": gain} for gain in gains]
+    fits = fit_each(population, case.select.split(","), "exchangeable", options, joint="all")
+    rows: dict[str, dict[str, Any]] = {}
+    for gain, one in zip(gains, fits, strict=True):
+        for label, note in one.groups[0].structure.diagnostics.items():
+            if isinstance(note, dict) and note.get("kept"):
+                row = rows.setdefault(label, {"type": label, "kept": note["kept"], "clipped": {}, "realised": {}})
+                row["clipped"][f"{gain:g}"], row["realised"][f"{gain:g}"] = note["clipped"], note["realised"]
+    return list(rows.values())
 
 
 def fitted(population: Population, case: Case, folder: Path) -> Callable[..., Path]:
@@ -197,7 +232,7 @@ def fitted(population: Population, case: Case, folder: Path) -> Callable[..., Pa
 
 
 def benchmarks(case: Case, population: Population, folder: Path, **options: Any) -> dict[str, Any]:
-    """Every condition with its arms; the label of a control is that of its initialiser with "(scale only)"."""
+    """Every condition with its arms; a control's label is its initialiser's with "(scale only)" or "(uncorrelated)"."""
     artifact = fitted(population, case, folder)
     choice = choose_gain(
         population, case.select.split(","), folder / "gain", gains=GAINS, seeds=GAIN_SEEDS, epochs=case.short, **options
@@ -205,12 +240,13 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
     derived = str(artifact(f"gain-{choice.gain:g}", gain=choice.gain))
     best = labelled(case.hand_made[0])[1]  # the one that the derived initialiser is combined with
     on_top = best.model_copy(update={"artifact": derived})
-    arms = ["default", derived, InitConfig(artifact=derived, control="scale"), best, on_top]
+    arms = ["default", derived, *(InitConfig(artifact=derived, control=kind) for kind in CONTROLS), best, on_top]
     more: list[Any] = [str(artifact("gain-0", gain=0.0)), str(artifact("gain-1", gain=1.0)), str(artifact("shrunk"))]
     more += [str(artifact("within-blocks", joint="block", gain=choice.gain))]
     more += [best.model_copy(update={"artifact": str(artifact("scale", "isotropic", "tensor"))}), *case.hand_made[1:]]
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
-    out: dict[str, Any] = {"gain": choice.to_dict(), "conditions": {}}
+    chosen = {"gain": choice.gain, "curve": choice.rows(), "settings": choice.settings}
+    out: dict[str, Any] = {"gain": chosen | {"accuracies": accuracies(choice.trainings.runs)}, "conditions": {}}
     conditions = case.conditions()
     if "other data" in SEEDS and not fashion_mnist_at_hand(options.get("data")):
         print("Fashion-MNIST is not at hand: no comparison on other data")
@@ -225,17 +261,28 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
         out["conditions"][condition] = {
             "recipe": {key: value for key, value in recipe.to_dict().items() if key != "init"},
             "arms": found.arms,
-            "contrasts": contrasts(found.runs, Path(derived).stem, labelled(best)[0]),
+            "contrasts": contrasts(found, Path(derived).stem, labelled(best)[0]),
             "accuracies": accuracies(found.runs),
+            "environment": environment(),
         }
         print(f"{condition}\n{found.text()}", flush=True)
     return out
 
 
-def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[dict[str, Any]]:
-    """The study's questions as paired differences of two arms; p-values adjusted for their number (Holm)."""
+def contrasts(found: BenchResult, derived: str, hand_made: str) -> list[dict[str, Any]]:
+    """The study's questions as paired differences of two arms; p-values adjusted for their number (Holm).
+
+    `difference_ci95` is for the test images that were used, `difference_ci95_images` for others as well
+    (`weightscope.benchmarking.statistics.over_images`); neither is adjusted.
+    """
+    scale, uncorrelated = (derived + CONTROLS[kind].suffix for kind in ("scale", "uncorrelated"))
     wanted = {
-        "structure beyond scale": (derived, derived + CONTROLS["scale"].suffix),
+        "structure beyond scale": (derived, scale),
+        "moments of each part": (uncorrelated, scale),
+        "correlations": (derived, uncorrelated),
+        "moments of each part, gain 0": ("gain-0", scale),
+        "correlations, gain 0": (derived, "gain-0"),
+        "correlations, not amplified": ("gain-1", "gain-0"),
         "gain": (derived, "gain-1"),
         "across layers": (derived, "within-blocks"),
         "derived or hand-made": (derived, hand_made),
@@ -243,12 +290,13 @@ def contrasts(runs: list[dict[str, Any]], derived: str, hand_made: str) -> list[
         "derived below hand-made": (f"{derived}+{hand_made}", hand_made),
         "derived rather than scale below hand-made": (f"{derived}+{hand_made}", f"scale+{hand_made}"),
     }
-    accuracy = accuracies(runs)
-    rows = []
+    known, rows = accuracies(found.runs), []
     for question, (one, other) in wanted.items():
-        if one != other and one in accuracy and other in accuracy:
-            found = paired(np.array(accuracy[one]), np.array(accuracy[other]))
-            rows.append({"question": question, "arm": one, "against": other, "n": len(accuracy[one])} | found)
+        if one != other and one in known and other in known:
+            test = found.contrast(f"mean({one!r}) - mean({other!r})")
+            row = {"question": question, "arm": one, "against": other, "n": test["pairs"]}
+            row |= {"difference": test["difference"], "difference_ci95": test["ci"], "p": test["p"]}
+            rows.append(row | {"difference_ci95_images": test["ci_images"]})
     return [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
 
 
@@ -259,7 +307,7 @@ def accuracies(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("collect", "table", "bench"))
+    parser.add_argument("part", choices=("collect", "table", "gains", "bench"))
     parser.add_argument("--work", type=Path, default=Path("one-structure"), help="folder of populations and runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--only", choices=CASES, action="append")
@@ -272,6 +320,8 @@ def main() -> None:
         population = collect(recipe, folder / "population.pop", workers=options.workers, device="cpu")
         if options.part == "table":
             merge(options.out / "table.json", name, {"networks": len(population), "rows": table(population, name)})
+        if options.part == "gains":
+            merge(options.out / "gains.json", name, {"networks": len(population), "types": realised(population, case)})
         if options.part == "bench":
             found = benchmarks(case, population, folder, workers=options.workers, device="cpu", data=options.data)
             merge(options.out / "results.json", name, found)

@@ -48,7 +48,9 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     chosen = f"gain-{found['gain']['gain']:g}"
     assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
     assert arms[chosen]["beyond_scale"] is not None
-    assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]
+    assert [gain for point in found["gain"]["curve"] for gain in (point["gain"], *point["same"])] == [0.0, 3.0]
+    assert study.realised(population, case) == []  # of 12 networks, no correlation is kept
+    assert f"{chosen} (uncorrelated)" in arms
     assert all(case.recipe.network.type == name for name, case in study.CASES.items())
     rows = study.table(population, "convnext")
     study.merge(tmp_path / "table.json", "convnext", {"networks": len(population), "rows": rows})
