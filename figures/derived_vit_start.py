@@ -20,6 +20,8 @@ RATES = {
     "rates, learned positions": "4 epochs, learned positions",
     "rates, 16 epochs": "16 epochs, sinusoidal positions",
 }
+PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; queries and keys do nothing"
+RATES_TITLE = "RATES"
 STARTS = (
     "default",
     "derived",
@@ -40,7 +42,9 @@ def draw_parts(results: dict[str, Any], out: Path) -> None:
     """Points over the default of every arm of the first question."""
     found = [name for name in PARTS if name in results]
     rows = list(results[found[0]]["over_default"])
-    figure, axes = plots.subplots(1, len(found), width=3.4 * len(found) + 2.4, height=0.3 * len(rows) + 1.1)
+    figure, axes = plots.subplots(
+        1, len(found), width=3.4 * len(found) + 2.4, height=0.3 * len(rows) + 1.6, title=PARTS_TITLE
+    )
     for i, (ax, name) in enumerate(zip(axes[0], found, strict=True)):
         for arm, row in results[name]["over_default"].items():
             y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
@@ -93,7 +97,7 @@ def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start.png") -> Non
     results = json.loads((study / "results.json").read_text())
     draw_parts(results, out)
     found = [name for name in RATES if name in results]
-    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.4)
+    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.4, title=RATES_TITLE)
     for ax, name in zip(axes[0], found, strict=False):
         draw_curves(ax, results[name], f"{RATES[name]}, n = {results[name]['n']}")
     draw_steps(axes[0][-1], results["by step"])
