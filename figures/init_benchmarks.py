@@ -17,6 +17,7 @@ ANALYSES = HERE.parent / "analyses"
 OTHERS = (
     "convolution_biases",
     "dilation_schedules",
+    "frozen_filter_inits/equal_energy",
     "language_markov",
     "mimetic_beyond_scale",
     "mimetic_beyond_scale/fresh_seeds",
