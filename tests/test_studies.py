@@ -202,6 +202,18 @@ def test_effects_of_components_are_found() -> None:
     assert {names for names, row in rows.items() if row["p_holm"] < 0.01} == {("a",), ("cb",), ("a", "cb")}
 
 
+def test_whether_layers_differ() -> None:
+    """With two arms F is the square of the paired t, and epsilon is 1; of eight alike ones few are called different."""
+    study, noise = script("analyses/one_layer_transfer/summary.py"), np.random.default_rng(0)
+    two = noise.normal(size=(2, 12))
+    found, paired = study.repeated_measures(two), stats.ttest_rel(*two)
+    assert found["f"] == pytest.approx(paired.statistic**2)
+    assert (found["epsilon"], found["p"]) == pytest.approx((1, paired.pvalue))
+    alike = noise.normal(size=(400, 8, 12)) * np.linspace(0.5, 2, 8)[:, None] + 5 * noise.normal(size=(400, 1, 12))
+    assert sum(study.repeated_measures(values)["p"] < 0.05 for values in alike) < 0.08 * len(alike)
+    assert study.repeated_measures(alike[0] + 4 * np.eye(8, 1))["p"] < 0.01  # one layer that is better
+
+
 def test_when_a_correlation_appears() -> None:
     appearance = script("analyses/emergence/emergence.py").appearance
 

@@ -5,13 +5,13 @@ from torch import Generator, nn
 
 from weightscope import init as wi
 from weightscope.anatomy import attention
+from weightscope.population import Population
 
-TEACHERS = 4
 
-
-def teacher(generator: Generator | None) -> str:
+def teacher(generator: Generator | None) -> nn.Module:
     """One network of teacher.pop, the same in all arms of a seed: the first that is drawn."""
-    return f"teacher.pop::{int(torch.randint(TEACHERS, (), generator=generator))}"
+    found = Population("teacher.pop")
+    return found.network(int(torch.randint(len(found), (), generator=generator)))
 
 
 def repeated_(module: nn.Module, *, layer: int = 0, generator: Generator | None = None) -> nn.Module:
