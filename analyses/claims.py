@@ -101,6 +101,11 @@ def teachers(init: str, numbers: str) -> np.ndarray:
     return np.mean([accuracy("transfer_parts_inits", arm) for arm in arms], 0)
 
 
+def repeated(*layers: int) -> np.ndarray:
+    """Accuracies in % by seed (n,) of ViTs with one layer of a trained one in all places, the mean over some layers."""
+    return np.mean([accuracy("one_layer_transfer", f"repeated_ (layer={i})") for i in layers], 0)
+
+
 def tuned(init: str, positions: str = "sinusoidal", rate: float = 0.012) -> np.ndarray:
     """Accuracies in % by seed (n,) of a start at a rate, by default the best one of all starts but mimetic attention."""
     return accuracy("vit_rate_inits", init, positions=positions, learning_rate=rate)
@@ -226,6 +231,11 @@ def claims() -> list[Claim]:
         Claim("Trained matrices are a good start for other data, beyond their scale", "thesis 4.1, proposed", "transfer_parts_inits", "copied - entries permuted, 4 epochs", teachers("transfer_singular", "fraction=1, select=blocks.*") - teachers("permuted_", "mode=entries"), decide="tuned rates", declared=True),
         Claim("The top quarter of their singular directions loses no more than 2 points of it", "thesis 4.1, proposed", "transfer_parts_inits", "a quarter over default weights - copied, within 2 points, mean of two teachers", teachers("transfer_singular", "fraction=0.25, remainder=keep, select=blocks.*") - teachers("transfer_singular", "fraction=1, select=blocks.*"), sign=0, margin=2, declared=True),
         Claim("Singular values and what each unit reads, without the units' order, are worth something", "thesis 4.1, proposed", "transfer_parts_inits", "rows permuted - entries permuted", teachers("permuted_", "mode=rows") - teachers("permuted_", "mode=entries"), declared=True),
+        Claim("One layer of a trained network, in all places, is a good start", "thesis 3.3.5, Fig. 3.34; of Mambas", "one_layer_transfer", "mean of layers 0 to 7 - default, ViTs on the digits, 4 epochs", repeated(*range(8)) - accuracy("one_layer_transfer", "default"), decide="30 seeds; Mambas trained on text", declared=True),
+        Claim("The benefit is in some layers, near T_31 of 48", "thesis 3.3.5, Fig. 3.34; of Mambas", "one_layer_transfer", "layers 4 and 5 - layer 0", repeated(4, 5) - repeated(0), decide="more seeds; Mambas trained on text", declared=True),
+        Claim("It is more than the layer's scale", "thesis 4.1, proposed", "one_layer_transfer", "layer 4 - its scale", less("one_layer_transfer", "repeated_ (layer=4)", "repeated_ (layer=4) (scale only)"), decide="more seeds, other layers", declared=True),
+        Claim("Trained layers need their places", "thesis 4.1", "one_layer_transfer", "all layers, own - other places", less("one_layer_transfer", "placed_ (own=True)", "placed_ (own=False)"), decide="30 seeds", declared=True),
+        Claim("All trained layers in other places are a good start", "thesis 4.1", "one_layer_transfer", "all layers, other places - default", less("one_layer_transfer", "placed_ (own=False)", "default")),
         Claim("Mimetic Mambas learn to copy", "thesis Fig. 3.24", "copying/start", "width 32, 600 steps", less("copying/start", SSM, "default", width=32, epochs=12)),
         Claim("More than the scale of its weights (not claimed, implied)", "thesis Fig. 3.24", "copying/start", "mimetic - scale, width 32, 600 steps", less("copying/start", SSM, f"{SSM} (scale only)", width=32, epochs=12)),
         Claim("and generalise to twice the length from strings of one length without a stop token (not claimed)", "thesis Fig. 3.24", "copying/start", "accuracy at 2x, width 32, against 90 %", accuracy("copying/start", SSM, "accuracy_2x", width=32, epochs=12), null=90, decide="the claim is of varying lengths: `copying/varied`"),
