@@ -190,11 +190,9 @@ class _Problem:
         from scipy.optimize import minimize
 
         index, start = self.tokens.targets(offset), torch.stack(_balanced(a, b)) if move_key else a[None]
-        roots = self.y.norm(dim=0).sqrt()[:, None]  # of the singular values; steps are larger where codes are
-        roots = roots / roots[0]
 
         def factors(x: np.ndarray) -> tuple[Tensor, Tensor | float]:
-            both = torch.from_numpy(x).reshape(start.shape) / roots
+            both = torch.from_numpy(x).reshape(start.shape)
             size = both.norm(dim=(1, 2), keepdim=True) / self.norm if self.norm else 1.0
             return both / size, size
 
@@ -204,10 +202,10 @@ class _Problem:
             slope = torch.stack(gradients[: len(start)])
             if self.norm:
                 slope = slope - both * (slope * both).sum((1, 2), keepdim=True) / self.norm**2
-            return loss, (slope / size / roots).reshape(-1).numpy()
+            return loss, (slope / size).reshape(-1).numpy()
 
         options: Any = {"maxiter": 100, "maxcor": 20, "ftol": 0.0, "gtol": 0.0}
-        found = minimize(flat, (start * roots).reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
+        found = minimize(flat, start.reshape(-1).numpy(), jac=True, method="L-BFGS-B", options=options)
         both, _ = factors(found.x)
         return _balanced(both[0], both[1]) if move_key else (both[0], b)
 
