@@ -1,4 +1,4 @@
-"""When in training correlations appear, and what early laws give: reads analyses/emergence/results.json."""
+"""When in training correlations appear, and what early ones give as a start: reads analyses/emergence/results.json."""
 
 import json
 from pathlib import Path
@@ -6,22 +6,19 @@ from pathlib import Path
 import numpy as np
 
 from weightscope import plots
+from weightscope._util.arms import CONTROLS
 from weightscope.plots import theme
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "emergence"
 KINDS = {"convnext": "ConvNeXt", "vit": "ViT"}
 STRIPES = ("stripes of fc1, column means", "stripes of fc2, row means")
-ARMS = {
-    "end": "law of the last epoch, amplified",
-    "early": "law of an early epoch, amplified",
-    "end (scale only)": "last epoch, scale only",
-    "early (scale only)": "early epoch, scale only",
-}
+ARMS = {"end": "distribution of epoch {}", "early": "distribution of epoch {}"}
+KINDS_OF_ARM = ("", *(control.suffix for control in CONTROLS.values()))
 
 
 def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
-    """Draw three panels: correlations and stripes against training, and what the laws give as initialisers."""
+    """Draw three panels: correlations and stripes against training, and both distributions as initialisers."""
     results = json.loads((study / "results.json").read_text())
     moments = results["snapshots"]
     figure, (axes,) = plots.subplots(1, 3, width=13.5, height=4.3)
@@ -39,7 +36,11 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
             ax.plot(moments, values.T, **style | {"lw": 0.6, "alpha": 0.45, "marker": None})
             label = f"{word}: {what.removeprefix('stripes of ')}"
             ax.plot(moments, values.mean(0), label=label, **style)
-    titles = ("Correlations within and across layers", "Stripes", "What the laws give as a start")
+    titles = (
+        "Norms against fc1 correlate, QK and VO hardly",
+        "Stripes of fc1 appear by epoch 4",
+        "As a start, only the last epoch's helps",
+    )
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title)
     for ax, level, text in ((axes[0], 0, "correlation"), (axes[1], 1, "variance of means / of independent entries")):
@@ -51,16 +52,19 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
         ax.legend(frameon=False, fontsize=theme.SMALL)
     axes[1].set_yscale("log", base=2)
     axes[1].yaxis.set_major_formatter("{x:g}")
-    found = results["initialisers"]["against default"]
-    shown = [arm for arm in ARMS if arm in found]
-    for y, arm in enumerate(shown):
-        style = {"color": theme.PALETTE[int("scale" in arm)]}
-        axes[2].plot(100 * np.array(found[arm]["difference_ci95"]), [y, y], lw=1.6, **style)
-        axes[2].plot(100 * found[arm]["difference"], y, theme.MARKERS[int("scale" in arm)], ms=5, **style)
+    initialisers = results["initialisers"]
+    found, shown = initialisers["against default"], []
+    for arm, words in ARMS.items():
+        for kind, suffix in enumerate(KINDS_OF_ARM):
+            if arm + suffix in found:
+                row, y, style = found[arm + suffix], len(shown), {"color": theme.PALETTE[kind]}
+                axes[2].plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
+                axes[2].plot(100 * row["difference"], y, theme.MARKERS[kind], ms=5, **style)
+                shown.append(words.format(initialisers["gains"][arm]["epoch"]) + suffix.replace(" (", ", ").strip(")"))
     axes[2].axvline(0, color=theme.INK, lw=0.8, zorder=0)
-    axes[2].set_yticks(range(len(shown)), [ARMS[arm] for arm in shown])
+    axes[2].set_yticks(range(len(shown)), shown)
     axes[2].set_ylim(len(shown) - 0.4, -0.6)
-    axes[2].set_xlabel(f"points over the default start, {results['initialisers']['n']} paired seeds, 95 %")
+    axes[2].set_xlabel(f"points over the default start, {initialisers['n']} paired seeds, 95 %")
     plots.save(figure, out)
 
 

@@ -1,8 +1,9 @@
-"""When in training do correlations appear, and is the law of an early epoch as good an initialiser as that of the end?
+"""When in training do correlations appear, and is a distribution of an early epoch as good a start as that of the end?
 
     python analyses/emergence/emergence.py --work emergence --workers 2
 
-DESIGN.md says what is measured. Trains the networks (it resumes), and writes `results.json`.
+DESIGN.md says what is measured. Trains the networks (it resumes), and writes `results.json`; `--part appearance` and
+`--part initialisers` replace one half of it.
 """
 
 import argparse
@@ -13,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import Emergence, emergence
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
-from weightscope.benchmarking.statistics import by_arm, paired
+from weightscope.benchmarking.statistics import by_arm
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.statistics.mlps import stripes
@@ -29,6 +31,7 @@ SNAPSHOTS, EARLY = (0, 1, 2, 4, 8, 16), 2
 NETWORKS, SEEDS, BENCH_EPOCHS = 128, 96, 2
 GAINS, GAIN_SEEDS = (1.0, 2.0, 4.0, 8.0), 16
 SEED, BENCH_SEED = 5_200_000, 5_300_000
+PARTS = ("appearance", "initialisers")
 PAIRS = {
     "norm bias against fc1": ("{norm}.bias", "mlp.fc1.weight", 1),
     "QK": ("attn.qkv.weight[q]", "attn.qkv.weight[k]", 2),
@@ -99,23 +102,34 @@ def appearance(curve: Sequence[dict[str, Any] | None], moments: Sequence[int]) -
 def benchmark(
     population: Population, work: Path, early: int, epochs: int, seeds: int, gain_seeds: int, **options: Any
 ) -> dict[str, Any]:
-    """Networks initialised by the laws of an early epoch and of the end, their scale controls, and the default."""
+    """Networks initialised by distributions of an early epoch and of the end, their controls, and the default."""
     arms, gains = {"default": "default"}, {}
     for arm, moment in (("early", early), ("end", population.snapshots[-1])):
         training = {"seeds": gain_seeds, "epochs": epochs, **options}
         choice = choose_gain(population.at(moment), "blocks.*", work / f"gain-{arm}", gains=GAINS, **training)
         choice.fit.save(work / f"{arm}.safetensors")
-        gains[arm] = {"epoch": moment, "gain": choice.gain, "curve": choice.rows()}
+        gains[arm] = {"epoch": moment, "gain": choice.gain, "curve": choice.rows(), "settings": choice.settings}
         arms[arm] = str(work / f"{arm}.safetensors")
     recipe = population.recipe.replace({"training.epochs": epochs})
-    found = bench(recipe, arms, work / "bench", seeds=seeds, seed=BENCH_SEED, control="scale", **options)
+    found = bench(recipe, arms, work / "bench", seeds=seeds, seed=BENCH_SEED, control=tuple(CONTROLS), **options)
     accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
-    values = {arm: np.array(each) for arm, each in accuracy.items()}
-    contrast = paired(values["early"], values["end"])
-    deviation = float((values["early"] - values["end"]).std(ddof=1))
-    against_default = {arm: paired(each, values["default"]) for arm, each in values.items() if arm != "default"}
-    return {"epochs": epochs, "n": seeds, "gains": gains, "contrast": contrast | {"deviation": deviation}} | {
-        "against default": against_default,
+
+    def less(one: str, other: str) -> dict[str, Any]:
+        """The paired difference, with its interval for the test images that were used, and for others as well."""
+        test = found.contrast(f"mean({one!r}) - mean({other!r})")
+        row = {"difference": test["difference"], "difference_ci95": test["ci"], "p": test["p"]}
+        return row | {"difference_ci95_images": test["ci_images"]}
+
+    scale, uncorrelated = (control.suffix for control in CONTROLS.values())
+    deviation = float((np.array(accuracy["early"]) - accuracy["end"]).std(ddof=1))
+    return {
+        "epochs": epochs,
+        "n": seeds,
+        "gains": gains,
+        "contrast": less("early", "end") | {"deviation": deviation},
+        "against default": {arm: less(arm, "default") for arm in accuracy if arm != "default"},
+        "correlations": {arm: less(arm, arm + uncorrelated) for arm in gains},
+        "moments of each part": {arm: less(arm + uncorrelated, arm + scale) for arm in gains},
         "accuracies": accuracy,
     }
 
@@ -123,6 +137,7 @@ def benchmark(
 def run(
     work: Path,
     out: Path,
+    parts: Sequence[str] = PARTS,
     networks: int = NETWORKS,
     snapshots: Sequence[int] = SNAPSHOTS,
     early: int = EARLY,
@@ -132,18 +147,22 @@ def run(
     **options: Any,
 ) -> dict[str, Any]:
     """Train what is missing, and write the results."""
-    options = {"workers": 1, "device": "cpu"} | options
-    result: dict[str, Any] = {"networks": networks, "snapshots": list(snapshots), "seed": SEED}
-    for kind in KINDS:
+    options, file = {"workers": 1, "device": "cpu"} | options, out / "results.json"
+    result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    result |= {"networks": networks, "snapshots": list(snapshots), "seed": SEED}
+    for kind in KINDS if "appearance" in parts else ():
         population = trained(kind, work, networks, snapshots, **options)
         found = emergence(population)
         significant = [sum(pair.p < 0.05 for pair in one.pairs()) for one in found.found.values()]
         rows = [*pair_rows(kind, found, population.recipe.network.depth), *stripe_rows(population)]
         result[kind] = {"significant pairs": significant, "pairs": [len(one.pairs()) for one in found.found.values()]}
         result[kind] |= {"accuracy": float(population.metrics["test_accuracy"].mean()), "rows": rows}
-    result["initialisers"] = benchmark(population, work, early, epochs, seeds, gain_seeds, **options)
-    result["environment"] = environment()
-    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n")
+    if "initialisers" in parts:
+        population = trained("vit", work, networks, snapshots, **options)
+        result["initialisers"] = benchmark(population, work, early, epochs, seeds, gain_seeds, **options)
+    before = result.get("environment", {})
+    result["environment"] = {part: environment() if part in parts else before.get(part, before) for part in PARTS}
+    file.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
 
@@ -153,8 +172,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("emergence"), help="folder of the networks")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--part", choices=PARTS, action="append", help="of the results; by default all")
     options = parser.parse_args()
-    result = run(options.work, options.out, workers=options.workers)
+    result = run(options.work, options.out, options.part or PARTS, workers=options.workers)
     for kind in KINDS:
         for row in result[kind]["rows"]:
             print(kind, row["block"], row["what"], "appears", row["appears"], "half", row["half"])
