@@ -1,14 +1,19 @@
 """Proposition 1 of the impulse paper by least squares, and the ranks that it needs."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from programs import script
+from programs import ROOT, script
 from scipy.signal import convolve2d
 
 from weightscope.anatomy import depthwise
 from weightscope.init import box_filters_, impulse_filters_, random_filters_
 from weightscope.networks import ConvMixer
+from weightscope.recipe import Recipe
+from weightscope.training.collection import collect
 
 K, F, SIZE = 3, 3, 12
 
@@ -76,3 +81,23 @@ def test_stable_ranks_of_a_convmixers_inputs_equal_numpys(study):
             assert found[i][3].tolist() == [1 + int(np.sum(share < 0.99)) for share in energy]
             x = block(x)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_ranks_of_a_population_are_stored(study, tmp_path: Path):
+    small = {"network.width": 4, "network.depth": 1, "training.epochs": 1, "data.train": 64, "data.test": 16}
+    recipe = Recipe.load(ROOT / "populations/digits-convmixer.toml").replace(small | {"population.networks": 2})
+    found = collect(recipe, tmp_path / "tiny.pop", workers=1, device="cpu", progress=False)
+    study.main([str(found.path), "--images", "3", "--out", str(tmp_path / "ranks.json")])
+    (row,) = json.loads((tmp_path / "ranks.json").read_text())["rows"]
+    assert (row["width"], row["networks"], row["images"]) == (4, 2, 3)
+    assert 1 <= row["lowest"] <= row["stable_rank"] <= row["highest"] <= 4
+    assert row["k_f2"] == pytest.approx(row["stable_rank"] * row["f"] ** 2)
+
+
+def test_the_post_hoc_numbers_are_those_of_the_results(tmp_path: Path):
+    study, stored = script("analyses/frozen_filter_inits/post_hoc.py"), ROOT / "analyses/frozen_filter_inits"
+    study.main(tmp_path / "found.json")
+    found, expected = (json.loads(p.read_text()) for p in (tmp_path / "found.json", stored / "post_hoc.json"))
+    for mine, theirs in zip(found["rows"], expected["rows"], strict=True):
+        assert mine["comparison"] == theirs["comparison"]
+        assert [mine["difference"], *mine["interval"]] == pytest.approx([theirs["difference"], *theirs["interval"]])
