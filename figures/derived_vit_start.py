@@ -21,7 +21,7 @@ RATES = {
     "rates, 16 epochs": "16 epochs, sinusoidal positions",
 }
 PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; queries and keys do nothing"
-RATES_TITLE = "RATES"
+RATES_TITLE = "At each start's own rate most of the gain stays, and centring the tokens gives more than any start"
 STARTS = (
     "default",
     "derived",
