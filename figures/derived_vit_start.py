@@ -21,7 +21,7 @@ RATES = {
     "rates, 16 epochs": "16 epochs, sinusoidal positions",
 }
 PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; queries and keys do nothing"
-RATES_TITLE = "At each start's own rate most of the gain stays, and centring the tokens gives more than any start"
+RATES_TITLE = "At each start's own rate three fifths of the gain stay, and centring the tokens gives more"
 STARTS = (
     "default",
     "derived",
@@ -31,6 +31,16 @@ STARTS = (
     "centred once",
     "centred in every block",
 )
+
+
+LOOKS = (
+    *STARTS[:3],
+    "mimetic, VO only",
+    "mimetic",
+    "derived, VO only",
+    "uniform, c = 0",
+    "uniform, c = 0.4",
+)  # by step
 
 
 def kind(arm: str) -> int:
@@ -50,6 +60,8 @@ def draw_parts(results: dict[str, Any], out: Path) -> None:
             y, style = rows.index(arm), {"color": theme.PALETTE[kind(arm)]}
             ax.plot(100 * np.array(row["difference_ci95"]), [y, y], lw=1.6, **style)
             ax.plot(100 * row["difference"], y, theme.MARKERS[kind(arm)], ms=5, **style)
+        if i:
+            ax.sharex(axes[0][0])
         ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
         ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6), xlabel="points over the default start")
         ax.set_yticklabels(rows if i == 0 else [""] * len(rows))
@@ -83,11 +95,10 @@ def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
 
 def draw_steps(ax: Axes, found: dict[str, Any]) -> None:
     """The share of the tokens' common component before the last block."""
-    for i, (arm, values) in enumerate(found["arms"].items()):
-        shares = [100 * row[-1] for row in values["common"]]
-        ax.plot(
-            range(len(shares)), shares, lw=1.2, ms=4, color=theme.PALETTE[i % 8], marker=theme.MARKERS[i % 7], label=arm
-        )
+    for arm, values in found["arms"].items():
+        i, shares = LOOKS.index(arm), [100 * row[-1] for row in values["common"]]
+        style = {"color": theme.PALETTE[i], "marker": theme.MARKERS[i % len(theme.MARKERS)]}
+        ax.plot(range(len(shares)), shares, lw=1.2, ms=4, label=arm, **style)
     ax.set(xticks=range(len(found["steps"])), xlabel="training steps", ylabel="common component, last block (%)")
     ax.set_xticklabels([str(step) for step in found["steps"]])
     ax.set_title(f"share of the tokens' mean in their square, {found['n']} networks", fontsize=9)
@@ -97,12 +108,12 @@ def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start.png") -> Non
     results = json.loads((study / "results.json").read_text())
     draw_parts(results, out)
     found = [name for name in RATES if name in results]
-    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.4, title=RATES_TITLE)
+    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.8, title=RATES_TITLE)
     for ax, name in zip(axes[0], found, strict=False):
         draw_curves(ax, results[name], f"{RATES[name]}, n = {results[name]['n']}")
     draw_steps(axes[0][-1], results["by step"])
     for ax in (axes[0][0], axes[0][-1]):
-        ax.legend(fontsize=7, frameon=False)
+        ax.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
     plots.save(figure, out.with_stem(f"{out.stem}_rates"))
 
 
