@@ -82,6 +82,12 @@ def start(condition: str, one: str, other: str) -> np.ndarray:
     return 100 * (np.array(found[one]) - np.array(found[other]))
 
 
+def derived(part: str, one: str, other: str) -> np.ndarray:
+    """The same in the study of what does it in a start that is drawn from trained ViTs."""
+    found = load("derived_vit_start/results.json")[part]["accuracies"]
+    return 100 * (np.array(found[one]) - np.array(found[other]))
+
+
 def other_source(setting: str, one: str, other: str) -> np.ndarray:
     """The same in the study of a distribution from another source."""
     found = load("other_source/results.json")[setting]["accuracies"]
@@ -171,6 +177,11 @@ def claims() -> list[Claim]:
         Claim("the same, on fresh seeds", "attention paper", "mimetic_beyond_scale/fresh_seeds", "mimetic - scale, rate 0.001", less("mimetic_beyond_scale/fresh_seeds", MIMETIC, SCALE), declared=True),
         Claim("the same, of values and outputs on the digits", "attention paper", "vit_start", "vo - vo, scale; 4 epochs", start("digits", "vo", "vo, scale")),
         Claim("the same, each at the best of five learning rates", "attention paper", "vit_rate_inits", "mimetic - scale, digits, 4 epochs", rated - tuned(SCALE), declared=True),
+        Claim("Subtracting the mean of the tokens in every block gives what mimetic attention gives (not claimed)", "attention paper", "derived_vit_start", "centred default network - mimetic, digits, 4 epochs, each at the best of four rates", derived("rates", "centred in every block", "mimetic"), declared=True),
+        Claim("A distribution fitted to trained ViTs starts others better by its correlations (not claimed)", "thesis 3.4", "derived_vit_start", "derived - uncorrelated, digits, 4 epochs, each at the best of four rates", derived("rates", "derived", "derived, uncorrelated"), decide="other data, longer training", declared=True),
+        Claim("the same, with learned positions, where channels are exchangeable", "thesis 3.4", "derived_vit_start", "derived - uncorrelated, digits, 4 epochs, rate 0.003", derived("parts, learned positions", "derived", "derived, uncorrelated"), decide="its own rates", declared=True),
+        Claim("More than half of it is in values and outputs (not claimed)", "attention paper", "derived_vit_start", "values and outputs alone - half of derived, over default", derived("parts", "derived, VO only", "default") - derived("parts", "derived", "default") / 2, declared=True),
+        Claim("and nothing in queries and keys (not claimed)", "attention paper", "derived_vit_start", "derived - channels of W_K permuted, within 2 points", derived("parts", "derived", "derived, K permuted"), sign=0, margin=2, declared=True),
         Claim("A distribution fitted to ViTs trained on other images starts better than mimetic attention tuned with as many networks (not claimed)", "attention paper", "other_source", "distribution - mimetic, CIFAR-10, 2 epochs", other_source("short", "distribution", "mimetic"), decide="a finer grid for mimetic attention (post hoc, 1.5 are left); a second source", declared=True),
         Claim("the same, after longer training: no difference", "attention paper", "other_source", "distribution - mimetic, CIFAR-10, 8 epochs: none within 1 point", other_source("long", "distribution", "mimetic"), sign=0, decide="64 seeds, longer training", declared=True),
         Claim("The diagonal of W_V W_O has to be negative", "attention paper, Table 2", "vit_start", "vo - vo with the sign turned", start("digits", "vo", "vo, sign turned"), 1.73),
@@ -205,8 +216,10 @@ def claims() -> list[Claim]:
         Claim("and dilation in all layers harms", "thesis Fig. 3.16", "dilation_schedules", "schedule C - A (not the contrast that decides)", dilated("C") - dilated("A"), sign=-1, decide="the thesis' width, a declared contrast"),
         Claim("Frozen random filters do as well as trained ones", "impulse paper, section 5.6", "filter_inits", "3x3 default, frozen - trained, 10 epochs", less("filter_inits", "default (frozen)", "default", kernel_size=3, epochs=10), -1.04, 0, decide=paper),
         Claim("Frozen box filters are worse than random ones", "impulse paper, Table 5", "frozen_filter_inits", "box - random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters", width=32, epochs=10), -9.02, -1),
-        Claim("the same, against random filters of one sign", "impulse paper, Table 5", "frozen_filter_inits", "box - absolute random, width 32, 10 epochs", less("frozen_filter_inits", "box_filters", "random_filters (distribution=absolute)", width=32, epochs=10), -9.02, -1, declared=True),
-        Claim("Frozen impulse filters do as well as random ones", "impulse paper, Table 5", "frozen_filter_inits", "impulses of random sign - random, width 32, 10 epochs", less("frozen_filter_inits", "impulse_filters (sign=random)", "random_filters", width=32, epochs=10), -0.04, 0, decide="the paper's width", declared=True),
+        Claim("the same, of their energy and signs", "impulse paper, Table 5", "frozen_filter_inits/equal_energy", "boxes of random sign - random, width 32", less("frozen_filter_inits/equal_energy", "box_filters (value=0.3333, sign=random)", "random_filters"), -9.02, -1, decide="width 64; span or blur: one random filter in all channels", declared=True),
+        Claim("the same, against absolute random ones, which are mostly boxes (not claimed)", "impulse paper, Table 5", "frozen_filter_inits/equal_energy", "boxes of 1/3 - absolute random, width 32", less("frozen_filter_inits/equal_energy", "box_filters (value=0.3333)", "random_filters (distribution=absolute)"), sign=-1, decide="nothing: this control is mostly a box", declared=True),
+        Claim("Frozen impulse filters do as well as random ones", "impulse paper, Table 5", "frozen_filter_inits", "impulses of random sign - random, width 32, 10 epochs", less("frozen_filter_inits", "impulse_filters (sign=random)", "random_filters", width=32, epochs=10), -0.04, 0, decide="the next row", declared=True),
+        Claim("the same, on fresh seeds", "impulse paper, Table 5", "frozen_filter_inits/equal_energy", "impulses of random sign - random, width 32", less("frozen_filter_inits/equal_energy", "impulse_filters (sign=random)", "random_filters"), -0.04, 0, decide="the paper's width", declared=True),
         Claim("MLPs with a mean start better after short training", "MLP paper, Fig. 4", "mlp_inits", "mean of b = -0.6 and 0.6, 10 epochs", np.mean(bs, 0), decide="wider networks"),
         Claim("the same, on fresh seeds", "MLP paper, Fig. 4", "mlp_sweep_inits", "mean of b = -1 and 1, 10 epochs", np.mean([less("mlp_sweep_inits", f"mimetic_mlp (b={b})", "default", epochs=10) for b in (-1, 1)], 0), declared=True),
         Claim("the same, with a larger mean", "MLP paper, Fig. 4", "mlp_sweep_inits", "b = 2, 10 epochs", less("mlp_sweep_inits", "mimetic_mlp (b=2)", "default", epochs=10), declared=True),
