@@ -67,6 +67,9 @@ def summary(result: BenchResult) -> dict[str, Any]:
         "best of one half of the seeds, in the other, minus other layers": paired(best),
         "tied minus default": paired(arms["tied_"] - arms["default"]),
         "layers minus tied": paired(mean - arms["tied_"]),
+        "layer 4 minus tied, minus its scale minus default": paired(
+            layers[4] - arms["tied_"] - arms["repeated_ (layer=4) (scale only)"] + arms["default"]
+        ),
         "layers minus mimetic attention": paired(mean - arms["mimetic_attention"]),
         "own places minus layers": paired(arms["placed_ (own=True)"] - mean),
         "other places minus layers": paired(arms["placed_ (own=False)"] - mean),
