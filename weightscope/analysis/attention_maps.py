@@ -71,12 +71,8 @@ class AttentionMaps(Result):
         f = self.filter_size
         near = f"{f}x{f}" if self.inputs == "images" else f"{'last' if self.tokens.causal else 'nearest'} {f}"
         shares = {"self": "{self:.3f}", near: "{near:.3f}", "target": "{target:.3f}", "special": "{special:.3f}"}
-        return shares | {
-            "peak": "{peak:.3f}",
-            "entropy": "{entropy:.3f}",
-            "beta": "{beta:+.3f}",
-            "r(3.19)": "{expected_r:.2f}",
-        }
+        rest = {"peak": "{peak:.3f}", "entropy": "{entropy:.3f}", "beta": "{beta:+.3f}", "r(3.19)": "{expected_r:.2f}"}
+        return shares | rest
 
     def summary(self) -> str:
         heads = sum(len(layer.maps) for layer in self.layers)
@@ -111,28 +107,25 @@ class AttentionMaps(Result):
                     key: float(value) for key, value in shares.items()
                 }
                 other = None if layer.expected is None else layer.expected[head, patches, patches]
-                row |= {"target": None, "offset": None}
-                if offset is not None:
-                    at = self.tokens.rows - 1 + offset[0], self.tokens.columns - 1 + offset[1]
-                    row |= {"target": float(placed[head][at]), "offset": list(offset)}
+                dy, dx = offset or (0, 0)
+                weight = float(placed[head, self.tokens.rows - 1 + dy, self.tokens.columns - 1 + dx])
+                row |= {"target": offset and weight, "offset": offset and [dy, dx]}
                 rows.append(row | {"expected_r": None if other is None else _correlation(block, other)})
         return rows
 
     def condition(self) -> list[dict[str, Any]]:
-        """One row for each layer on the condition D >= k f^2 (impulse paper, Eq. 3), k the rank of its input.
+        """One row for each layer on the condition D >= k f^2 (impulse paper, Eq. 3), where k is the rank of its input.
 
-        By Proposition 1 any output of f x f filters is a mixture of channels if D >= k f^2. In place of the rank stands
-        the stable rank `sum s_i^2 / s_1^2` of the input X (n patches, D), as in Remark 1: at most the rank, and
-        dominated by the mean token, because X is not centred. With it the condition is easier to meet than it is: where
-        it fails, so does the condition; where it holds, nothing follows.
+        By Proposition 1 any output of f x f filters is a mixture of channels if D >= k f^2. As in Remark 1, k is here
+        the stable rank `sum s_i^2 / s_1^2` of the input X (n patches, D): at most the rank, and dominated by the mean
+        token, because X is not centred. D < k f^2 therefore shows that the condition fails; D >= k f^2 shows nothing.
 
         For attention with H heads, whose maps are shared by D/H channels each, the paper splits it into two conditions:
         H >= f^2 different maps, and D/H >= k copies of each. For sequences, whose filters have f taps, f takes the
         place of f^2.
 
-        `low` and `high` are quantiles of 5 % and 95 % over images, `needed` is k f^2 for the stable
-        rank, `holds` whether D is as large, `share` the share of the images for which it is, `largest_f` the largest
-        odd f for which it is (0 for none).
+        `low` and `high` are quantiles of 5 % and 95 % of k over images, `needed` is k f^2, `holds` whether D is as
+        large, `share` the share of the images for which it is, `largest_f` the largest odd f for which it is, or 0.
         """
         rows = []
         for layer in self.layers:
@@ -172,7 +165,7 @@ class AttentionMaps(Result):
             "",
             f"self, {near}: share of a query's attention on itself, and on {around}; special: on special tokens",
             "target: on the relative position near it that the head attends to most on position codes alone",
-            "peak: a query's largest weight; entropy: of the attention, 1 if uniform",
+            "peak: largest weight of a query; entropy: of the attention, 1 if uniform",
             "beta: mean of the diagonal of W_Q W_K^T",
             "r(3.19): correlation with the map that positions alone predict",
             "k: stable rank of the layer's input, at most its rank; D: its width",
@@ -263,15 +256,6 @@ def _by_offset(maps: np.ndarray, tokens: TokenGrid) -> np.ndarray:
     return (sums / counts).reshape(*maps.shape[:-2], 2 * rows - 1, 2 * columns - 1)
 
 
-def _targets(maps: np.ndarray, tokens: TokenGrid, filter_size: int) -> tuple[Offset, ...]:
-    """The offset (dy, dx), at most f // 2 in each direction, that has most weight in each of the maps (H, n, n)."""
-    dy, dx = (min(filter_size // 2, size - 1) for size in (tokens.rows, tokens.columns))
-    known = [(y, x) for y in range(-dy, dy + 1) for x in range(-dx, dx + 1)]
-    placed = _by_offset(maps, tokens)
-    weights = np.stack([placed[:, tokens.rows - 1 + y, tokens.columns - 1 + x] for y, x in known])
-    return tuple(known[best] for best in weights.argmax(0))
-
-
 def _near(tokens: TokenGrid, f: int) -> np.ndarray:
     """(patches, patches) bool: whether the key is in the f x f window around the query, or one of the f last tokens."""
     if tokens.causal:
@@ -318,7 +302,7 @@ class _Recorder:
         step = max(1, _BYTES // (part.heads * n * n * 4))
         for start in range(0, count, step):
             some = wide[start : start + step]
-            maps = self.attend(some)
+            maps = self._attend(some)
             sums = maps.sum(0, dtype=torch.float64).cpu()
             if not bool(sums.isfinite().all()):
                 raise DataError(
@@ -340,7 +324,16 @@ class _Recorder:
         out = out if bias is None else out + bias.to(x)[:, None]
         return out if name == "q" else out[:, [self.part.kv_head(h) for h in range(self.part.heads)]]
 
-    def attend(self, x: Tensor) -> Tensor:
+    def targets(self, codes: np.ndarray, filter_size: int) -> tuple[Offset, ...]:
+        """For each head, the offset within f // 2 that has most weight on the position codes (n, d) alone."""
+        rows, columns = self.tokens.rows, self.tokens.columns
+        dy, dx = (min(filter_size // 2, size - 1) for size in (rows, columns))
+        maps = self._attend(F.layer_norm(torch.from_numpy(codes), codes.shape[-1:])[None])[0].numpy()
+        near = _by_offset(maps, self.tokens)[:, rows - 1 - dy : rows + dy, columns - 1 - dx : columns + dx]
+        best = (np.unravel_index(weights.argmax(), weights.shape) for weights in near)
+        return tuple((int(y) - dy, int(x) - dx) for y, x in best)
+
+    def _attend(self, x: Tensor) -> Tensor:
         """The maps (B, H, n, n) of inputs (B, n, d)."""
         q, k = self._project("q", x), self._project("k", x)
         if self._rotate is not None:
@@ -503,7 +496,7 @@ def attention_maps(
     Args:
         model: a network of weightscope, timm, torchvision or transformers, or any that `anatomy` supports.
         inputs: images (B, c, height, width), normalised as the model expects; or tokens (B, n) of an integer type.
-        filter_size: f, odd, of the neighbourhood, of the targets' and of the condition D >= k f^2.
+        filter_size: f, odd, of the neighbourhood of a token and of the condition D >= k f^2.
         batch_size: images or sequences at a time; affects memory only.
         forward: how to call the model, `(model, inputs) -> anything`; `model(inputs)` if None.
         config: for models whose attributes do not contain the number of heads.
@@ -542,10 +535,7 @@ def attention_maps(
         beta = torch.stack([(q[h] * k[part.kv_head(h)]).sum() for h in range(part.heads)]).numpy() / part.width
         maps, entropy, peak = ((sums / images).numpy() for sums in (recorder.maps, recorder.entropy, recorder.peak))
         expected = None if codes is None else expected_map(codes, beta, part.scale)
-        targets = None
-        if codes is not None:
-            alone = F.layer_norm(torch.from_numpy(codes), codes.shape[-1:])[None]
-            targets = _targets(recorder.attend(alone)[0].numpy(), tokens, filter_size)
+        targets = None if codes is None else recorder.targets(codes, filter_size)
         ranks = torch.cat(recorder.ranks).numpy()
         layers.append(LayerMaps(part.layer, part.name, maps, entropy, peak, beta, expected, ranks, part.width, targets))
     kind: Literal["images", "sequences"] = "sequences" if sequences else "images"

@@ -374,7 +374,7 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     help="For a model of sequences: a file with a sequence of numbers in each line, or a task such as copy:20.  "
     "[default, for a population: the task of its recipe]",
 )
-@click.option("--filter-size", type=int, default=3, help="f of the neighbourhood, of the targets' and of D >= k f^2.")
+@click.option("--filter-size", type=int, default=3, help="f of the neighbourhood and of D >= k f^2.")
 @data_option
 @many_options
 @json_option
@@ -383,9 +383,8 @@ def attention_maps(
 ) -> None:
     """Draw the mean attention maps of a Transformer's heads, and say where D >= k f^2 fails.
 
-    "target" is the weight on the offset to which a head attends on the position codes alone, of impulse attention its
-    own; "peak" is the largest weight of a query. k is the stable rank of a layer's input, at most the rank: with it
-    D >= k f^2 is easier to meet than it is, so only a failure shows something.
+    "target" is the weight on the offset to which a head attends on position codes alone; "peak" is the largest weight
+    of a query. k is the stable rank of a layer's input, which is at most the rank: only D < k f^2 shows something.
 
     Several models are listed, compared in a table, and drawn in files of their own, attention-NAME.png.
 
