@@ -148,20 +148,17 @@ def choose_gain(
     metric = trainings.metric
     found = [np.nan if run[metric.key] is None else run[metric.key] for run in trainings.runs]
     values = np.array(found).reshape(len(candidates), seeds)
-    scores = [float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)")) for one in fits]
     curve, chosen = curve_of(candidates, values, metric)
-    more = [
-        {"log_prob": score, "same": others, "realised": {t: note["realised"] for t, note in _types_kept(one).items()}}
-        for score, others, one in zip(scores, same, fits, strict=True)
-    ]
-    rows = tuple(row | found for row, found in zip(curve, more, strict=True))
+    for row, others, one in zip(curve, same, fits, strict=True):
+        row["log_prob"] = float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)"))
+        row |= {"same": others, "realised": {label: note["realised"] for label, note in _types_kept(one).items()}}
     settings |= {"seeds": seeds, "metric": metric.name}
-    best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": list(rows), **settings}})
-    return GainChoice(candidates[chosen], rows, best, trainings, settings)
+    best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": curve, **settings}})
+    return GainChoice(candidates[chosen], tuple(curve), best, trainings, settings)
 
 
 def _types_kept(fitted: PopulationFit) -> dict[str, dict[str, Any]]:
-    """What was done to each type with correlations beyond noise, by its label, behind that of the group if several."""
+    """The diagnostics of each type that keeps correlations, by its label; of several groups, with the group's name."""
     found = {
         f"{group.name}: {label}" if len(fitted.groups) > 1 else label: note
         for group in fitted.groups

@@ -110,8 +110,8 @@ class BenchResult(Result):
         if guesses := chance_note(self.arms):
             table += f"\n{guesses}"
         if any(row["n"] < row["networks"] for row in self.arms):
-            table += "\na network without a finite value has the worst rank (Wilcoxon) in p; means are of the others, "
-            table += "and differences have no interval"
+            table += "\na network without a finite value has the worst rank in p (Wilcoxon); means are of the others,"
+            table += " and differences have no interval"
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         images = self._over_images()
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
@@ -136,12 +136,13 @@ class BenchResult(Result):
     def _between_controls(self) -> str:
         """What the means and variances of parts give beyond those of tensors: a control minus the other."""
         rows = [row for row in self.arms if row.get("control") and row.get("uncorrelated")]
-        names = (f"{row['uncorrelated']} - {row['control']}, {epochs_text(row['epochs'])}" for row in rows)
-        arms = (((cell_key(row), row["epochs"], row[arm]) for arm in ("uncorrelated", "control")) for row in rows)
-        sums = [Contrast(name, {one: 1.0, other: -1.0}) for name, (one, other) in zip(names, arms, strict=True)]
+        sums = []
+        for row in rows:
+            one, other = ((cell_key(row), row["epochs"], row[arm]) for arm in ("uncorrelated", "control"))
+            sums.append(Contrast(f"{one[2]} - {other[2]}, {epochs_text(row['epochs'])}", {one: 1.0, other: -1.0}))
         tests = contrast_tests(sums, self.runs, self.metric, hits=self.hits)
         found = [test | {"cell": row["cell"]} for row, test in zip(rows, tests, strict=True)]
-        about = "between the controls: means and variances of every part beyond those of each tensor"
+        about = "between the controls: means and variances of every part, beyond those of each tensor"
         return f"\n\n{about}\n{contrasts_text(found, self.metric)}" if found else ""
 
     def _over_images(self) -> str:
@@ -309,7 +310,7 @@ def _difference(row: dict[str, Any], key: str, metric: Metric) -> list[str]:
 def _compared(
     difference: float | None, interval: Sequence[float] | None, p: float, lost: bool, metric: Metric
 ) -> list[str]:
-    """The cells of a test; a difference without networks that were `lost` has an interval."""
+    """The cells of a test; the interval is empty if networks were `lost`, that is, have no finite value."""
     value = "" if difference is None else _number(difference, metric, "+")
     return [value, "" if lost else _told(interval, metric), p_text(p)]
 
@@ -328,7 +329,7 @@ def _interval(interval: Sequence[float] | None, metric: Metric, sign: str = "") 
 
 
 def _lost(row: Mapping[str, Any]) -> bool:
-    """Whether the networks of an arm or of what it is compared with are not all finite."""
+    """Whether a network of an arm, or of the arm that it is compared with, has no finite value."""
     return row.get("pairs") is not None and row["pairs"] < row["networks"]
 
 
@@ -460,8 +461,7 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
 
     Where the initialiser has a control, the sentence says what of the difference is beyond scale or, if its control
     is uncorrelated, by correlations; or that it is not significantly different from its control, which does not show
-    that they are equal. It ends with how many networks
-    of the arms that it is about diverged, and names the initialisers of which none is left.
+    that they are equal. It ends with how many networks of its arms diverged, and names initialisers without a network.
     """
     text, about = _finding(arms, metric)
     rows = list(arms)

@@ -51,19 +51,19 @@ def summarise(
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
     A network that diverged counts with the metric that it reached. Where that is not finite, it has the worst rank in
-    the tests and is left out of means, and differences have no interval: `n` is the number of the others, `networks`
-    that of all, `pairs` the number of seeds with a finite value of both arms, which a difference is over. Where there
-    are none, it is None beside its p, as that of an arm which is compared with nothing is. Differences keep their sign,
-    whichever direction is better. The reference of an arm is the first initialiser in its cell at its length, that of a
-    frozen arm the first frozen one. An arm is also compared with its controls: `beyond_scale` is the mean paired
-    difference from the arm in `control`, the scale control, and `correlations` that from the arm in `uncorrelated`; a
-    control's own `difference` is what its moments do. For the intervals see `mean_interval` and `paired`.
+    the tests and is left out of means, and differences have no interval. `n` is the number of networks with a finite
+    value, `networks` that of all, and `pairs` the number of seeds with finite values in both arms. Without any, a
+    `difference` is None and still has a p. Differences keep their sign, whichever direction is better. The reference of
+    an arm is the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm is also
+    compared with its controls: `beyond_scale` is the mean paired difference from the arm in `control`, the scale
+    control, and `correlations` that from the arm in `uncorrelated`; a control's own `difference` is what its moments
+    do. For the intervals see `mean_interval` and `paired`.
 
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
-    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05. `chances`
-    maps cells (`cell_key`) to chance levels; rows then have `chance` and `chance_p`, see `above_chance`. With `hits` of
-    both arms, `difference_ci_images` and `beyond_scale_ci_images` are `over_images` at the same `level`, else None.
+    procedure: they exclude 0 exactly where the adjusted p-value is below 0.05. `chances` maps cells (`cell_key`) to
+    chance levels; rows then have `chance` and `chance_p`, see `above_chance`. With `hits` of both arms,
+    `difference_ci_images` and `beyond_scale_ci_images` are `over_images` at the same `level`, else None.
     """
     groups, rows, asked = by_arm(runs), list[dict[str, Any]](), list[_Question]()
     controls = {(*key[:2], *found): key for key in groups if (found := control_of(key[2]))}
@@ -129,9 +129,9 @@ def _tested(
 
         c_k = sum over arms of weight x value of network k,   mean(c) +- t s / sqrt(n)
 
-    For each the number of `seeds` that all of its arms have, and if a network of one of them has a finite value,
-    `_FOUND`: `pairs` is the number of finite c_k, `p` that of `paired`, `ci_holm` the interval at the `level` of the
-    test in Holm's procedure, and `ci_images` is `crossed` at this level.
+    Each has `seeds`, the number of seeds that all of its arms have, and `_FOUND` unless no network has a finite value:
+    `pairs` is the number of finite c_k, `p` that of `paired`, `ci_holm` the interval at the `level` of the test in
+    Holm's procedure, and `ci_images` is `crossed` at this level.
     """
     values = {arm: values_of(group, metric) for arm, group in groups.items()}
     out, known = list[dict[str, Any]](), []
@@ -149,13 +149,8 @@ def _tested(
     found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
     for (row, weights, size, seeds, a, b), p, adjusted, level in found:
         plain, strict = (paired(a, b, metric, at) for at in (LEVEL, level))
-        row |= {
-            "difference": None if plain["difference"] is None else size * plain["difference"],
-            "p": p,
-            "pairs": int(np.isfinite(a - b).sum()),
-            "p_holm": adjusted,
-            "level": level,
-        }
+        row["difference"] = None if plain["difference"] is None else size * plain["difference"]
+        row |= {"p": p, "pairs": int(np.isfinite(a - b).sum()), "p_holm": adjusted, "level": level}
         for name, interval in (("ci95", plain["difference_ci95"]), ("ci_holm", strict["difference_ci95"])):
             row[name] = interval and [size * end for end in interval]
         row["ci_images"] = crossed(weights, hits or {}, seeds, row["ci_holm"], level)
@@ -303,8 +298,8 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
 
     Where one of a pair is not finite, because the network diverged, p is that of Wilcoxon's signed ranks over all
     pairs, in which the network without a finite value is worse than all others, and two of them are equal (worst-rank
-    scores, Lachin 1999). The mean is then that of the other pairs, None if there are none, and has no interval: one
-    over the networks that are left may contradict the test.
+    scores, Lachin 1999). The mean is then that of the other pairs, or None. It has no interval, since one over the
+    networks that are left may contradict the test.
     """
     finite = np.isfinite(values - base)
     if not finite.all():

@@ -46,6 +46,7 @@ HEADINGS = {
     "benchmark-longer": "After training as long as the population's",
     "benchmark-fashion": "On Fashion-MNIST",
 }
+_Ends = Sequence[float] | None  # of an interval
 _CSS_PIXELS, _DPI = 96, 150  # per inch, of the browser and of the pictures
 
 
@@ -205,13 +206,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
     return format(value * scale if scale != 1 else value, form).replace("-", "−", 1)
 
 
-def verdict(
-    difference: float | None,
-    ci95: Sequence[float] | None,
-    p: float | None,
-    n: int | None,
-    images: Sequence[float] | None = None,
-) -> str:
+def verdict(difference: float | None, ci95: _Ends, p: float | None, n: int | None, images: _Ends = None) -> str:
     """Describe a paired difference of accuracies (fractions) in words that follow "the initialiser is".
 
     The interval is at the level of its p-value's test in a correction for several comparisons: it excludes zero where

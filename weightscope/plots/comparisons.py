@@ -653,8 +653,7 @@ def scale_and_structure(
     The control has the initialiser's mean and variance of each tensor and independent Gaussian entries; with
     `control="uncorrelated"`, its means and variances of every part, so that the second part is that of correlations.
     Both are means of differences on the same seed, with adjusted intervals; their sum is the difference from the
-    reference.
-    Rows are those of `weightscope.benchmarking.summarise`.
+    reference. Rows are those of `weightscope.benchmarking.summarise`.
     """
     name, beyond = CONTROLS[control].arm, CONTROLS[control].key
     parts = tuple(zip(CONTROLS[control].parts, ("difference", beyond), "sD", strict=True))
