@@ -169,10 +169,10 @@ def exchangeable_covariance(
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
-    Networks of one architecture that start from independent entries have a distribution that does not change when
-    units are renumbered which nothing else tells apart, as sinusoidal positions do with channels; the raw covariance is
-    averaged over the permutations. What remains is one small matrix for each set of permuted axes,
-    estimated from N times thousands of samples (Shah and Chandrasekaran 2012). Memory and time are O(N D). Standard
+    The distribution of networks that start from independent entries does not change when units are permuted, unless
+    something tells the units apart, as sinusoidal positions do with channels. The raw covariance is averaged over the
+    permutations. What remains is one small matrix for each set of permuted axes, estimated from N times thousands of
+    samples (Shah and Chandrasekaran 2012). Memory and time are O(N D). Standard
     errors come from the spread over networks; with one network they take its channels for independent samples. That
     units are exchangeable by distribution, too, is tested (`weightscope.statistics.index_effects`).
 

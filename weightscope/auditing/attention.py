@@ -261,7 +261,7 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
 # --- impulses ---------------------------------------------------------------------------------------------------------
 
 PEAKS = (0.95, 1.0)
-BLUNT_PEAKS = (0.45, 1.0)  # of maps whose norm is kept; at width 24 half of a head's tokens had theirs elsewhere
+BLUNT_PEAKS = (0.45, 1.0)  # where norms are kept; at width 24, half of a head's tokens had their peak elsewhere
 # The solver's own factors were 0.88 to 1.14 in 27 heads of 5 networks (widths 32 to 96); powers assume 10 % spread.
 FACTOR = (0.7, 1.5)
 

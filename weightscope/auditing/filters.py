@@ -176,7 +176,7 @@ def _positive(filters: Tensor) -> Row:
 
 @EXPECTATIONS.register("box_filters", reads=_KINDS, variants=({}, {"sign": "random"}))
 def box_filters_checks(source: NamedTensors, *, value: float, sign: str) -> list[Check]:
-    """Checks that every entry of every filter is the value, or times one random sign for each filter."""
+    """Checks that every entry of a filter is the value, times one sign for the whole filter if signs are random."""
 
     def rows(part: DepthwisePart) -> list[Row]:
         x, expected, signs = part.read().cpu().flatten(1), value, list[Row]()

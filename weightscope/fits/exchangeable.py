@@ -1,4 +1,4 @@
-"""Exchangeable: a distribution of whole networks that does not change when units are renumbered, which is assumed."""
+"""Exchangeable: a distribution of whole networks that is assumed not to change when units are permuted."""
 
 import contextlib
 import json
@@ -197,10 +197,10 @@ class Exchangeable(Structure):
 
     Log-density: the sum over S of d_S normal densities in C_S dimensions.
 
-    The mean is invariant: what belongs to single units, as sinusoidal positions give channels, is not in it.
+    The mean is invariant, so means of single units, such as those that sinusoidal positions cause, are averaged.
     `permutations` are the axes' groups; `factors` has L_S (C, C), lower triangular, for each type in order; `network`
-    is the spec of the whole network (`spec` if None), which tells fan-ins and depth where the
-    structure is applied to another width or depth. The options of `fit` are those of `Amplification`.
+    is the spec of the whole network (`spec` if None), which tells fan-ins and depth where the structure is applied to
+    another width or depth. The options of `fit` are those of `Amplification`.
     """
 
     name = "exchangeable"

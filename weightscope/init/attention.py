@@ -137,11 +137,9 @@ def value_output(
 ) -> tuple[Tensor, Tensor]:
     """Values and output projections of one layer, with `sum_h V_g(h) O_h ~ alpha Z - beta I`.
 
-    V (kv_heads, d, k) and O (heads, k, d), float32: `U S^(1/2)` and `S^(1/2) V^T` of one decomposition per layer, split
-    into heads by columns of U. Query heads that share a value head have equal shares of its output.
-
-    The goal is thesis Eq. 3.13. The construction printed for it is corrected: Eq. 3.14 has + beta I, and Eq. 3.15 no
-    root on W_V, `U S` beside `V S^(1/2)`, whose product is `U S^(3/2) V^T` (the same in attention paper, Eq. 3 and 4).
+    V (kv_heads, d, k) and O (heads, k, d), float32: `U S^(1/2)` and `S^(1/2) V^T` of one decomposition per layer (as
+    `mimetic_attention_` corrects thesis Eq. 3.14 and 3.15), split into heads by columns of U. Query heads that share a
+    value head have equal shares of its output.
     """
     group = heads // kv_heads
     if construction == "same-random":
@@ -193,8 +191,9 @@ def mimetic_attention_(
         heads: which heads of each layer, which alone have the value-output product; None for all; of heads that share
             a key all or none.
 
-    Source: thesis Eq. 3.12 to 3.18; attention paper, section 4. Two slips of both are corrected, so that the products
-        are those of Eq. 3.12 and 3.13: the sign of beta I in Eq. 3.14, and in Eq. 3.15 the root of S that W_V lacks.
+    Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
+        the products are those of Eq. 3.12 and 3.13: the sign of beta I (Eq. 3.14), and the missing square root of S in
+        W_V (Eq. 3.15).
 
     Example:
         >>> mimetic_attention_(vit, generator=torch.Generator().manual_seed(0))

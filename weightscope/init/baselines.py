@@ -98,9 +98,9 @@ def trunc_normal_(
 ) -> M:
     """Truncated normal entries: `W = std * z`, z standard normal given `|z| <= cut / std`.
 
-    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. This is timm's start of
-    ConvNeXts. Its vision transformers leave the patch embedding at torch's default, `select="blocks.*,head.*"`, and
-    start the class token at N(0, 1e-12), where `networks.ViT` has N(0, 4e-4); it is not changed here.
+    As in timm, the cut is absolute, so that std 0.02 and cut 2 truncate practically nothing. Timm initialises ConvNeXts
+    so. Its vision transformers keep torch's default in the patch embedding (`select="blocks.*,head.*"`), and have a
+    class token of standard deviation 1e-6, where `networks.ViT` has 0.02.
 
     Args:
         std: standard deviation before truncation, > 0.

@@ -202,10 +202,8 @@ def impulse_filters_(
 
 
 def _signed(filters: Tensor, sign: str, generator: Generator) -> Tensor:
-    """Filters (C, f^2) as they are, or for "random" each times 1 or -1 with equal probability."""
-    if sign == "random":
-        filters = filters * (torch.randint(2, (len(filters), 1), generator=generator) * 2 - 1)
-    return filters
+    """Filters (C, f^2), each times 1 or -1 with equal probability if the sign is "random"."""
+    return filters * (torch.randint(2, (len(filters), 1), generator=generator) * 2 - 1) if sign == "random" else filters
 
 
 def central_pixels(part: DepthwisePart, filter_size: int | None) -> Tensor:

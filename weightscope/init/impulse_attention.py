@@ -75,12 +75,11 @@ def solve(
 
     The offset (0, 0) is solved from a multiple of the identity in the space of the codes, every other one from its
     solution, shifted; both by 100 iterations of L-BFGS-B in one thread, with maps in float32. Rows whose target is
-    outside the image have no impulse. With sinusoidal codes an idle core takes 0.1 s for an offset and 256 tokens of
-    width 384, and 3 s for 1,369; the time grows as N^2.
+    outside the image have no impulse. The time grows as N^2.
 
     For codes X (N, d), heads of width k and logits scaled by `1 / sqrt(k)` by default; with `shared_key` every offset
-    gets the K of (0, 0), with `norm` Q and K are the best of this Frobenius norm. Q and K are float64 (d, k), zero in
-    the columns beyond the rank of the codes.
+    gets the K of (0, 0). With `norm`, Q and K are constrained to this Frobenius norm. Q and K are float64 (d, k), zero
+    in the columns beyond the rank of the codes.
 
     Source: impulse paper, Eq. 8 and Algorithm 1, which takes 10,000 steps of Adam for every head.
     """
@@ -260,7 +259,7 @@ def impulse_attention_(
         softmax(scale X Q K^T X^T) ~ H(dy, dx),   X = LayerNorm(pseudo input)
 
     In the span of the codes every head gets its own random rotation R of the solution for its offset. Outside, queries
-    and keys keep their values (unless norms are kept), as under Algorithm 1, whose gradients lie in that span:
+    and keys keep their values if `norm` is "free", as under Algorithm 1, whose gradients lie in that span:
 
         Q <- Q_solved R + (I - V^T V) Q,   K <- K_solved R + (I - V^T V) K,   V: right singular vectors of X
 
@@ -280,12 +279,12 @@ def impulse_attention_(
         causal: of a sequence, whether later tokens are masked where the module's caller decides it; None refuses such.
         heads: which heads of each layer; None for all; of heads that share a key all or none.
         adam_steps: Algorithm 1 as published, this many steps of Adam for every head from the queries and keys that
-            the module has (10,000 in the paper: minutes); None solves each offset once, for all layers, in
-            seconds: a 3x3 filter on one core 1 s for 256 tokens, 30 s for 1,369.
-        norm: "free", or "start": the queries and keys of each head keep the norm that they have in the module, and are
-            the best of this norm in the span of the codes, and zero outside; maps are less sharp, and at small widths
-            the largest weight of some tokens is not at the target. With `adam_steps`, columns get their norms again
-            every 100 steps, as in the published code, which shrinks what is outside the span towards zero.
+            the module has (10,000 in the paper: minutes); None solves each offset once for all layers (a 3x3 filter on
+            one core: 1 s for 256 tokens, 30 s for 1,369).
+        norm: "free", or "start": the queries and keys of each head keep their Frobenius norm, are optimised under this
+            constraint, and are zero outside the span. Maps are less sharp, and at small widths the largest weight of
+            some tokens is not at the target. With `adam_steps`, columns are rescaled to their first norms every 100
+            steps, as in the published code, which shrinks what is outside the span towards zero.
 
     Raises:
         DataError: if the queries and keys of the module, of which a part is kept, are not finite.

@@ -185,8 +185,8 @@ def repeat_layer_(
 ) -> M:
     """Copy one layer of a teacher, with all of its block, to all layers: `S_j := T_i` for every j.
 
-    Layers are the state-space layers, or those of self-attention in a network without any. A layer's block is what is
-    below the last numbered module that it is in: of `blocks.3.attn` in a ViT, all of `blocks.3` with its norms and MLP.
+    Layers are the state-space layers, or the self-attention of a network without any. The block of a layer is the last
+    numbered module in its path: `blocks.3` of `blocks.3.attn` in a ViT, with its norms and its MLP.
 
     Args:
         module: changed in place: the tensors of the blocks of its layers.
@@ -195,7 +195,7 @@ def repeat_layer_(
     Raises:
         SpecError: if the tensors of a block differ from the teacher's in name or shape.
 
-    Source: thesis 3.3.5 and Fig. 3.34, of Mambas; attention is not in the text.
+    Source: thesis 3.3.5 and Fig. 3.34, for Mamba only.
 
     Example:
         >>> repeat_layer_(student, "hf://state-spaces/mamba-130m-hf", layer=12)
