@@ -386,6 +386,15 @@ def test_no_value_is_all_images_or_none() -> None:
     assert [label.get_text() for label in ax.get_yticklabels()] == ["100", "all"]
 
 
+def test_the_best_of_a_map_has_lost_no_network() -> None:
+    """Of the arm that lost some, p is against it: its networks that are left are better."""
+    row = {"init": "a", "difference": 0.01, "p_holm": 0.01, "reference": "default", "numbers": {}, "epochs": 1, "n": 4}
+    lost = row | {"difference": 0.05, "pairs": 4, "networks": 8, "diverged": 4, "cell": {"x.a": 1, "x.b": 1}}
+    ax = plots.difference_map([lost, row | {"pairs": 8, "networks": 8, "cell": {"x.a": 2, "x.b": 1}}], ("x.a", "x.b"))
+    (frame,) = [patch for patch in ax.patches if patch.get_gid() == "largest"]
+    assert frame.get_x() == 0.5
+
+
 def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
     base = np.linspace(0.95, 0.99, 6)
     differences = np.minimum(base + np.array([0, 0.05, 0, 0.01, 0, 0.01]), 1) - base

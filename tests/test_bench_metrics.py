@@ -253,6 +253,28 @@ def test_a_reference_that_lost_networks_is_named(lost_reference: BenchResult) ->
     assert "paired difference from the first row on 2 seeds of both;" in lost_reference.table()
 
 
+def test_nothing_is_said_of_the_part_of_a_control_that_lost_networks() -> None:
+    """What is left of the control is better than the arm, but most was lost, so that p is in favour of the arm."""
+    control = diverged(runs_of("a (scale only)", BASE - 0.2 + NOISE[1]), *range(1, SEEDS))
+    found = result_of(runs_of("default", BASE), runs_of("a", BASE - 0.1 + NOISE[0]), control)
+    assert found.arms[1]["beyond_scale"] > 0, "worse, on one seed"
+    said = "a is 0.101 bits per token better than default; 7 of 8 of a (scale only) diverged"
+    assert finding(found.arms, BITS) == said
+    assert "p may be small because an arm lost networks" in found.text()
+    none = diverged(runs_of("a (scale only)", BASE), *range(SEEDS))
+    lost = result_of(runs_of("default", BASE), runs_of("a", BASE - 0.1 + NOISE[0]), none)
+    assert "8 of 8 of a (scale only) diverged" in words(lost.figures()["scale"](None)), "a KeyError"
+
+
+def test_curves_of_frozen_arms_and_of_lost_networks(lost_reference: BenchResult) -> None:
+    """The first frozen arm is compared with none (a TypeError); bands of the networks that are left are not drawn."""
+    both = (runs_of("default", BASE), runs_of("a", BASE + NOISE[0]))
+    frozen = [[run | {"init": f"{run['init']} (frozen)"} for run in runs] for runs in both]
+    found = mean_curves([run for runs in (*both, *frozen) for run in runs], BITS)
+    assert [row["band"] is None for row in found] == [True, False, True, False]
+    assert all(row["band"] is None for row in mean_curves(lost_reference.runs, BITS))
+
+
 def test_lines_of_curves_are_means_of_all_networks_of_their_arm(lost_reference: BenchResult) -> None:
     """The first one's was that of all its networks, the others' that of the seeds which the first one has."""
     lines = {line.get_label(): line.get_ydata() for line in lost_reference.figures()["curves"](None).axes[0].lines}

@@ -331,6 +331,33 @@ def test_heads_that_keep_their_norms_give_blunter_maps_of_the_same_offsets():
     assert audit(small, "impulse_attention", norm="start").passed
 
 
+def test_layers_of_unequal_norms_have_solutions_of_their_own():
+    """Solved for the mean norm of all layers, the first one's weight on its targets was a third of what it can be."""
+    weights = []
+    for factor in (1.0, 8.0):
+        model = ViT(16, 4, 48, 2, 3, 10)
+        with torch.no_grad():
+            for block, size in zip(model.blocks, (1.0, factor), strict=True):
+                block.attn.qkv.weight.copy_(size * torch.randn(144, 48, generator=seeded()) / 48**0.5)
+        impulse_attention_(model, norm="start", offsets=[(0, 1)], generator=seeded())
+        x, first = normalised(positions(model)[0].read()).float(), attention(model)[0]
+        maps = attention_map(x, first.read("q"), first.read("k"), first.scale)
+        weights.append((maps * impulse_matrix(TokenGrid(4, 4), (0, 1))).sum().item())
+    assert weights[1] == pytest.approx(weights[0], rel=0.01)
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+@pytest.mark.parametrize("zeros", [slice(0, 16), slice(48 + 32, 48 + 48)])
+def test_a_norm_of_zero_is_not_kept(zeros, steps):
+    """All tokens had the same weight, without a word."""
+    model = ViT(16, 4, 48, 2, 3, 10)
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[zeros] = 0
+    with pytest.raises(DataError, match=r"blocks\.1\.attn.*a norm of 0 cannot be kept"):
+        impulse_attention_(model, norm="start", adam_steps=steps, generator=seeded())
+    impulse_attention_(model, generator=seeded())
+
+
 @pytest.mark.parametrize(("keys", "steps", "norm"), [(1, 5, "free"), (2, 150, "start")])
 def test_adam_descends_the_sum_of_the_errors_and_resets_the_norms(keys, steps, norm):
     """A loop in float64; two heads share a key, or the norms are reset after step 100 and the last."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import built, scramble, state_space
 from references_init import low_rank_product
+from torch import nn
 
 from weightscope import anatomy
 from weightscope.init import mimetic_ssm_, repeat_layer_, ssm_from_attention_
@@ -83,6 +84,18 @@ def test_a_block_with_attention_for_all(name):
     assert moved >= 2 * 12
     assert any("norm" in name.lower() or "ln" in name for name in blocks)
     assert any(part in name for name in blocks for part in ("mlp", "intermediate"))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_layers_side_by_side_are_blocks_of_their_own(inside):
+    """Of layers that have one parent, or none, it is no block: all of the teacher was copied, each layer to itself."""
+    networks = [nn.Sequential(*(nn.MultiheadAttention(8, 2) for _ in range(2))) for _ in range(2)]
+    student, teacher = networks
+    before = copy.deepcopy(student.state_dict())
+    repeat_layer_(*(nn.ModuleDict({"net": net}) if inside else net for net in networks), layer=1, layers=[0])
+    for name, value in student.state_dict().items():
+        wanted = teacher.state_dict()["1" + name[1:]] if name[0] == "0" else before[name]
+        assert torch.equal(value, wanted)
 
 
 def test_layers_of_hybrids_are_the_state_space_ones():

@@ -114,6 +114,8 @@ class BenchResult(Result):
             table += " and differences have no interval"
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         images = self._over_images()
+        if any(_lost(row) and row["p_holm"] < LEVEL for row in self.arms if row["p_holm"] is not None):
+            table += "\np may be small because an arm lost networks, though the difference of the others favours it"
         known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and not images and any(known):
             table += f"\nintervals are over networks, for the test examples that were used{self._others()}"
@@ -396,7 +398,7 @@ def _pictures(runs: Rows, arms: Rows, metric: Metric, metrics: Sequence[Metric])
     for kind, control in CONTROLS.items():
         if any(row.get(control.arm) for row in arms):
             said, shown = finding(from_controls(all_arms, control), metric), "scale" if kind == "scale" else control.key
-            out[shown] = partial(plots.scale_and_structure, arms, metric=metric, control=kind), said
+            out[shown] = partial(plots.scale_and_structure, all_arms, metric=metric, control=kind), said
     if not axes and any(row["difference"] is not None for row in arms):
         out["differences"] = partial(_of_runs, plots.paired_differences, seed_differences, runs, metric), found
     places = {(cell_key(run), run["epochs"]) for run in runs}
@@ -466,8 +468,9 @@ def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     text, about = _finding(arms, metric)
     rows = list(arms)
     if about is not None:
-        place = cell_key(about), about["epochs"], about["reference"]
-        rows = [about, *(row for row in arms if (cell_key(row), row["epochs"], row["init"]) == place)]
+        names = {about["reference"], *(about.get(control.arm) for control in CONTROLS.values())}
+        places = {(cell_key(about), about["epochs"], name) for name in names}
+        rows = [about, *(row for row in arms if (cell_key(row), row["epochs"], row["init"]) in places)]
     lost = divergence([*rows, *(row for row in arms if row["n"] == 0)], about["init"] if about else None)
     said = "; ".join(filter(None, [text, lost]))
     return (said if text else said[:1].upper() + said[1:]) or None
@@ -502,6 +505,8 @@ def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | N
     key = controls[-1].key
     if best[f"{key}_p_holm"] >= LEVEL:
         return f"{text}, not significantly more than {controls[-1].without}", best
+    if best[f"{key}_pairs"] < best["networks"]:  # p may be that of the lost ones, the difference is of the others
+        return text, best
     if not metric.better(best[key]):
         return f"{text}, less than {controls[-1].without}", best
     amount = metric.amount(best[key]).split()[0]

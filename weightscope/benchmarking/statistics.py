@@ -208,7 +208,8 @@ def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = No
 
     For each initialiser: `init`, `mean` (E,) over its `n` networks with a finite last value, of `networks`, and `band`
     (2, E), the interval of the difference from the first one on the seeds of both, at the arm's level in the table of
-    `summarise`, drawn around its mean and inside the metric's bounds; None for the first one and for a single seed.
+    `summarise`, drawn around its mean and inside the metric's bounds; None for the first one and the first frozen one,
+    for a single seed and where one of the two lost a network.
     Several cells or lengths, or an initialiser without a `curve` on a seed of the first, are a UsageError.
     """
     groups, levels = by_arm(runs), {row["init"]: row["level"] for row in summarise(runs, metric)}
@@ -225,9 +226,10 @@ def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = No
     rows = []
     for (key, group), mine in zip(groups.items(), found.values(), strict=True):
         shared, mean, band = [k for k in mine if k in first], np.mean(list(mine.values()), axis=0), None
-        if mine is not first and len(shared) > 1:
+        most = len({run["seed"] for run in group} & {run["seed"] for run in next(iter(groups.values()))})
+        if (level := levels[key[2]]) is not None and mine is not first and len(shared) == most > 1:
             differences = np.array([mine[k] - first[k] for k in shared])  # (n, E)
-            half = stats.t.ppf(1 - levels[key[2]] / 2, len(shared) - 1) * stats.sem(differences, axis=0)
+            half = stats.t.ppf(1 - level / 2, len(shared) - 1) * stats.sem(differences, axis=0)
             band = np.clip(np.array([mean - half, mean + half]), *metric.bounds)
         row = {"init": key[2], "mean": mean, "band": band, "n": len(mine), "networks": len(group)}
         rows.append(row | {"chance": chance})

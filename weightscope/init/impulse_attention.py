@@ -6,6 +6,7 @@ attends to the offset where `(Q_0, K_0)` attends to the token itself. And (Q R',
 orthogonal R', so heads with one offset share a solution without sharing weights.
 """
 
+import bisect
 import itertools
 import math
 from collections.abc import Sequence
@@ -287,7 +288,8 @@ def impulse_attention_(
             steps, as in the published code, which shrinks what is outside the span towards zero.
 
     Raises:
-        DataError: if the queries and keys of the module, of which a part is kept, are not finite.
+        DataError: if the queries and keys of the module, of which a part is kept, are not finite; or those of a head
+            are zero, whose norm is to be kept.
         UsageError: if queries and keys are rotated by position (RoPE) or normalised, the map has terms of its own
             (gates, convolutions), tokens see a window of the others only, or the mask is unknown.
 
@@ -316,7 +318,7 @@ def impulse_attention_(
     for parts in towers.values():
         table, width = nearest_table(parts[0], tables), parts[0].width
         codes, tokens = position_codes(parts[0], table, grid)
-        plans = _plans(parts, offsets, filter_size, tokens, same_layers, generator)
+        plans = _plans(parts, offsets, filter_size, tokens, same_layers, norm, generator)
         first = next(p.name for p in everything if p.width == width and nearest_table(p, tables) is table)
         split = len(plans) if following is None else sum(plan.part.name == first for plan in plans)
         for kind, chosen in ((pseudo_input, plans[:split]), (following or pseudo_input, plans[split:])):
@@ -413,6 +415,7 @@ def _plans(
     filter_size: int,
     tokens: TokenGrid,
     same_layers: bool,
+    norm: str,
     generator: Generator,
 ) -> list[_Plan]:
     """The plans of attention modules; if all layers are the same, that of the first one of each shape."""
@@ -431,6 +434,8 @@ def _plans(
                     f"`{part.name}` {bad}: expected finite weights, of which the part outside the span of the codes "
                     "is kept, found NaN or infinity; initialise the module first"
                 )
+            if norm == "start" and not all(bool(value.any(-1).any(-1).all()) for value in before.values()):
+                raise DataError(f"`{part.name}`: a norm of 0 cannot be kept, found a head with only zeros; norm='free'")
             kept[shape] = _Plan(part, offsets[: part.heads], rotations, *before.values())
         plans.append(kept[shape]._replace(part=part))
     return plans
@@ -458,15 +463,17 @@ def known_offsets(rule: str | Sequence[Sequence[int]], filter_size: int, tokens:
 
 def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan], norm: str) -> list[tuple[Tensor, Tensor]]:
     """Each head's rotation of its offset's solution in the span of the codes, and its own weights outside."""
-    keys = [(plan.part.head_width, plan.part.scale, plan.part.kv_heads < plan.part.heads) for plan in plans]
-    groups: dict[tuple[int, float, bool], list[_Plan]] = {}
+    shapes = [(plan.part.head_width, plan.part.scale, plan.part.kv_heads < plan.part.heads) for plan in plans]
+    keys = list(zip(shapes, [0] * len(plans) if norm == "free" else _alike(plans), strict=True))
+    groups: dict[tuple[tuple[int, float, bool], int], list[_Plan]] = {}
     for key, plan in zip(keys, plans, strict=True):
         groups.setdefault(key, []).append(plan)
     solutions = {}
     for key, some in groups.items():
+        (width, scale, shared_key), _ = key
         wanted = [offset for plan in some for offset in plan.offsets]
         size = None if norm == "free" else _mean_norm(some)
-        solutions[key] = solve(x, tokens, wanted, key[0], scale=key[1], shared_key=key[2], norm=size)
+        solutions[key] = solve(x, tokens, wanted, width, scale=scale, shared_key=shared_key, norm=size)
     v, out = coordinates(x)[1], []
     for key, (part, offsets, rotations, *before) in zip(keys, plans, strict=True):
         first = offsets[:: part.heads // part.kv_heads]
@@ -478,6 +485,15 @@ def _solved(x: Tensor, tokens: TokenGrid, plans: list[_Plan], norm: str) -> list
         else:
             out.append((with_norms(inside[0], old[0], (-2, -1)), with_norms(inside[1], old[1], (-2, -1))))
     return out
+
+
+def _alike(plans: list[_Plan]) -> list[int]:
+    """For each plan the number of a class; mean norms in one differ by at most a fifth."""
+    norms, least = [_mean_norm([plan]) for plan in plans], list[float]()
+    for size in sorted(norms):
+        if not least or size > 1.2 * least[-1]:
+            least.append(size)
+    return [bisect.bisect(least, size) for size in norms]
 
 
 def _mean_norm(plans: list[_Plan]) -> float:

@@ -226,6 +226,13 @@ def _layers(tensors: NamedTensors) -> Sequence[Any]:
 
 def _block(tensors: NamedTensors, part: Any) -> dict[str, str]:
     """Tensors of a layer's block: name within the block -> name."""
-    found = re.match(r".*\d\.|.*\.|", part.name)  # below the last number, else the layer's parent
-    prefix = found[0] if found else ""
+    above = [_above(layer.name) for layer in _layers(tensors)]  # what is not one layer's is no block of it
+    prefix = _above(part.name) if above.count(_above(part.name)) == 1 else ""
+    prefix = prefix or (f"{part.name}." if part.name else "")
     return {name.removeprefix(prefix): name for name in tensors.names if name.startswith(prefix)}
+
+
+def _above(name: str) -> str:
+    """Up to the last number in the path of a layer, else to its parent; empty for the network itself."""
+    found = re.match(r".*\d\.|.*\.", name)
+    return found[0] if found else ""

@@ -429,7 +429,8 @@ def difference_map(
             weight, text = "bold" if _sure(row) else "normal", signed(grid[i, j], metric.decimals - 1)
             ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
     shown = list(found.values())
-    better = [row for row in shown if _sure(row) and metric.better(row["difference"])]
+    whole = [row for row in shown if row.get("networks") in (None, row.get("pairs"))]  # else p may be of the others
+    better = [row for row in whole if _sure(row) and metric.better(row["difference"])]
     best = max(better, key=lambda row: abs(row["difference"]), default=None)
     for i, j in (place for place, row in at.items() if row is best):
         ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
