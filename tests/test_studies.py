@@ -337,14 +337,10 @@ def test_a_verdict_follows_from_the_interval_and_the_published_effect() -> None:
     def verdict(shift: float, **options: Any) -> str:
         return claims.summary(claims.Claim("", "", "", "", noise + shift, **options))["verdict"]
 
-    assert [verdict(shift, published=2.0) for shift in (2, 0.6, 0.2, -2)] == [
-        "holds",
-        "holds",
-        "smaller or none",
-        "refuted",
-    ]
+    found = [verdict(shift, published=2.0) for shift in (2, 0.6, 0.2, -2)]
+    assert found == ["holds", "holds", "smaller or none", "refuted"]
     assert [verdict(shift, published=4.0) for shift in (2, 0.8)] == ["holds", "holds, smaller"]
-    assert [verdict(shift, published=1.0) for shift in (0.2, -0.2)] == ["undecided", "refuted"]
+    assert [verdict(shift, published=1.0) for shift in (0.2, -0.2)] == ["undecided", "smaller or none"]
     assert [verdict(shift) for shift in (0.2, -0.2, -2)] == ["undecided", "undecided", "refuted"]
     assert [verdict(shift, sign=0) for shift in (0.2, 0.8, 2)] == ["holds", "undecided", "refuted"]
     t = stats.t.ppf(0.975, 15)  # the noncentrality is sqrt(16) 1 / 1
