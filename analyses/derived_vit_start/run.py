@@ -126,7 +126,7 @@ def realised(derived: Exchangeable, plain: Exchangeable) -> dict[str, Any]:
     """What is kept, clipped and realised, from a fit with the gain and one with gain 1."""
     types = {k: v for k, v in derived.diagnostics.items() if isinstance(v, dict) and "realised" in v}
     out: dict[str, Any] = {"gain": GAIN} | {key: sum(row[key] for row in types.values()) for key in ("kept", "clipped")}
-    # as in `choose_gain`: the mean over types, by kept correlations
+    # the mean over types, by kept correlations
     out["realised"] = sum(row["kept"] * row["realised"] for row in types.values()) / max(out["kept"], 1)
     # of what is wanted, the kept correlations times the gain and clipped, the slope of what is drawn
     products, squares = 0.0, 0.0
