@@ -9,7 +9,7 @@ from weightscope._util.arms import epochs_text
 from weightscope.benchmarking import BenchResult, seed_differences
 from weightscope.benchmarking.design import point_text
 from weightscope.benchmarking.result import finding
-from weightscope.benchmarking.statistics import summarise
+from weightscope.benchmarking.statistics import LEVEL, summarise
 from weightscope.data.metrics import ACCURACY
 
 HERE = Path(__file__).parent
@@ -39,7 +39,8 @@ def main(results: Path, out: Path) -> None:
     runs, rows = ([chance | _in_words(row) for row in found] for found in (result.runs, arms))
     numbers = dict.fromkeys(name for row in rows for name in row.get("numbers", {}))
     axis = next(iter((*numbers, *rows[0].get("cell", {}))), None)
-    title = finding([new | {"cell": old["cell"]} for new, old in zip(rows, arms, strict=True)], result.metric)
+    said = finding([new | {"cell": old["cell"]} for new, old in zip(rows, arms, strict=True)], result.metric)
+    title = said if axis else declared(result) or said
     lengths = sorted({row["epochs"] for row in rows})
     figure, (axes,) = plots.subplots(1, 2 if axis is None else len(lengths), width=14, height=5.6, title=title)
     if axis is None:
@@ -55,6 +56,19 @@ def main(results: Path, out: Path) -> None:
                 title=epochs_text(epochs),
             )
     plots.save(figure, out)
+
+
+def declared(result: BenchResult) -> str | None:
+    """The first declared contrast in one sentence, if it is the difference of two arms."""
+    arm = r"mean\((?:'([^']+)'|([^,()]+))\)"
+    for row in result.contrasts:
+        if row["declared"] and (match := re.fullmatch(f"{arm} - {arm}", row["contrast"])):
+            one, other = (name for name in match.groups() if name)
+            if row["p_holm"] >= LEVEL:
+                return f"{one} is not shown to differ from {other}"
+            more = "better" if result.metric.better(row["difference"]) else "worse"
+            return f"{one} is {result.metric.amount(row['difference'])} {more} than {other}"
+    return None
 
 
 def _in_words(row: dict[str, Any]) -> dict[str, Any]:

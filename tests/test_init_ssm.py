@@ -86,6 +86,16 @@ def test_a_block_with_attention_for_all(name):
     assert any(part in name for name in blocks for part in ("mlp", "intermediate"))
 
 
+def test_a_block_of_a_file_without_a_number_of_heads(tmp_path):
+    student, teacher = built("ours-vit-token"), scramble(built("ours-vit-token"), seed=5)
+    torch.save(teacher.state_dict(), tmp_path / "teacher.pt")
+    repeat_layer_(student, tmp_path / "teacher.pt", layer=1)
+    wanted = {name: value for name, value in teacher.state_dict().items() if name.startswith("blocks.1.")}
+    for name, value in wanted.items():
+        for i in (0, 1):
+            assert torch.equal(student.state_dict()[name.replace("blocks.1.", f"blocks.{i}.")], value)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_layers_side_by_side_are_blocks_of_their_own(inside):
     """Of layers that have one parent, or none, it is no block: all of the teacher was copied, each layer to itself."""

@@ -200,7 +200,10 @@ def repeat_layer_(
     Example:
         >>> repeat_layer_(student, "hf://state-spaces/mamba-130m-hf", layer=12)
     """
-    theirs = named_tensors(_trained.open_network(source))
+    opened = _trained.open_network(source)
+    theirs = named_tensors(opened)
+    if not (isinstance(opened, torch.nn.Module) or theirs.config or parts_of("state-space layers", theirs)):
+        theirs = named_tensors(opened, {"num_heads": 1})  # which tensors are a layer's does not depend on it
     found = _layers(theirs)
     if count("layer", layer, 0) >= len(found):
         raise UsageError(f"layer: expected 0 to {len(found) - 1} of the source, found {layer}")
