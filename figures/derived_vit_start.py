@@ -20,7 +20,7 @@ RATES = {
     "rates, learned positions": "4 epochs, learned positions",
     "rates, 16 epochs": "16 epochs, sinusoidal positions",
 }
-PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; queries and keys do nothing"
+PARTS_TITLE = "Start drawn from trained ViTs: values and outputs, then the rest; permuted keys change nothing"
 RATES_TITLE = "At each start's own rate three fifths of the gain stay, and centring the tokens gives more"
 STARTS = (
     "default",
@@ -33,14 +33,21 @@ STARTS = (
 )
 
 
-LOOKS = (
-    *STARTS[:3],
-    "mimetic, VO only",
-    "mimetic",
-    "derived, VO only",
-    "uniform, c = 0",
-    "uniform, c = 0.4",
-)  # by step
+LOOKS = (*STARTS, "mimetic, VO only", "derived, VO only", "uniform, c = 0", "uniform, c = 0.4")
+NAMES = {
+    "derived, rest only": "derived, all but VO and QK",
+    "derived, K turned": "derived, sign of K turned",
+    "derived, V turned": "derived, sign of V turned",
+    "uniform, c = 0": "no attention at the start",
+    "uniform, c = 0.4": "uniform attention, W_V W_O = -0.4 I",
+}
+
+
+def look(arm: str) -> dict[str, Any]:
+    """The colour and marker of a start; what is no start of the first panel is dashed."""
+    i = LOOKS.index(arm)
+    style = {"color": theme.PALETTE[i % len(theme.PALETTE)], "marker": theme.MARKERS[i % len(theme.MARKERS)]}
+    return style | {"ls": "-" if arm in STARTS else "--"}
 
 
 def kind(arm: str) -> int:
@@ -63,8 +70,15 @@ def draw_parts(results: dict[str, Any], out: Path) -> None:
         if i:
             ax.sharex(axes[0][0])
         ax.axvline(0, color=theme.INK, lw=1, ls=(0, (4, 2)), zorder=0)
-        ax.set(yticks=range(len(rows)), ylim=(len(rows) - 0.4, -0.6), xlabel="points over the default start")
-        ax.set_yticklabels(rows if i == 0 else [""] * len(rows))
+        ax.set(
+            yticks=range(len(rows)),
+            ylim=(len(rows) - 0.4, -0.6),
+            xlabel="points over the default start\n(pointwise 95 % intervals)",
+        )
+        ax.set_yticklabels([NAMES.get(arm, arm) for arm in rows] if i == 0 else [""] * len(rows))
+        for y, arm in enumerate(rows):
+            if arm not in results[name]["over_default"]:
+                ax.text(0.5, y, "not run", va="center", fontsize=8, color=theme.MUTED)
         base = 100 * np.mean(results[name]["accuracies"]["default"])
         ax.set_title(f"{PARTS[name]}\n{results[name]['n']} networks an arm, default {base:.1f} %", fontsize=9)
         ax.grid(axis="y", lw=0.4, alpha=0.4)
@@ -73,8 +87,8 @@ def draw_parts(results: dict[str, Any], out: Path) -> None:
 
 def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
     """Accuracy of each start by rate on the seeds that choose, and filled at its own rate on those that test."""
-    for i, start in enumerate(start for start in STARTS if start in found["accuracies"]):
-        place, style = STARTS.index(start), {"color": theme.PALETTE[i], "marker": theme.MARKERS[i]}
+    for start in (start for start in STARTS if start in found["accuracies"]):
+        place, style = STARTS.index(start), look(start)
         curve = {
             float(arm.rpartition(" ")[2]): 100 * np.mean(values)
             for arm, values in found["choice"]["accuracies"].items()
@@ -84,8 +98,8 @@ def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
         test = mean_interval(np.array(found["accuracies"][start]), ACCURACY)
         rate, mean = found["choice"]["chosen"][start] * 1.03 ** (place - 3), 100 * test["mean"]
         ends = 100 * np.array(test["ci95"])
-        ax.plot([rate, rate], ends, lw=1.6, color=theme.PALETTE[i])
-        ax.plot(rate, mean, ms=7, ls="", label=start, **style)
+        ax.plot([rate, rate], ends, lw=1.6, color=style["color"])
+        ax.plot(rate, mean, ms=7, label=start, **style | {"ls": ""})
     rates = sorted({float(arm.rpartition(" ")[2]) for arm in found["choice"]["accuracies"]})
     ax.set(xscale="log", xticks=rates, xlabel="learning rate", ylabel="test accuracy (%)")
     ax.set_xticklabels([f"{rate:g}" for rate in rates])
@@ -96,9 +110,8 @@ def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
 def draw_steps(ax: Axes, found: dict[str, Any]) -> None:
     """The share of the tokens' common component before the last block."""
     for arm, values in found["arms"].items():
-        i, shares = LOOKS.index(arm), [100 * row[-1] for row in values["common"]]
-        style = {"color": theme.PALETTE[i], "marker": theme.MARKERS[i % len(theme.MARKERS)]}
-        ax.plot(range(len(shares)), shares, lw=1.2, ms=4, label=arm, **style)
+        shares = [100 * row[-1] for row in values["common"]]
+        ax.plot(range(len(shares)), shares, lw=1.2, ms=4, label=NAMES.get(arm, arm), **look(arm))
     ax.set(xticks=range(len(found["steps"])), xlabel="training steps", ylabel="common component, last block (%)")
     ax.set_xticklabels([str(step) for step in found["steps"]])
     ax.set_title(f"share of the tokens' mean in their square, {found['n']} networks", fontsize=9)
@@ -108,12 +121,13 @@ def main(study: Path = STUDY, out: Path = HERE / "derived_vit_start.png") -> Non
     results = json.loads((study / "results.json").read_text())
     draw_parts(results, out)
     found = [name for name in RATES if name in results]
-    figure, axes = plots.subplots(1, len(found) + 1, width=4.3 * (len(found) + 1), height=4.8, title=RATES_TITLE)
+    figure, axes = plots.subplots(1, len(found) + 1, width=5.2 * (len(found) + 1), height=5.2, title=RATES_TITLE)
     for ax, name in zip(axes[0], found, strict=False):
-        draw_curves(ax, results[name], f"{RATES[name]}, n = {results[name]['n']}")
+        choice, n = results[name]["choice"]["n"], results[name]["n"]
+        draw_curves(ax, results[name], f"{RATES[name]}\nopen: {choice} seeds that chose; filled: {n} others, 95 %")
     draw_steps(axes[0][-1], results["by step"])
     for ax in (axes[0][0], axes[0][-1]):
-        ax.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=3)
+        ax.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     plots.save(figure, out.with_stem(f"{out.stem}_rates"))
 
 
