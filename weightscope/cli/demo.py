@@ -63,7 +63,7 @@ def run_demo(
 
     The initialiser is benchmarked after a short training, after one as long as the population's, and on Fashion-MNIST
     if its files are there; against the default, its two controls (moments of each tensor, and of every part without
-    correlations), and a hand-made initialiser. Only the short training has all `seeds`, the others half as many.
+    correlations), and a hand-made initialiser. Only the short training has all `seeds`, the others a quarter as many.
     `options` are those of `collect`, such as `workers`.
     Returns the path of `report.html`.
     """
@@ -135,7 +135,7 @@ def _benchmarks(recipe: Recipe, out: Path, seeds: int, **options: Any) -> dict[s
     arms: list[Init] = ["default", artifact]
     arms += [InitConfig(artifact=artifact, control="scale"), InitConfig(artifact=artifact, control="uncorrelated")]
     arms += [InitConfig.model_validate(HAND_MADE)]
-    fewer = max(2, seeds // 2)
+    fewer = max(2, seeds // 4)
     found = {"benchmark": bench(short, arms, out / "benchmark", seeds=seeds, **options)}
     found["benchmark-longer"] = bench(recipe, arms[:-1], out / "benchmark-longer", seeds=fewer, **options)
     if fashion_mnist_at_hand(options.get("data")):
