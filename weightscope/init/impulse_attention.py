@@ -283,9 +283,9 @@ def impulse_attention_(
             the module has (10,000 in the paper: minutes); None solves each offset once for all layers (a 3x3 filter on
             one core: 1 s for 256 tokens, 30 s for 1,369).
         norm: "free", or "start": the queries and keys of each head keep their Frobenius norm, are optimised under this
-            constraint (an audit needs the same `norm`), and are zero outside the span. Maps are less sharp, and at small widths the largest weight of
-            some tokens is not at the target. With `adam_steps`, columns are rescaled to their first norms every 100
-            steps, as in the published code, which shrinks what is outside the span towards zero.
+            constraint, and are zero outside the span; an audit needs the same `norm`. Maps are less sharp, and at small
+            widths the largest weight of some tokens is not at the target. With `adam_steps`, columns are rescaled to
+            their first norms every 100 steps, as in the published code, which shrinks what is outside the span.
 
     Raises:
         DataError: if the queries and keys of the module, of which a part is kept, are not finite; with `norm="start"`,
