@@ -1,4 +1,4 @@
-"""What the studies say of each claim of the five texts: recomputed from their results, written into docs/claims.md.
+"""What the studies say of each claim of the five texts: recomputed from their results, written into analyses/claims.md.
 
 python analyses/claims.py
 """
@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "claims.md"
+PAGE = HERE.parent / "analyses" / "claims.md"
 MARK = "<!-- claims -->\n"
 MIMETIC, SCALE = "mimetic_attention", "mimetic_attention (scale only)"
 SSM = "mimetic_ssm"
@@ -318,7 +318,7 @@ def summary(claim: Claim) -> dict[str, Any]:
 
 
 def table() -> str:
-    """The table of docs/claims.md."""
+    """The table of analyses/claims.md."""
     lines = [
         "| claim | source | here | declared | n | effect (95 %) | published | power | verdict | what would decide it |",
         "|" + "---|" * 10,

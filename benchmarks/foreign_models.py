@@ -1,6 +1,6 @@
 """Which initialisers set models of timm and transformers right, and which they refuse.
 
-    python benchmarks/foreign_models.py --markdown docs/foreign-models.md
+    python benchmarks/foreign_models.py --markdown benchmarks/results/foreign-models.md
 
 Every model has random weights. "right": the initialiser ran, and an audit finds its structure (or cannot decide);
 "refused": it stopped with one line and changed nothing; "-": the model has no such part. Anything else is "WRONG".

@@ -1,6 +1,6 @@
 """Which permutations are derived for models of timm, torchvision and transformers.
 
-    python benchmarks/permutations.py --markdown docs/derived-permutations.md
+    python benchmarks/permutations.py --markdown benchmarks/results/derived-permutations.md
 
 Every model has random weights. "groups" counts the sets of units that may be renumbered, "signed" those that may also
 change sign, and "moved" the tensors that renumbering changes. "change" is how much the outputs change then, relative to

@@ -100,7 +100,7 @@ def _write_text(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
 def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(kind, tmp_path, monkeypatch):
-    """The commands of docs/papers.md for two cores: teacher, benchmark and linear probe."""
+    """The commands of analyses/papers.md for two cores: teacher, benchmark and linear probe."""
     _write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     given = {"data": tmp_path, "device": "cpu"}
@@ -169,8 +169,8 @@ def test_a_file_comes_before_a_recipe_of_that_name(tmp_path, monkeypatch):
 
 
 def _paper_rows():
-    """The rows of docs/papers.md with a benchmark: what, command, multiply-adds, two cores, GPU, run."""
-    text = (FOLDER.parent / "docs" / "papers.md").read_text()
+    """The rows of analyses/papers.md with a benchmark: what, command, multiply-adds, two cores, GPU, run."""
+    text = (FOLDER.parent / "analyses" / "papers.md").read_text()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "`bench " in line]
 
 
@@ -215,7 +215,7 @@ def _applied(arm):
 
 
 def _arms():
-    """Arms of recipes and of commands of docs/papers.md: each argument of each initialiser on each type of network."""
+    """Arms of recipes and of commands of analyses/papers.md: each argument of initialisers on each type of network."""
     arms = [arm for name in RECIPES if Recipe.load(name).bench for arm in Design.of(FOLDER / f"{name}.toml").arms]
     arms += [arm for row in _paper_rows() for command in _commands(row) for arm in planned_command(command)[1]]
     found, seen = [], set()
@@ -245,7 +245,7 @@ def test_the_initialisers_of_recipes_and_of_the_papers_can_be_applied():
 
 @pytest.mark.slow
 def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands():
-    """Every benchmark of docs/papers.md can be planned, and its cost is computed again."""
+    """Every benchmark of analyses/papers.md can be planned, and its cost is computed again."""
     rows = _paper_rows()
     named = {name for row in rows for name in re.findall(r"`bench ([\w-]+)", row[1])}
     assert {name for name in RECIPES if Recipe.load(name).bench} <= named, "every benchmark has a row"
@@ -255,7 +255,7 @@ def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands():
 
 def test_the_times_in_the_table_of_the_papers_follow_from_its_rates():
     """Multiply-adds over the page's rate of the network, which is that of narrow or of wide networks."""
-    text = (FOLDER.parent / "docs" / "papers.md").read_text()
+    text = (FOLDER.parent / "analyses" / "papers.md").read_text()
     found = re.findall(
         r"^\| (ConvMixer|ConvNeXt|ViT|Mamba|Mamba-2|Transformer) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE
     )

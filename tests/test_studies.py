@@ -263,7 +263,7 @@ def known_intervals(study: str) -> np.ndarray:
     """What is stored of a study, (n, 3), up to signs and %, and the page of claims says of it, which is recomputed."""
     files = [json.loads(path.read_text()) for path in (ROOT / "analyses" / study).rglob("*.json")]
     stored = np.array([*{row for file in files for row in stored_intervals(file)}, (np.nan,) * 3])
-    rows = [row for row in (ROOT / "docs" / "claims.md").read_text().split("\n") if f"`{study}`" in row]
+    rows = [row for row in (ROOT / "analyses" / "claims.md").read_text().split("\n") if f"`{study}`" in row]
     claimed = np.array([match.groups() for row in rows for match in INTERVAL.finditer(row)], float).reshape(-1, 3)
     return np.abs(np.concatenate([stored, 100 * stored, claimed]))
 

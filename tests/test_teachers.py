@@ -1,4 +1,4 @@
-"""The teachers that docs/papers.md and recipes name, as networks of their architecture without trained weights."""
+"""The teachers that analyses/papers.md and recipes name, as networks of their architecture without trained weights."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import Recipe
 from weightscope.training import distillation
 
-COMMANDS = re.findall(r"`(bench .*?)`", (ROOT / "docs" / "papers.md").read_text())
+COMMANDS = re.findall(r"`(bench .*?)`", (ROOT / "analyses" / "papers.md").read_text())
 CALLS = {call: command for command in COMMANDS for call in re.findall(r"'select_weights\((.*?)\)'", command)}
 TIMM = {call: command for call, command in CALLS.items() if "hf://timm/" in call}
 
@@ -70,7 +70,7 @@ def test_a_documented_teacher_fits_its_student(call: str) -> None:
 
 
 def test_a_teacher_without_a_tensor_is_refused() -> None:
-    """CLIP's patch embedding has no bias, which docs/papers.md leaves out."""
+    """CLIP's patch embedding has no bias, which analyses/papers.md leaves out."""
     (call,) = (call for call in TIMM if "_clip_" in call)
     student = build_for(planned_command(TIMM[call])[1][0].recipe)
     with pytest.raises(SpecError, match=r"no counterpart of `patch_embed\.proj\.bias`"):
