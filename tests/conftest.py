@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,8 @@ import pytest
 # machine. NumPy and torch read this when they are imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
-from weightscope._util.trust import trusting
-
-# Where it is recorded what a user trusts, of this process and those that it starts.
-_STATE = tempfile.TemporaryDirectory(prefix="weightscope-state-")
-os.environ["XDG_STATE_HOME"] = _STATE.name
-
 # A shell that starts a job in the background has it ignore SIGINT; the tests of Ctrl-C need what a terminal gives.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture
-def trusted():
-    """Code that a test names by a text may run, as with --trust."""
-    with trusting():
-        yield
 
 
 def _skip_without_compiler(kernels: str) -> None:

@@ -74,7 +74,6 @@ MIXTURES = {
     "branch": lambda y: -y if y.mean() > 100 else y,
     "clip": lambda y: y * torch.clamp(1000 / (y.norm(dim=1, keepdim=True) + 1e-6), max=1),  # of large activations only
     "numpy": lambda y: -y if y.detach().numpy().mean() > 100 else y,
-    "python": lambda y: -y if random.random() < 1e-9 else y,
     "rare": lambda y: y * (torch.rand(1) > 1e-9),
     "shape": lambda y: y.view(len(y), 4, -1),
 }

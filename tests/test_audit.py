@@ -310,7 +310,6 @@ def takes_no_tensors():
     return []
 
 
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("init", [small_head, f"{__name__}:small_head"])
 def test_expectations_of_ones_own(init):
     model = wi.mimetic_attention_(small_vit(0), generator=seeded(0))
@@ -349,7 +348,6 @@ BAD_INPUT = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "init", "parameters", "error", "message"), BAD_INPUT)
-@pytest.mark.usefixtures("trusted")
 def test_bad_input(make, init, parameters, error, message):
     with pytest.raises(error, match=message):
         audit(make(0), init, **parameters)

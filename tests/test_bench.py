@@ -403,7 +403,6 @@ def one_class() -> tuple[np.ndarray, ...]:
     return images, np.zeros(20, dtype=int), images, np.zeros(20, dtype=int)
 
 
-@pytest.mark.usefixtures("trusted")
 def test_the_chance_of_images_is_the_share_of_the_most_frequent_class() -> None:
     recipes = [
         RECIPE.model_dump(mode="json", exclude_none=True) | {"data": {"name": f"test_bench:{f.__name__}"}}

@@ -262,7 +262,6 @@ def test_the_control_of_rates_draws_from_those_of_the_initialiser(version: int) 
         assert float(drawn.std(0).min()) > 1, "which the control does not know"
 
 
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.slow
 def test_network_k_of_a_control_does_not_depend_on_the_others() -> None:
     recipe = RECIPE.replace({"init": {"name": f"{__name__}:templates", "control": "scale"}})

@@ -333,7 +333,6 @@ def first_layers(source, *, kernel: int = 3):
     return NetworkFit(FilterFit(layers=found.numbers.layers[:1], kernel=kernel))
 
 
-@pytest.mark.usefixtures("trusted")
 def test_a_fit_of_ones_own_and_names_with_hyphens(tmp_path):
     source = mixer(16, 3, 3)
     for structure in (first_layers, f"{__name__}:first_layers"):

@@ -468,7 +468,6 @@ def test_arrays_of_your_own() -> None:
     torch.testing.assert_close(part.std.double(), pixels.std((0, 2, 3), correction=0), rtol=1e-6, atol=0)
 
 
-@pytest.mark.usefixtures("trusted")
 def test_a_factory_by_reference_is_called_once() -> None:
     CALLS.clear()
     name = f"{__name__}:own_factory"
@@ -500,7 +499,6 @@ def test_a_worker_refuses_a_factory_that_makes_other_data_there(tmp_path: Path, 
         collect(values, tmp_path / "two.pop", **options)
 
 
-@pytest.mark.usefixtures("trusted")
 def test_a_factory_that_fails_is_named() -> None:
     with pytest.raises(DataError, match=r"failing_factory: the data set's factory raised KeyError: 'disk'"):
         load(f"{__name__}:failing_factory")

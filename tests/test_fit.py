@@ -386,7 +386,6 @@ class Wide(STRUCTURES["diagonal"]):
 REFERENCE = f"{__name__}:Spherical"
 
 
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("structure", [Spherical, REFERENCE])
 def test_a_structure_of_ones_own(structure, tmp_path):
     source = WeightArray(population(), SPEC)

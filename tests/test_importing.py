@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
-from weightscope._util.trust import trusting
 from weightscope.analysis.attention_products import products
 from weightscope.cli import cli
 from weightscope.errors import DataError, UsageError
@@ -310,9 +309,7 @@ def test_two_hundred_state_dicts_of_a_plain_network_end_to_end(tmp_path, monkeyp
         torch.save(net.state_dict(), f"zoo/{k:03}.pt")
         rows.append(f"zoo/{k:03}.pt,{(net(x).argmax(1) == y).float().mean():.4f},adam")
     Path("zoo.csv").write_text("\n".join(rows))
-    assert "200 of 200 networks" in run(
-        "import", "zoo.csv", "-o", "zoo.pop", "--network", "plain_net:network", "--trust"
-    )
+    assert "200 of 200 networks" in run("import", "zoo.csv", "-o", "zoo.pop", "--network", "plain_net:network")
     assert "test_accuracy" in run("inspect", "zoo.pop")
     run("covariance", "zoo.pop", "-o", "joint.png")
     run("covariance", "zoo.pop", "--exchangeable", "-o", "exchangeable.png", "--json", "pairs.json", "--trust")
@@ -321,8 +318,7 @@ def test_two_hundred_state_dicts_of_a_plain_network_end_to_end(tmp_path, monkeyp
     run("fit-init", "zoo.pop", "--structure", "diagonal", "-o", "init.safetensors")
     assert "fitting all 2 with two axes or more" in caplog.text
     population = Population("zoo.pop", trust=True)
-    with trusting():
-        net = load_init("init.safetensors")(population.template()[0], generator=torch.Generator().manual_seed(1))
+    net = load_init("init.safetensors")(population.template()[0], generator=torch.Generator().manual_seed(1))
     expected = population.weights("first.weight").std(axis=0)
     assert 0.75 < float(net.first.weight.detach().std()) / float(np.sqrt((expected**2).mean())) < 1.33
     assert fit_init(population, "exchangeable", joint="all").table[0]["failed"] is None

@@ -93,7 +93,6 @@ COMPOSED = {
 }
 
 
-@pytest.mark.usefixtures("trusted")
 @pytest.mark.parametrize("name", COMPOSED)
 def test_initialisers_run_in_order_with_one_generator(name):
     made, by_hand = COMPOSED[name]
@@ -133,7 +132,6 @@ def test_functions_may_take_any_parameter_and_be_partial():
         ("no_such_package:f", {}, "cannot import no_such_package"),
     ],
 )
-@pytest.mark.usefixtures("trusted")
 def test_refusals(init, numbers, message):
     with pytest.raises(UsageError, match=message):
         wi.get(init, **numbers)

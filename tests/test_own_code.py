@@ -21,8 +21,6 @@ from weightscope.population import Population
 from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 
-pytestmark = pytest.mark.usefixtures("trusted")
-
 BASE = tiny.BASE | {
     "data": {"name": "digits", "train": 64, "test": 40},
     "population": {"networks": 3, "tile": 2, "seed": 7},
@@ -133,13 +131,11 @@ def test_initialisers_that_fail_are_named(init, message):
         train_tile(recipe(own_code.Cnn, init=getattr(own_code, init)), 0, device="cpu")
 
 
-@pytest.mark.parametrize("engine", ["batched", "loop"])
-def test_generators_that_all_threads_share_are_refused(engine):
-    plan = recipe(own_code.Cnn, init=own_code.global_numbers, training__engine=engine)
-    with pytest.raises(UsageError, match=r"own_code:Cnn with initialiser .*global_numbers draws from `random` or"):
-        train_tile(plan, 0, device="cpu")
-    with pytest.raises(UsageError, match=r"own_code:Mixing draws from `random` or `numpy.random`"):
-        train_tile(recipe({"type": own_code.Mixing, "how": "python"}, training__engine=engine), 0, device="cpu")
+def test_generators_of_numpy_and_python_are_seeded_for_each_network():
+    plan = recipe(own_code.Cnn, init=own_code.global_numbers)
+    first, again = (train_tile(plan, 0, device="cpu").weights for _ in range(2))
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first[0], first[1])
 
 
 @pytest.mark.slow
@@ -178,7 +174,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     network = {"network": {"type": "my_network:network"}, "population": {"networks": 2, "tile": 1}}
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(BASE | network))
     code = "import sys; sys.path.pop(0); from weightscope.cli import main; main(sys.argv[1:])"  # as the console script
-    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2", "--trust"]
+    call = [sys.executable, "-c", code, "collect", "recipe.toml", "-o", "a.pop", "--workers", "2"]
     options = {"cwd": tmp_path, "capture_output": True, "text": True}
     options["env"] = {**os.environ, "PYTHONPATH": str(Path(weightscope.__file__).parents[1])}
     done = subprocess.run(call, **options)
@@ -186,7 +182,7 @@ def test_a_module_beside_the_recipe_and_resuming_after_it_changed(tmp_path):
     (tmp_path / "my_network.py").write_text(MODULE + "\n# a change\n")
     done = subprocess.run([*call, "-n", "3"], **options)
     assert done.returncode == DataError.exit_code
-    assert "the source of my_network:network has changed since the population was created" in done.stderr
+    assert f"{tmp_path}/my_network.py (my_network:network) has changed since the population was created" in done.stderr
 
 
 STALE = """

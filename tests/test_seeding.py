@@ -1,9 +1,13 @@
 """Streams depend on (root, network, purpose) alone."""
 
+import random
+
 import numpy as np
 import pytest
+import torch
 
 from weightscope._util.seeding import Purpose, numpy_generator, sequence, torch_seed
+from weightscope._util.torch_random import seeded
 
 
 def test_streams_are_stateless_and_distinct() -> None:
@@ -25,3 +29,22 @@ def test_stored_values_never_change() -> None:
 def test_negative_numbers_are_refused(root: int, network: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sequence(root, network, Purpose.INIT)
+
+
+def test_seeded_gives_the_numbers_of_a_seed_and_restores_all_generators() -> None:
+    def draw() -> tuple[list[float], float, float]:
+        return torch.randn(3).tolist(), float(np.random.rand()), random.random()  # noqa: NPY002
+
+    before = torch.get_rng_state(), np.random.get_state(legacy=False)["state"]["pos"], random.getstate()  # noqa: NPY002
+    with seeded(5):
+        first = draw()
+        with seeded(2**62):  # more than NumPy's generator takes
+            assert draw() != first
+        later = draw()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.random.get_state(legacy=False)["state"]["pos"] == before[1]  # noqa: NPY002
+    assert random.getstate() == before[2]
+    with seeded(5):
+        assert (draw(), draw()) == (first, later)
+    torch.manual_seed(5)
+    assert torch.randn(3).tolist() == first[0]

@@ -25,8 +25,6 @@ from weightscope.training import train_tile
 from weightscope.training.collection import collect
 from weightscope.training.optimiser import Plateau
 
-pytestmark = pytest.mark.usefixtures("trusted")
-
 BASE = {
     "network": {"type": "mamba", "width": 8, "depth": 1, "state": 3},
     "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 24, "test": 10},

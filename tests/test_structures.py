@@ -199,7 +199,6 @@ def test_bad_data(cls):
         cls.fit(np.ones((9, 6)), spec, **options)
 
 
-@pytest.mark.usefixtures("trusted")
 def test_registry():
     assert list(STRUCTURES)[:2] == ["isotropic", "group_means"]  # in the order in which `fit` tries them
     assert structure_class("dense") is structure_class(Dense) is Dense

@@ -19,7 +19,6 @@ from programs import ROOT, script
 from scipy import stats
 
 from weightscope import init as wi
-from weightscope._util.trust import trusting
 from weightscope.benchmarking import BenchResult, plan_arms
 from weightscope.errors import UsageError
 from weightscope.population import Population
@@ -176,12 +175,11 @@ def test_initialisers_of_studies_have_their_parameters(recipe: Path, monkeypatch
         monkeypatch.syspath_prepend(folder)
     planned = Recipe.load(recipe)
     assert planned.bench is not None
-    with trusting():
-        for arm in plan_arms(planned, planned.bench.init, grid=planned.bench.grid):
-            (config,) = arm.recipe.init
-            wi.get(config.name, **config.parameters)
-            with pytest.raises(UsageError, match="misspelt"):
-                wi.get(config.name, **config.parameters, misspelt=1)
+    for arm in plan_arms(planned, planned.bench.init, grid=planned.bench.grid):
+        (config,) = arm.recipe.init
+        wi.get(config.name, **config.parameters)
+        with pytest.raises(UsageError, match="misspelt"):
+            wi.get(config.name, **config.parameters, misspelt=1)
 
 
 def test_effects_of_components_are_found() -> None:

@@ -115,7 +115,6 @@ class Holder:
         return "inner"
 
 
-@pytest.mark.usefixtures("trusted")
 def test_a_registry_finds_names_references_and_objects() -> None:
     registry: plugins.Registry = plugins.Registry("operation")
 
@@ -135,7 +134,6 @@ def test_a_registry_finds_names_references_and_objects() -> None:
         registry.find("duoble")
 
 
-@pytest.mark.usefixtures("trusted")
 def test_references() -> None:
     for text, yes in (("a:b", True), ("a.b:c.d", True), ("a.b", False), ("a:", False), (":a", False), ("a b:c", False)):
         assert plugins.is_reference(text) is yes
@@ -145,11 +143,11 @@ def test_references() -> None:
     assert plugins.imported(plugins.reference_to(Holder)) is Holder
     with pytest.raises(UsageError, match="no name 'fre'; did you mean 'free'"):
         plugins.imported(f"{__name__}:fre")
-    with pytest.raises(UsageError, match=r"cannot import no_such_module \(no Python file"):
+    with pytest.raises(UsageError, match="cannot import no_such_module"):
         plugins.imported("no_such_module:f")
 
 
-def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_callables_without_a_name_are_recorded_with_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two closures of one function would have one reference, and the later one would be used for both."""
     monkeypatch.setattr(plugins, "_passed", {})
 
@@ -157,45 +155,26 @@ def test_callables_without_a_name_of_their_own_are_recorded_with_their_values(mo
         def scaled(x: float) -> float:
             return gain * x
 
-        def by_default(x: float, scale: float = gain) -> float:
+        def by_default(x: float, *, scale: float = gain) -> float:
             return scale * x
-
-        def by_keyword(x: float, *, scale: float = gain) -> float:
-            return scale * x
-
-        def by_attribute(x: float) -> float:
-            return Scaled().of(x)
-
-        made: dict[str, Any] = {"scale": gain}  # a function whose source cannot be read, with a global of its own
-        exec(f"def built(x): return {gain} * x", made)
-        exec("def by_global(x): return scale * x", made)
 
         class Scaled:
             def of(self, x: float) -> float:
                 return gain * x
 
         partials = [functools.partial(free, gain), functools.partial(free, np.full(2, gain))]
-        functions = [scaled, by_default, by_keyword, by_attribute, made["built"], made["by_global"]]
-        for function in functions[-2:]:
-            function.__module__ = "__main__"
-        return [*functions, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
+        return [scaled, by_default, Scaled, lambda x: gain, lambda x: gain + 1, *partials, Squares(gain).text]
 
     references = [[plugins.reference_to(item) for item in make(gain)] for gain in (2.0, 3.0, 2.0)]
     assert references[0] == references[2]
     assert len({*references[0], *references[1]}) == 2 * len(references[0])
     item = make(4.0)[0]
     assert plugins.imported(plugins.reference_to(item)) is item
-    with pytest.raises(UsageError, match="cannot be recorded; expected a callable that holds numbers"):
-        plugins.reference_to(functools.partial(free, object()))
-
-    @functools.lru_cache
-    def decorated() -> int:
-        return 3
-
-    assert plugins.imported(plugins.reference_to(decorated)) is decorated
+    exec("def built(x): return x", made := {"__name__": "__main__"})
+    with pytest.raises(UsageError, match=r"cannot be recorded.*pass a function of a module"):
+        plugins.reference_to(made["built"])
 
 
-@pytest.mark.usefixtures("trusted")
 def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,68 +190,14 @@ def test_a_module_of_the_working_directory_is_found_and_its_errors_are_told(
     assert sys.path == before
 
 
-@pytest.mark.usefixtures("trusted")
-def test_the_hash_of_a_module_is_that_of_its_source_and_of_those_of_the_users_own_that_it_imports(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_hash_of_a_module_is_that_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     text = "import functools\ndef f(x): return x\npart = functools.partial(f, 1)\n"
     (tmp_path / "partial_for_this_test.py").write_text(text)
     assert plugins.source_hash("partial_for_this_test:part") == hashlib.sha256(text.encode()).hexdigest()[:16]
-    package = tmp_path / "package_for_this_test"
-    package.mkdir()
-    names = ("__init__", "model", "layers", "numbers", "unrelated")
-    texts = ("", "from .layers import layer\nimport numpy\n", "from . import numbers, model\n", "WIDTH = 3\n", "")
-    for name, text in zip(names, texts, strict=True):
-        (package / f"{name}.py").write_text(text)
-    hashes = []
-    for name in names:
-        hashes.append(plugins.source_hash("package_for_this_test.model:layer"))
-        with (package / f"{name}.py").open("a") as file:
-            file.write("# a change\n")
-    hashes.append(plugins.source_hash("package_for_this_test.model:layer"))
-    assert len(set(hashes)) == len(names)
-    assert hashes[-1] == hashes[-2]  # of the unrelated module
-
-
-EDITS = {
-    "a function": ("return SCALE * x", "return SCALE * x + 1"),
-    "a method": ("return 1", "return 2"),
-    "a constant": ("SCALE = 2", "SCALE = 3"),
-    "a line before": ("import math", "import math\n\n"),
-    "a broken one": ("import math", "return 3"),
-}
-
-
-@pytest.mark.usefixtures("trusted")
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("early", [True, False])
-def test_a_module_that_was_edited_after_it_was_imported_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str, early: bool
-) -> None:
-    """Whether it was used here before or not, by itself or by a module that imports it; after a reload it is used."""
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    text = "import math\nSCALE = 2\ndef f(x):\n    return SCALE * x\nclass A:\n    def g(self):\n        return 1\n"
-    (tmp_path / "edited_inside.py").write_text(text)
-    (tmp_path / "edited_outside.py").write_text("import edited_inside\ndef f(x):\n    return edited_inside.f(x)\n")
-    inside, outside = (importlib.import_module(name) for name in ("edited_inside", "edited_outside"))
-    try:
-        calls = [lambda: plugins.reference_to(inside.f), lambda: plugins.imported("edited_outside:f")]
-        calls += [lambda: plugins.reference_to(functools.partial(inside.f, 1)), lambda: plugins.reference_to(outside.f)]
-        for call in calls if early else ():
-            call()
-        (tmp_path / "edited_inside.py").write_text(text.replace(*EDITS[edit]))
-        for call in calls:
-            with pytest.raises(UsageError, match=r"edited_inside.*; restart Python"):
-                call()
-        if edit != "a broken one":
-            importlib.reload(inside)
-            for call in calls:
-                call()
-    finally:
-        for name in ("edited_inside", "edited_outside"):
-            del sys.modules[name]
+    assert "partial_for_this_test" not in sys.modules
+    with pytest.raises(UsageError, match="no Python file of this name"):
+        plugins.source_hash("builtins:len")
 
 
 def test_the_hash_of_a_source_changes_with_the_function_of_a_script(tmp_path: Path) -> None:
@@ -286,8 +211,6 @@ def test_the_hash_of_a_source_changes_with_the_function_of_a_script(tmp_path: Pa
     script = f"{printing}def f():\n    return 1\nprint(source_hash(reference_to(f)))\n"
     texts = (script, script + "print('other work')\n", script.replace("return 1", "return 2"))
     assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
-    with pytest.raises(UsageError, match="no Python file of this name"):
-        plugins.source_hash("builtins:len")
 
 
 DOORS: dict[str, Any] = {

@@ -21,7 +21,6 @@ from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
 from weightscope import anatomy, load_init
-from weightscope._util.trust import trusting
 from weightscope.benchmarking import Axis, bench
 from weightscope.benchmarking.design import axes_of
 from weightscope.networks import build_for
@@ -87,8 +86,7 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
     grid = [Axis(axis.names, axis.points[:1]) for axis in axes_of(study.bench.grid)]
     cut = study.bench.model_copy(update={"contrast": (), "vary": {}})  # contrasts are of all cells
     study = study.model_copy(update={"bench": cut})
-    with trusting():
-        result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
+    result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
     assert {row["n"] for row in result.arms} == {2}
     assert len(result.arms) >= 2
     assert result.figures()

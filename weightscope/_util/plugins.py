@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import sys
 import textwrap
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from weightscope._util import trust
 from weightscope._util.names import unknown
+from weightscope._util.trust import CannotRun
 from weightscope.errors import DataError, UsageError
 
 T = TypeVar("T")
@@ -72,29 +73,16 @@ def underscored(wanted: Any) -> Any:
     return wanted.replace("-", "_") if isinstance(wanted, str) and not is_reference(wanted) else wanted
 
 
-def imported(reference: str, *, again: bool = False) -> Any:
-    """The object of a user's reference `"package.module:name"`, if its code may run (`weightscope._util.trust`).
-
-    The working directory is searched, too. What runs is the source that was checked, not a bytecode file beside it. If
-    a module was edited after it was imported, UsageError; it is imported `again` in a worker, which outlives a call.
-    """
+def imported(reference: str) -> Any:
+    """The object of a user's reference `"package.module:name"`; the working directory is searched, too."""
     if reference in _passed:
         return _passed[reference][0]
     name = reference.partition(":")[0]
     with _working_directory_importable():
-        files = _files(reference)
-        file, (_, source) = next(iter(files.items()))
-        trust.check(reference, _joined(files), file)
-        if again and trust.edited(files):
-            for module, _ in files.values():
-                sys.modules.pop(module, None)
-        trust.refuse_edited(files)
-        if name not in sys.modules:
-            try:
-                _run(name, source, file)
-            except Exception as error:
-                raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
-            trust.refuse_edited(files)  # what it imports in other ways, and between reading and running
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise _cannot_import(reference, f"{type(error).__name__}: {error}") from error
     return _named(reference)
 
 
@@ -115,65 +103,41 @@ def _named(reference: str) -> Any:
     return found
 
 
-def _run(name: str, source: bytes, file: Path) -> None:
-    """Run the source as a module."""
-    parent, _, last = name.rpartition(".")
-    package = importlib.import_module(parent) if parent else None
-    folders = [str(file.parent)] if file.name == "__init__.py" else None
-    spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=folders)
-    assert spec is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        exec(compile(source, str(file), "exec"), vars(module))
-    except BaseException:
-        del sys.modules[name]
-        raise
-    if package is not None:
-        setattr(package, last, module)
+def _cannot_import(reference: str, why: str) -> CannotRun:
+    module = reference.partition(":")[0]
+    return CannotRun(f"{reference}: cannot import {module} ({why}); run where it can be imported")
 
 
-def _cannot_import(reference: str, why: str) -> trust.CannotRun:
-    return trust.CannotRun(
-        f"{reference}: cannot import {reference.partition(':')[0]} ({why}); run where it can be imported"
-    )
-
-
-def _files(reference: str) -> dict[Path, tuple[str, bytes]]:
-    """The module of a reference, first, and those of the user's own that it imports; see `trust.sources`."""
+def _file(reference: str) -> Path:
+    """The Python file of the module that a reference names."""
+    name = reference.partition(":")[0]
     with _working_directory_importable():
         try:
-            return trust.sources(reference.partition(":")[0])
-        except (OSError, ImportError, ValueError) as error:
+            module = sys.modules.get(name) or importlib.util.find_spec(name)
+        except (ImportError, ValueError) as error:
             raise _cannot_import(reference, str(error)) from error
-
-
-def _joined(files: Mapping[Path, tuple[str, bytes]]) -> bytes:
-    (_, first), *others = files.values()
-    return first + b"".join(b"\n# --- %s\n" % name.encode() + text for name, text in others if text)
+    file = getattr(module, "__file__", None) or getattr(module, "origin", None)
+    if file is None or not file.endswith(".py"):
+        raise _cannot_import(reference, "no Python file of this name")
+    return Path(file)
 
 
 def source_of(reference: str) -> bytes:
-    """The source of a user's reference, without running it: its module, and those of the user's that this imports.
-
-    Of a callable that cannot be imported it is its own, or that of its module.
-    """
+    """The source of the module that a reference names, or of an object that was passed."""
     if reference not in _passed:
-        return _joined(_files(reference))
+        return _file(reference).read_bytes()
     item = _passed[reference][0]
-    file = getattr(sys.modules.get(getattr(item, "__module__", "")), "__file__", None)
     try:
-        if file is None or item.__module__ == "__main__":
-            return textwrap.dedent(inspect.getsource(item)).encode()
-        return Path(file).read_bytes()
-    except (OSError, TypeError, SyntaxError) as error:
+        return textwrap.dedent(inspect.getsource(item)).encode()
+    except (OSError, TypeError) as error:
         raise UsageError(f"{item!r}: its source cannot be read ({error})") from error
 
 
 def reference_to(item: Any) -> str:
     """`"package.module:name"` for any callable, such that `imported` gives it back in this process.
 
-    The name ends in a hash of all that it depends on (`trust.contents`) where the object is not found by its name: a
-    local function, a lambda, a `functools.partial`, a bound method, an instance.
+    The name ends in a hash of its source and of what it holds where the object is not found by its name: a local
+    function, a lambda, a `functools.partial`, a bound method, an instance. Global variables are not part of it.
     """
     module, name = getattr(item, "__module__", None), getattr(item, "__qualname__", None)
     found: Any = sys.modules.get(module) if module and name else None
@@ -181,22 +145,49 @@ def reference_to(item: Any) -> str:
         found = getattr(found, part, None)
     named = found is not None and found is item
     if named and module != "__main__":  # which differs between processes
-        reference = f"{module}:{name}"
-        with contextlib.suppress(trust.CannotRun):  # of the standard library, written in C
-            files = _files(reference)
-            trust.refuse_edited(files)
-            trust.approve(reference, _joined(files))
-        return reference
-    digest = hashlib.sha256()
+        return f"{module}:{name}"
+    import joblib  # a tenth of a second
+
     try:
-        for part in trust.contents(item, {}):
-            digest.update(len(part).to_bytes(8) + part)
-    except RecursionError as error:
-        raise UsageError(f"{item!r:.80} cannot be recorded; what it holds is nested too deeply") from error
+        digest = joblib.hash(_contents(item))
+    except (OSError, TypeError, ValueError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        raise UsageError(f"{item!r:.80} cannot be recorded ({error}); pass a function of a module") from error
     label = re.sub("[^0-9A-Za-z_]", "_", name_of(item))
-    reference = f"__main__:{name}" if named else f"{module or type(item).__module__}:{label}_{digest.hexdigest()[:8]}"
-    _passed[reference] = item, digest.hexdigest()[:16]
+    reference = f"__main__:{name}" if named else f"{module or type(item).__module__}:{label}_{digest[:8]}"
+    _passed[reference] = item, digest[:16]
     return reference
+
+
+def _contents(item: Any) -> Any:
+    """Source and values of a callable, as what can be hashed: numbers, texts and arrays."""
+    if isinstance(item, functools.partial):
+        held = [item.func, item.args, item.keywords]
+    elif inspect.ismethod(item):
+        held = [item.__name__, item.__self__]
+    elif inspect.isclass(item) or inspect.isfunction(item):
+        functions = [item] if inspect.isfunction(item) else [f for f in vars(item).values() if inspect.isfunction(f)]
+        cells = [cell.cell_contents for f in functions for cell in f.__closure__ or ()]
+        held = [_text(item), *(value for value in cells if value is not item)]
+        held += [getattr(item, name, None) for name in ("__defaults__", "__kwdefaults__")]
+    elif isinstance(item, Mapping):
+        return {key: _contents(value) for key, value in item.items()}
+    elif isinstance(item, list | tuple):
+        return [_contents(value) for value in item]
+    elif callable(item) and hasattr(item, "__dict__"):
+        held = [type(item), vars(item)]
+    else:
+        return item
+    return [type(item).__qualname__, *map(_contents, held)]
+
+
+def _text(item: Any) -> str:
+    """The source of a function or class; two lambdas of one line differ in their columns."""
+    try:
+        text = textwrap.dedent(inspect.getsource(item))
+    except TypeError:  # written in C
+        return f"{item.__module__}:{item.__qualname__}"
+    columns = [place[2] for place in item.__code__.co_positions()] if item.__name__ == "<lambda>" else ""
+    return f"{columns} {text}"
 
 
 def name_of(item: Any) -> str:
@@ -233,7 +224,7 @@ def texts_of(references: Iterable[str]) -> dict[str, str]:
 
 
 def source_hash(reference: str) -> str:
-    """16 hex digits of a SHA-256: of the source of a user's reference, which does not run, or of what was passed."""
+    """16 hex digits of the SHA-256 of the file of a reference's module; for an object that was passed, its hash."""
     if reference in _passed:
         return _passed[reference][1]
     return hashlib.sha256(source_of(reference)).hexdigest()[:16]
@@ -242,10 +233,11 @@ def source_hash(reference: str) -> str:
 def check_source(reference: str, expected: str, where: object) -> None:
     """Raise SourceChanged if the source is not the one that a population records; nothing of it runs."""
     if (found := source_hash(reference)) != expected:
+        changed = reference if reference in _passed else f"{_file(reference)} ({reference})"
         raise SourceChanged(
-            f"{where}: the source of {reference} has changed since the population was created: expected hash "
-            f"{expected}, found {found}; `weightscope inspect --source {where}` shows the original: restore it, or "
-            "collect into another folder"
+            f"{where}: {changed} has changed since the population was created: expected hash {expected}, found "
+            f"{found}; `weightscope inspect --source {where}` shows the original: restore it, or collect into another "
+            "folder"
         )
 
 

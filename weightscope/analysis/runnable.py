@@ -54,6 +54,7 @@ def runnable(
         )
     notes: list[str] = []
     if population is not None:
+        population.require_trust(name for section, name in population.recipe.references if section == "data")
         model = population.network(network)
         if tokens is None:
             batch = section.load(data).held_out[1][0].tokens[:count] if sequences else None
@@ -127,7 +128,9 @@ def images_for(
     numbers of ImageNet; normal numbers if `images` is None.
     """
     if is_population(source):
-        dataset = population_in(source).recipe.images.load(root)
+        population = population_in(source)
+        population.require_trust(name for section, name in population.recipe.references if section == "data")
+        dataset = population.recipe.images.load(root)
         return normalise(dataset.test_images[:count], dataset.mean, dataset.std)
     config, known = (_stated(Path(source) / name) for name in ("config.json", "preprocessor_config.json"))
     side, channels = size or config.get("image_size"), config.get("num_channels", 3)

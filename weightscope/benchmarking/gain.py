@@ -130,6 +130,7 @@ def choose_gain(
     if len(candidates) < 2:
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     count("seeds", seeds, least=2)
+    population.require_trust(name for _, name in population.recipe.references)
     recipe, settings = _short(population.recipe, seeds, epochs, validation, training.get("data"))
     fitting = {"joint": "all", **(fitting or {})}
     options = dict(fitting.pop("options", None) or {})

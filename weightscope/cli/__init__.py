@@ -66,7 +66,7 @@ _TRUST = click.Option(
     is_flag=True,
     expose_value=False,
     callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
-    help="Run the code of users' own that recipes, populations and artifacts name, and remember it as trusted.",
+    help="Run the code of users' own that populations and artifacts name.",
 )
 _RUNNING = (collect, import_, inspect, report, covariance, products, attention_maps, fit_init, bench, audit)
 for _command in (demo, collect, import_, show_status, inspect, verify, export, *_RUNNING[3:], publish, list_):

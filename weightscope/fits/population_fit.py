@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.names import listing
 from weightscope._util.plugins import imported, is_reference, source_hash
-from weightscope._util.trust import CannotRun, trusting
+from weightscope._util.trust import trusted
 from weightscope.errors import DataError
 from weightscope.fits.artifact import (
     NETWORK_FORMAT,
@@ -294,14 +294,12 @@ def _class(described: _GroupHeader, structures: Sequence[str | type[Structure]])
     if not is_reference(name):
         raise DataError(f"no structure {name!r}; there are {', '.join(STRUCTURES)}")
     names = [known if isinstance(known, str) else structure_reference(known) for known in structures]
-    try:
-        with trusting(name in names):
-            found = imported(name)
-    except CannotRun as error:
+    if name not in names and not trusted():
         raise DataError(
             f"its structure {name} is not part of weightscope and is not imported because a file says so; if you trust "
             f"it, pass structures=[{name!r}], or --trust"
-        ) from error
+        )
+    found = imported(name)
     if not (isinstance(found, type) and issubclass(found, Structure)):
         raise DataError(f"{name}: expected a subclass of weightscope.fits.Structure, found {found!r}")
     if (now := source_hash(name)) != described.source_hash:

@@ -15,7 +15,7 @@ import numpy as np
 from weightscope._util import plugins
 from weightscope._util.results import Result, data_frame
 from weightscope._util.sources import is_population, location, population_member
-from weightscope._util.trust import CannotRun, trusting
+from weightscope._util.trust import CannotRun, require_trust, trusted
 from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError, one_line
 from weightscope.population import manifest as manifests
@@ -45,7 +45,7 @@ class Population(Result):
         path: the population's folder, or its URL in an object store, `"s3://bucket/digits.pop"`.
         partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
             `indices`, in ascending order.
-        trust: run the population's own code where networks are built (docs/what-runs-when.md).
+        trust: run the code that the population names where networks are built (docs/what-runs-when.md).
 
     Raises:
         DataError: if the folder is not a population, or it is damaged or incomplete.
@@ -57,7 +57,7 @@ class Population(Result):
     """
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
-        self.path, self._trust = location(path), trust
+        self.path, self._trust = location(path), trust or trusted()
         self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
         self.manifest = manifests.read(self.path)
         self.verified: dict[int, Any] = {}  # tile -> tag of the shard whose hash was verified, see `open_shard`
@@ -95,7 +95,7 @@ class Population(Result):
                 of them.
             network: what builds the network: `"package.module:function"` or a function, called without arguments,
                 that returns it, or it and example inputs; or a recipe. Without, what needs only weights works.
-            trust: run the code that `network` names by a text (docs/what-runs-when.md).
+            trust: run the code that a population, given as `network`, names (docs/what-runs-when.md).
             options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
@@ -115,10 +115,9 @@ class Population(Result):
         from weightscope.population.importing import import_networks
 
         if not (network is None or callable(network) or plugins.is_reference(network)):
-            network = recipe_of(network)
-        with trusting(trust):
-            import_networks(networks, path, network=network, **options)
-        return cls(path, trust=trust)
+            network = recipe_of(network, trust=trust)
+        import_networks(networks, path, network=network, **options)
+        return cls(path, trust=True)  # its code has just run
 
     def at(self, moment: int) -> "Population":
         """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
@@ -400,14 +399,21 @@ class Population(Result):
         if imported and not imported.network and imported.recipe is None:
             return None
         kind = imported.network if imported and imported.network else self.recipe.network.type
+        if plugins.is_reference(kind):
+            self.require_trust([kind])
         if (recorded := self.manifest.inputs.get(f"network {kind}")) is not None:
             plugins.check_source(kind, recorded, self.path)
-        with trusting(self._trust), seeded(0):
+        with seeded(0):
             if imported and imported.network:
                 from weightscope.population.importing import built
 
                 return built(kind)
             return build_for(self.recipe), self.recipe.data.inputs(torch.Generator().manual_seed(0), 4)
+
+    def require_trust(self, references: Iterable[str]) -> None:
+        """Raise `CannotRun` if the population names code of users' own that it was not opened with `trust` for."""
+        if not self._trust:
+            require_trust(references, self.path)
 
     def opened(self, k: int) -> "torch.nn.Module | dict[str, torch.Tensor]":
         """The network with index k as a module, or its tensors if its code is missing, not trusted or changed."""
@@ -592,12 +598,17 @@ def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:
     return runs
 
 
-def recipe_of(source: Recipe | str | Path) -> Recipe:
-    """A recipe: itself, that of a population's folder, or the one that `Recipe.load` finds by name or path."""
+def recipe_of(source: Recipe | str | Path, *, trust: bool = False) -> Recipe:
+    """A recipe: itself, that of a population's folder, or the one that `Recipe.load` finds by name or path.
+
+    A population is data: `CannotRun` if its recipe names code of users' own, unless with `trust`.
+    """
     if isinstance(source, Recipe):
         return source
     if is_population(source):
-        return manifests.read(location(source)).recipe
+        population = Population(source, partial=True, trust=trust)
+        population.require_trust(name for _, name in population.recipe.references)
+        return population.recipe
     return Recipe.load(source)
 
 

@@ -77,7 +77,7 @@ def collect(
         device: "auto", "cpu" or "cuda".
         progress: show a progress bar if stderr is a terminal, or in a notebook.
         on_tile: called in this process with each tile as it ends (`TileResult`); an error in it stops the run.
-        trust: run the code of one's own that the recipe names by a text (docs/what-runs-when.md).
+        trust: run the code that an artifact of the recipe names (docs/what-runs-when.md).
 
     Returns:
         The population, opened with `partial=True`, because other processes or job arrays may still be working on it.
@@ -95,8 +95,8 @@ def collect(
     chosen = chosen_workers(backend, workers, scheduler)
     with trusting(trust):
         request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
-    train([request], chosen, progress=progress, shard=shard, resize=networks is not None, on_tile=on_tile)
-    return Population(path, partial=True)
+        train([request], chosen, progress=progress, shard=shard, resize=networks is not None, on_tile=on_tile)
+    return Population(path, partial=True, trust=True)  # its code has just run
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 from weightscope import init as initialisers
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.torch_random import repeatable, seeded
+from weightscope._util.torch_random import seeded
 from weightscope.anatomy.permutation_groups import permutations_of
 from weightscope.errors import AnatomyError, DataError, RecipeError, SpecError, UsageError
 from weightscope.init.controls import ScaleControl, UncorrelatedControl
@@ -64,13 +64,10 @@ def _controlled(config: InitConfig, recipe: Recipe, build: Build) -> Initialiser
         with seeded(torch_seed(root, k, Purpose.INIT)):
             return build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
 
-    def control() -> Initialiser:
+    with seeded(root):  # what the initialiser draws without its generator
         if config.control == "scale":
             return ScaleControl.of(resolve(config), draw)
         return UncorrelatedControl.of(resolve(config), draw, _permutations(recipe, build))
-
-    with seeded(root):  # what the initialiser draws without its generator
-        return repeatable(control, config.name)
 
 
 def _permutations(recipe: Recipe, build: Build) -> PermutationSpec:
@@ -82,18 +79,14 @@ def _permutations(recipe: Recipe, build: Build) -> PermutationSpec:
 def _initialised(recipe: Recipe, k: int, function: Initialiser, build: Build) -> torch.nn.Module:
     """Network k after its initialiser, its tensors compared with those before."""
     name, root = recipe.init[k % len(recipe.init)].name, recipe.population.seed
-
-    def work() -> torch.nn.Module:
-        with seeded(torch_seed(root, k, Purpose.INIT)):
-            module, generator = build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
-            spec = WeightSpec.of(module)
-            found = function(module, generator=generator)
-            module = found if isinstance(found, torch.nn.Module) else module
-        if lines := spec.differences(WeightSpec.of(module)):
-            raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
-        return module
-
-    return repeatable(work, f"{recipe.network.type} with initialiser {name}")
+    with seeded(torch_seed(root, k, Purpose.INIT)):
+        module, generator = build(), torch.Generator().manual_seed(torch_seed(root, k, Purpose.STRUCTURE))
+        spec = WeightSpec.of(module)
+        found = function(module, generator=generator)
+        module = found if isinstance(found, torch.nn.Module) else module
+    if lines := spec.differences(WeightSpec.of(module)):
+        raise UsageError(f"{name}: expected an initialiser to keep names and shapes, found {'; '.join(lines)}")
+    return module
 
 
 def resolve(config: InitConfig) -> Initialiser:

@@ -29,7 +29,7 @@ from torch.utils._triton import has_triton
 from weightscope import networks
 from weightscope._util import plugins
 from weightscope._util.names import matching, shortened
-from weightscope._util.torch_random import draws, repeatable, seeded
+from weightscope._util.torch_random import seeded
 from weightscope.data.image_section import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
@@ -63,7 +63,7 @@ def check_network(recipe: Recipe) -> None:
             _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
         return
     with seeded(0):
-        plain = [repeatable(lambda: networks.build_for(recipe), recipe.network.type) for _ in range(_NETWORKS)]
+        plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
     _check_plain(plain[0], recipe)
     _matching(plain[0], recipe.training.decay_exclude, "training.decay_exclude")
     if recipe.data.causal:
@@ -105,7 +105,7 @@ def _check_plain(network: nn.Module, recipe: Recipe) -> None:
     inputs = recipe.data.inputs(torch.Generator().manual_seed(1), _EXAMPLES)
     where = f"{name}: the forward pass failed on {recipe.data.what} {tuple(inputs.shape)}"
     with seeded(0):
-        logits = repeatable(lambda: _run(lambda: network.train()(inputs), where), name)
+        logits = _run(lambda: network.train()(inputs), where)
     if not isinstance(logits, Tensor) or logits.shape != expected:
         found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise UsageError(f"{name}: expected logits {expected} from the network, found {found}")
@@ -167,8 +167,11 @@ def _check_batched(plain: list[nn.Module], recipe: Recipe) -> None:
             first = 1
             if inputs.is_floating_point():
                 inputs[0] = float("nan")
+        state = torch.get_rng_state()
         with _Restricted(), _NoConversions():
             logits = _run(lambda: batched.train(case != "evaluation")(inputs), where, hint)  # noqa: B023 - called at once
+        if not torch.equal(torch.get_rng_state(), state):  # the same numbers for all networks
+            raise UsageError(f"{where}: {_DRAWS}")
         expected = loop.train(case != "evaluation")(inputs)
         _same(logits[first:], expected[first:], f"{name}: logits")
         _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
@@ -207,13 +210,11 @@ def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
 
 
 class _Restricted(TorchDispatchMode):
-    """Refuses what would be the same for all networks: random numbers, and branches on results that the host reads."""
+    """Refuses branches on results that the host reads, which would be the same for all networks."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function._overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"):
             raise UsageError(_HOST_READ)
-        if draws(function, args, kwargs or {}):
-            raise UsageError(_DRAWS)
         return function(*args, **(kwargs or {}))
 
 
