@@ -267,7 +267,7 @@ def test_invalid_sources(tmp_path):
         Checkpoint(tmp_path)
 
 
-def test_a_checkpoint_as_text_table_and_html(tmp_path):
+def test_a_checkpoint_as_text_and_table(tmp_path):
     state = {"blocks.0.weight": torch.zeros(3, 4).half(), "steps": torch.zeros((), dtype=torch.int64)}
     checkpoint = Checkpoint(plain(state, tmp_path / "m.safetensors"))
     frame = checkpoint.to_pandas().set_index("name")
@@ -276,7 +276,6 @@ def test_a_checkpoint_as_text_table_and_html(tmp_path):
     assert "3x4" in str(checkpoint)
     many = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1000)}
     assert repr(Checkpoint(many)) == "<Checkpoint: state dict, 1000 weights of 1,000 numbers>"
-    assert Checkpoint(many)._repr_html_().count("<tr>") < 30
     assert checkpoint.bytes_read < 400  # the header
 
 

@@ -15,7 +15,7 @@ import pytest
 import weightscope
 from weightscope._util import atomic, checks, plugins
 from weightscope._util.names import matching, shortened, unknown
-from weightscope._util.results import Result, html_table, tidy
+from weightscope._util.results import Result
 from weightscope.data import SourceConfig, load
 from weightscope.data.sequence_config import TextConfig
 from weightscope.errors import UsageError, WeightscopeError
@@ -45,16 +45,6 @@ def test_messages_about_names_are_short() -> None:
     assert "`stages.0.blocks.0.mlp.fc" in str(caught.value), "the nearest first, wildcards left out"
 
 
-def test_html_tables_are_escaped_and_end() -> None:
-    html = html_table([{"a<b": "<script>", "x": 0.123456, "y": None}] * 3, most=2)
-    assert "<script>" not in html
-    assert "a&lt;b" in html
-    assert "<td>0.1235</td><td></td>" in html
-    assert html.count("<tr>") == 3
-    assert "1 more row" in html
-    assert html_table([]) == "<p>no rows</p>"
-
-
 class Squares(Result):
     def __init__(self, count: int) -> None:
         self.count = count
@@ -66,28 +56,14 @@ class Squares(Result):
         return f"{self.count} squares & more"
 
 
-def test_results_have_a_table_a_short_repr_and_html() -> None:
-    pytest.importorskip("pandas")
+def test_results_are_a_data_frame_text_and_html() -> None:
     result = Squares(1000)
     assert repr(result) == "<Squares: 1000 squares & more>"
-    assert str(result) == result.text()
     assert result.to_pandas()["square"].sum() == sum(n * n for n in range(1000))
-    assert result._repr_html_().startswith("<p>1000 squares &amp; more</p><table>")
-    assert len(result._repr_html_()) < 3000
-
-
-def test_frames_have_one_value_in_each_cell() -> None:
-    row = {"n": 1, "ci95": [0.5, 2.0], "difference_ci95": None, "cell": {"a": 3, "b": "x"}, "shape": (4, 5)}
-    assert tidy([row]) == [
-        {"n": 1, "low": 0.5, "high": 2.0, "difference_low": None, "difference_high": None}
-        | {"cell.a": 3, "cell.b": "x", "shape.0": 4, "shape.1": 5}
-    ]
-
-
-def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UsageError, match="`pip install pandas`"):
-        Squares(2).to_pandas()
+    text = str(result)
+    assert text == result.text()
+    assert text.splitlines()[:4] == ["1000 squares & more", "", "n    square", "0         0"]
+    assert result._repr_html_() == f"<pre>{text.replace('&', '&amp;')}</pre>"
 
 
 def test_checks_name_the_argument() -> None:

@@ -1,13 +1,14 @@
-"""Base class of results, and tables as text for the terminal and as HTML for notebooks."""
+"""Base class of results, and tables as text."""
 
 import html
 import math
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from string import Formatter
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from weightscope.errors import UsageError
+if TYPE_CHECKING:
+    import pandas
 
 
 def finite_or_none(value: float) -> float | None:
@@ -26,10 +27,11 @@ def duration(seconds: float | None) -> str:
 
 
 class Result:
-    """Base class of results. A subclass defines `rows`, and usually `summary`, `columns`, `notes` and `plot`.
+    """Base class of results: a table of records and a line that summarises it, as data frame, JSON, text and HTML.
 
-    `columns` maps the head of a column of the text table to the format of its cells from a row, such as
-    `"{low:+.3f} to {high:+.3f}"`; None and NaN are printed as "-". Without, the columns are the keys of the rows.
+    A subclass defines `rows`, and usually `summary`, `columns`, `notes` and `plot`. `columns` maps the head of a column
+    of the text table to the format of its cells from a row, such as `"{low:+.3f} to {high:+.3f}"`; None and NaN are
+    printed as "-". Without, the columns are the keys of the rows.
     """
 
     columns: ClassVar[Mapping[str, str]] = {}
@@ -47,24 +49,22 @@ class Result:
         """Lines below the table: what was left out, warnings."""
         return []
 
+    def to_pandas(self) -> "pandas.DataFrame":
+        """`rows()` as a data frame."""
+        import pandas  # half a second
+
+        return pandas.DataFrame(self.rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain JSON types."""
+        return {"rows": self.rows()}
+
     def text(self) -> str:
         """The result as text for the terminal: the summary, the table of the rows if there are any, and the notes."""
         table = []
         if rows := self.rows():
             table = ["", row_table(self.columns or {key: f"{{{key}}}" for key in rows[0]}, rows, left=self.left)]
         return "\n".join([self.summary(), *table, *self.notes()])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as plain JSON types."""
-        return {"rows": self.rows()}
-
-    def to_pandas(self) -> Any:
-        """`rows()` as a `pandas.DataFrame` with one value in each cell; UsageError if pandas is not installed.
-
-        An interval such as `difference_ci95` becomes two columns, `difference_low` and `difference_high`, and
-        `difference_ci_holm` becomes `difference_holm_low` and `difference_holm_high`.
-        """
-        return data_frame(tidy(self.rows()))
 
     def __str__(self) -> str:
         return self.text()
@@ -73,34 +73,8 @@ class Result:
         return f"<{type(self).__name__}: {self.summary()}>"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.summary())}</p>{html_table(self.rows())}"
-
-
-def data_frame(values: Any) -> Any:
-    """A `pandas.DataFrame`; UsageError if pandas is not installed."""
-    try:
-        import pandas
-    except ImportError as error:
-        raise UsageError("to_pandas: pandas is not installed; `pip install pandas`") from error
-    return pandas.DataFrame(values)
-
-
-def tidy(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without lists and tables in their cells, which become columns of their own."""
-    out: list[dict[str, Any]] = []
-    for row in rows:
-        out.append({})
-        for key, value in row.items():
-            if key in ("ci", "ci95") or key.endswith(("_ci95", "_ci_holm", "_ci_images")):
-                head, _, tail = key.rpartition("ci")
-                stem = head + f"{tail[1:]}_" * tail.startswith("_")
-                out[-1] |= zip((f"{stem}low", f"{stem}high"), value or (None, None), strict=True)
-            elif isinstance(value, Mapping | list | tuple):
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                out[-1] |= {f"{key}.{name}": item for name, item in items}
-            else:
-                out[-1][key] = value
-    return out
+        """The same text, so that notebooks and terminals show the same numbers."""
+        return f"<pre>{html.escape(self.text())}</pre>"
 
 
 class _Cells(Formatter):
@@ -129,17 +103,3 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Co
         for row in cells
     )
     return "\n".join(line.rstrip() for line in lines)
-
-
-def html_table(rows: Sequence[dict[str, Any]], most: int = 20) -> str:
-    """Records as an HTML table of at most `most` rows, and the number of the others."""
-    if not rows:
-        return "<p>no rows</p>"
-    head = "".join(f"<th>{html.escape(str(column))}</th>" for column in rows[0])
-    body = ""
-    for row in rows[:most]:
-        cells = (row.get(column) for column in rows[0])
-        texts = (f"{x:.4g}" if isinstance(x, float) else "" if x is None else str(x) for x in cells)
-        body += "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in texts) + "</tr>"
-    more = f"<p>{len(rows) - most} more rows; <code>.to_pandas()</code> has all</p>" if len(rows) > most else ""
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"

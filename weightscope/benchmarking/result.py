@@ -81,14 +81,24 @@ class BenchResult(Result):
         return cls(values["runs"], values["summary"], values["environment"], metric, metrics, contrasts)
 
     def rows(self) -> list[dict[str, Any]]:
-        """`arms`, with a column for each field or number that varies, without columns that are empty."""
+        """`arms` with one value in each cell: a column for each field or number that varies, and two for an interval.
+
+        The interval `difference_ci_holm` becomes `difference_holm_low` and `difference_holm_high`; `difference_ci95`,
+        `difference_low` and `difference_high`. Columns that are empty are left out.
+        """
         axes, out = axes_of(self.arms), []
         for row in self.arms:
             place = place_of(row)
-            plain = {key: value for key, value in row.items() if key not in ("cell", "numbers")}
-            out.append({"init": row["init"], **{name: place.get(name) for name in axes}, **plain})
-        empty = {key for key in out[0] if all(row.get(key) is None for row in out)} if out else ()
-        return [{key: value for key, value in row.items() if key not in empty} for row in out]
+            out.append({"init": row["init"], **{name: place.get(name) for name in axes}})
+            for key, value in row.items():
+                stem, is_interval, kind = key.rpartition("ci")
+                if is_interval and kind in ("95", "_holm", "_images"):
+                    stem += kind.removeprefix("_") + "_" if kind != "95" else ""
+                    out[-1] |= zip((f"{stem}low", f"{stem}high"), value or (None, None), strict=True)
+                elif key not in ("cell", "numbers"):
+                    out[-1][key] = value
+        kept = [key for key in out[0] if any(row.get(key) is not None for row in out)] if out else []
+        return [{key: row.get(key) for key in kept} for row in out]
 
     def summary(self) -> str:
         recipe = self.environment.get("recipe", {})

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
-from weightscope._util.results import Result, data_frame
+from weightscope._util.results import Result
 from weightscope._util.sources import is_population, location, population_member
 from weightscope._util.trust import CannotRun, require_trust, trusted
 from weightscope.data.metrics import PER_EPOCH, at_end
@@ -229,12 +229,14 @@ class Population(Result):
 
     def curves(self) -> Any:
         """The metrics after each epoch as a `pandas.DataFrame`: one row for each network and epoch, from 1."""
+        import pandas  # half a second
+
         found = {name: values for name, values in self.metrics.items() if values.ndim == 2}
         epochs = max((values.shape[1] for values in found.values()), default=0)
         columns: dict[str, Any] = {"network": np.repeat(self.indices, epochs)}
         columns["epoch"] = np.tile(np.arange(1, epochs + 1), len(self))
         kept = {name.removesuffix(PER_EPOCH): x.ravel() for name, x in found.items() if x.shape[1] == epochs}
-        return data_frame(columns | kept)
+        return pandas.DataFrame(columns | kept)
 
     def summary(self) -> str:
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
