@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.io import savemat
 from sklearn.datasets import load_digits
 
-from weightscope._util.restricted_pickle import load_arrays
 from weightscope.data import Dataset, dataset, load, readers, registry
 from weightscope.data.image_section import dataset_info, made_by
 from weightscope.data.registry import DATASETS
@@ -28,9 +26,6 @@ SIZES = {
     "fashion-mnist": (30, 10, 1, 28, 10),
     "cifar10": (50, 10, 3, 32, 10),
     "cifar100": (30, 10, 3, 32, 100),
-    "svhn": (20, 12, 3, 32, 10),
-    "stl10": (12, 4, 3, 96, 10),
-    "tiny-imagenet": (6, 4, 3, 64, 3),
 }
 
 
@@ -111,8 +106,6 @@ VERSIONS = {
     "cifar100-binary": ("cifar100", "cifar-100-binary"),
     **{f"cifar10-python{protocol}": ("cifar10", "cifar-10-batches-py") for protocol in ("", 2, 3)},
     **{f"cifar100-python{protocol}": ("cifar100", "cifar-100-python") for protocol in ("", 2, 3)},
-    "svhn": ("svhn", "svhn"),
-    "stl10": ("stl10", "stl10_binary"),
 }
 
 
@@ -149,14 +142,7 @@ def _files(version: str, part: str, images: np.ndarray, labels: np.ndarray) -> d
                     key = "labels" if name == "cifar10" else "fine_labels"
                     written[file] = _python_batch(pixels, numbers, key, int(kind.removeprefix("python") or 4))
             return written
-        case ["svhn"]:  # ten is the digit 0
-            stream = io.BytesIO()
-            content = {"X": images.transpose(2, 3, 1, 0), "y": np.where(labels == 0, 10, labels)[:, None]}
-            savemat(stream, content, do_compression=part == "train")
-            return {f"{part}_32x32.mat": stream.getvalue()}
-        case _:  # stl10, by columns
-            raw = images.transpose(0, 1, 3, 2).tobytes()
-            return {f"{part}_X.bin": raw, f"{part}_y.bin": (labels + 1).astype(np.uint8).tobytes()}
+    raise AssertionError(version)
 
 
 class Python2Pickler(pickle._Pickler):
@@ -189,31 +175,6 @@ def test_each_version_is_read(tmp_path: Path, version: str) -> None:
     assert_holds(load(name, tmp_path / "here"), *arrays)
     part = load(name, tmp_path / "here", train=12, test=3)
     assert_holds(part, arrays[0][:12], arrays[1][:12], arrays[2][:3], arrays[3][:3])
-
-
-def test_tiny_imagenet_is_read_with_its_annotations(tmp_path: Path) -> None:
-    folder, names = tmp_path / "tiny-imagenet-200", ["n03", "n01", "n02"]
-    for place in ("val", *(f"train/{name}" for name in names)):
-        (folder / place / "images").mkdir(parents=True)
-    (folder / "wnids.txt").write_text("\n".join(names) + "\n")
-    for name in names:
-        for i in range(2):
-            grey = np.full((64, 64), 10 * int(name[1:]) + i, np.uint8)  # grey ones are among the official files, too
-            Image.fromarray(grey).save(folder / "train" / name / "images" / f"{name}_{i}.JPEG", quality=95)
-    for i, pixels in enumerate(random_images(4, 3, 64, 3)[0]):
-        Image.fromarray(pixels.transpose(1, 2, 0)).save(folder / "val" / "images" / f"val_{i}.JPEG")
-    annotations = [f"val_{i}.JPEG\t{name}\t0\t0\t62\t62" for i, name in enumerate(["n02", "n01", "n03", "n02"])]
-    (folder / "val" / "val_annotations.txt").write_text("\n".join(annotations))
-    data = load("tiny-imagenet", tmp_path)
-    assert data.train_labels.tolist() == [0, 1, 2, 0, 1, 2]
-    assert np.abs(data.train_images[:, :, 9, 9].numpy() - np.array([[10, 20, 30, 11, 21, 31]]).T.astype(int)).max() <= 1
-    assert data.test_labels.tolist() == [1, 0, 2, 1]
-    (folder / "train" / "n02" / "images" / "n02_0.JPEG").unlink()
-    with pytest.raises(DataError, match="n02/images: expected 2 images, found 1"):
-        load("tiny-imagenet", tmp_path)
-    (folder / "val" / "val_annotations.txt").write_text("\n".join([*annotations[:3], "../../x.JPEG\tn01"]))
-    with pytest.raises(DataError, match=r"expected 4 lines with a file and a class of wnids\.txt, found 4, 1 of them"):
-        load("tiny-imagenet", tmp_path, train=1)
 
 
 @pytest.mark.parametrize("place", ["root", "WEIGHTSCOPE_DATA", "data", "shared"])
@@ -262,12 +223,6 @@ def _flipped(raw: bytes) -> bytes:
     return raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
 
 
-def _mat(count: int, labels: np.ndarray) -> bytes:
-    stream = io.BytesIO()
-    savemat(stream, {"X": np.zeros((32, 32, 3, count), np.uint8), "y": labels})
-    return stream.getvalue()
-
-
 IDX_DAMAGE = [
     (lambda raw: raw[:-100], "expected 23536 bytes as its header says, found 23436"),
     (lambda raw: raw + b"\0", "expected 23536 bytes as its header says, found more"),
@@ -292,17 +247,6 @@ DAMAGE = [
     ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-1], r"expected 30730 bytes \(10 records .*, found 30729"),
     ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-3073], "expected 30730 bytes .*found 27657"),
     ("cifar10-binary", "data_batch_5.bin", lambda raw: raw[:3073] + b"\x0a" + raw[3074:], "found 10 at item 1"),
-    ("svhn", "test_32x32.mat", lambda raw: raw[:3000], "cannot be read as a MATLAB file|expected X"),
-    (
-        "svhn",
-        "train_32x32.mat",
-        lambda raw: raw[:128] + bytes([255]) * 64 + raw[192:],
-        "cannot be read as a MATLAB file|expected X",
-    ),
-    ("svhn", "test_32x32.mat", lambda raw: _mat(12, np.full((12, 1), 11)), "from 0 to 9, found 11 at item 0"),
-    ("svhn", "test_32x32.mat", lambda raw: _mat(40, np.ones((40, 1))), r"expected X of shape \(32, 32, 3, 12\)"),
-    ("stl10", "test_X.bin", lambda raw: raw + b"x", r"expected 110592 bytes \(4 records of 27648\), found 110593"),
-    ("stl10", "test_y.bin", None, "expected a file of stl10, found none"),
 ]
 
 
@@ -336,17 +280,13 @@ def _batch(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        *((pickle.dumps({"data": _Runs()}, protocol), r"its pickle needs posix\.system") for protocol in range(6)),
-        ([1, 2], "expected a dictionary with 'data' and 'labels', found something else"),
-        ({b"data": np.zeros((10, 3072), np.uint8)}, "'data' and 'labels', found `data`"),
-        (_batch(data=np.zeros((10, 300))), "expected an array of unsigned bytes in C order"),
-        (_batch(data=np.asfortranarray(np.zeros((10, 3072), np.uint8))), "an array of unsigned bytes in C order"),
-        (_batch(data=np.zeros((10, 3071), np.uint8)), r"10 images of 3072 pixels, found data of shape \(10, 3071\)"),
-        (_batch(data=[[0] * 3072] * 10), "expected an array of unsigned bytes"),
+        *((pickle.dumps({"data": _Runs()}, protocol), r"its pickle needs posix\.system") for protocol in (0, 2, 4)),
+        ([1, 2], "cannot be read as a CIFAR file"),
+        ({b"data": np.zeros((10, 3072), np.uint8)}, "cannot be read as a CIFAR file .*labels"),
+        (_batch(data=np.zeros((10, 300))), "10 images of 3072 unsigned bytes, found float64"),
+        (_batch(data=np.zeros((10, 3071), np.uint8)), r"found uint8 of shape \(10, 3071\)"),
         (_batch(labels=[0] * 9), "expected 10 labels"),
-        (_batch(labels=[0] * 9 + [-1]), "expected 10 labels from 0 to 9"),
         (_batch(labels=[0] * 9 + [17]), "expected labels from 0 to 9, found 17 at item 9"),
-        (_batch(labels=np.zeros(10, np.int64)), "expected 10 labels"),
     ],
 )
 def test_python_files_of_another_kind_are_refused(tmp_path: Path, batch: object, match: str) -> None:
@@ -355,32 +295,6 @@ def test_python_files_of_another_kind_are_refused(tmp_path: Path, batch: object,
     with pytest.raises(DataError, match=f"data_batch_1: .*{match}"):
         load("cifar10", tmp_path)
     assert not (tmp_path / "was-run").exists()
-
-
-def test_a_python_file_of_absurd_size_is_not_read(tmp_path: Path) -> None:
-    write(tmp_path, "cifar10-python")
-    with (tmp_path / "data_batch_1").open("r+b") as stream:
-        stream.truncate(2**40)  # a sparse file
-    with pytest.raises(DataError, match=r"data_batch_1: .* expected at most .* bytes, found 1,099,511,627,776"):
-        load("cifar10", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("raw", "match"),
-    [
-        (b"\x80\x02c__builtin__\neval\nU\x011\x85R.", r"needs __builtin__\.eval, which is not run"),
-        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", r"needs os\.system"),
-        (b"\x80\x02cnumpy\nndarray\nK\x01b.", "sets the state of something that is no object"),
-        (b"\x80\x02cnumpy\nndarray\nK\x01R.", "it calls something that is no function"),
-        (b"\x80\x02}K\x01K\x02\x86K\x03s.", "unusual keys"),
-        (b"\x80\x02K\x01(lp0\n\x81.", "uses the instruction"),
-        (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "not a pickle"),
-        (b"K\x01", "not a pickle"),
-    ],
-)
-def test_pickles_that_do_more_than_build_data_are_refused(raw: bytes, match: str) -> None:
-    with pytest.raises(DataError, match=match):
-        load_arrays(raw, "here")
 
 
 @pytest.mark.parametrize(
@@ -404,7 +318,7 @@ def test_fetched_files_are_read(tmp_path: Path, monkeypatch) -> None:
 def test_fetched_files_of_another_kind_are_refused(tmp_path: Path, monkeypatch) -> None:
     paths, *_ = _write_parquet(tmp_path)
     monkeypatch.setattr(readers, "_download", lambda location, part: paths["test"])
-    with pytest.raises(DataError, match="expected 30 rows of 'img' and 'fine_label', found 10"):
+    with pytest.raises(DataError, match="expected 30 rows, found 10"):
         load("cifar100")
     paths["test"].write_bytes(b"PAR1 but not really PAR1")
     with pytest.raises(DataError, match="cannot be read as Parquet"):

@@ -1,13 +1,5 @@
 """Images of one's own in files: folders and .npz files."""
 
-import gzip
-import io
-import json
-import struct
-import time
-import tracemalloc
-import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scipy.io import savemat
 
-from weightscope.data import SourceConfig, images, load, readers, registry
+from weightscope.data import SourceConfig, images, load, registry
 from weightscope.data.folder import PARTS
 from weightscope.data.image_section import dataset_info
 from weightscope.data.metrics import ACCURACY
-from weightscope.data.registry import DATASETS
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -111,7 +101,7 @@ def test_a_folder_may_have_its_own_parts(tmp_path: Path, train: str, test: str) 
     with pytest.raises(DataError, match=rf"expected classes of .*{train}, found 1 others: `d`"):
         load(config())
     (pets / "valid").mkdir()
-    with pytest.raises(DataError, match=f"expected one folder of test, .* found `{test}`, `valid`"):
+    with pytest.raises(DataError, match=f"one of test, .* found `{train}`, .*`valid`"):
         load(config())
 
 
@@ -191,8 +181,7 @@ def test_the_middle_of_a_long_image_is_kept_and_resizing_averages(tmp_path: Path
 def test_unreadable_images_are_counted_and_named(tmp_path: Path) -> None:
     classes_in(tmp_path / "pets")
     whole = (tmp_path / "pets" / "a" / "0.png").read_bytes()
-    bad = {"text.jpg": b"no image", "cut.png": whole[: len(whole) // 2], "empty.png": b""}
-    bad["eps.png"] = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n"
+    bad = {"text.jpg": b"no image", "cut.png": whole[: len(whole) // 2], "empty.png": b"", "zeros.png": bytes(9)}
     for name, content in bad.items():
         (tmp_path / "pets" / "b" / name).write_bytes(content)
     with pytest.raises(DataError) as caught:
@@ -202,27 +191,6 @@ def test_unreadable_images_are_counted_and_named(tmp_path: Path) -> None:
     assert message.count("/b/") == 3
     assert "and 1 more; repair or remove them" in message
     assert len(message.splitlines()) == 1
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG whose header says so many pixels."""
-
-    def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
-
-
-@pytest.mark.parametrize("size", [(9000, 9000), (60_000, 60_000), (4096, 4096)])
-def test_a_header_with_too_many_pixels_is_refused_before_decoding(
-    tmp_path: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "bomb.png").write_bytes(bomb(*size))
-    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
-    monkeypatch.setattr(images, "available_memory", lambda: 2**24 * 12 - 1)  # of 4096 x 4096 on one core
-    with pytest.raises(DataError, match="pixels"):
-        images.decode(tmp_path / "bomb.png", 8, 3)
 
 
 def test_pixels_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +206,7 @@ def test_pixels_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypat
         (lambda folder: classes_in(folder, names="a"), "each of at least 2 classes, found 1 folders"),
         (lambda folder: classes_in(folder, each=1), "at least 2 images of each class"),
         (lambda folder: [(folder / name).mkdir(parents=True) for name in "ab"], "found none in 2 of them: `a`, `b`"),
-        (lambda folder: classes_in(folder / "train"), "expected one folder of test, val, .* found none"),
+        (lambda folder: classes_in(folder / "train"), "one of test, val, .*, found `train`"),
     ],
 )
 def test_folders_that_do_not_fit_are_refused(tmp_path: Path, make: Callable[[Path], Any], match: str) -> None:
@@ -350,11 +318,11 @@ def test_an_npz_is_read_in_each_form(tmp_path: Path) -> None:
     np.savez(tmp_path / "grey.npz", images=pixels[:, 0], labels=labels)
     assert load(config(path="grey.npz", size=4)).train_images.shape == (24, 1, 4, 4)
     assert load(config(path="grey.npz", size=None)).train_images.shape == (24, 1, 8, 8)
-    with pytest.raises(DataError, match=r"expected images of 3 channels \(data\.channels\), found 1"):
+    with pytest.raises(DataError, match=r"expected 3 channels \(data\.channels\), found 1"):
         load(config(path="grey.npz", channels=3))
-    np.savez(tmp_path / "columns.npz", images=np.asfortranarray(pixels), labels=labels)
-    with pytest.raises(DataError, match=r"columns\.npz: images: expected an array in C order"):
-        load(config(path="columns.npz"))
+    np.savez(tmp_path / "objects.npz", images=np.array([None, 1]), labels=labels)
+    with pytest.raises(DataError, match=r"objects\.npz: cannot be read as an \.npz file"):
+        load(config(path="objects.npz"))
 
 
 def test_the_classes_of_a_sorted_npz_are_interleaved(tmp_path: Path) -> None:
@@ -393,116 +361,7 @@ def test_labels_of_an_npz_that_do_not_fit_are_refused(tmp_path: Path, labels: np
         load(config(path="a.npz"))
 
 
-def lying_npz(path: Path, shape: tuple[int, ...], content: bytes, descr: str = "|u1") -> None:
-    header = json.dumps({"descr": descr, "fortran_order": False, "shape": list(shape)})
-    text = header.replace("false", "False").replace("[", "(").replace("]", ",)").encode() + b"\n"
-    entry = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + content
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("images.npy", entry)
-        archive.writestr("labels.npy", entry)
-
-
-@pytest.mark.parametrize(
-    ("shape", "content", "descr", "match"),
-    [
-        ((2**40, 8, 8), bytes(64), "|u1", "expected 70368744177664 bytes as its header says, found 64"),
-        ((4, 4), bytes(15), "|u1", "expected 16 bytes as its header says, found 15"),
-        ((2,), b"cos\nsystem\n(S'echo'\ntR.", "|O", "pickled objects, which are not read"),
-        ((2,), bytes(2), "nonsense", "cannot be read as an .npz file"),
-    ],
-)
-def test_npz_headers_are_not_trusted(
-    tmp_path: Path, shape: tuple[int, ...], content: bytes, descr: str, match: str
-) -> None:
-    lying_npz(tmp_path / "x.npz", shape, content, descr)
-    with pytest.raises(DataError, match=match):
-        load(config(path="x.npz"))
-
-
 def test_other_arrays_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=np.zeros(3))
     with pytest.raises(DataError, match=r"expected arrays train_images, .*, or images and labels, found `x`"):
         load(config(path="x.npz"))
-
-
-def expanding(folder: Path, kind: str) -> SourceConfig | str:
-    """Write a small file that says, or is, much more when it is read; returns what names it."""
-    path, many = folder / "a.npz", 2**15
-    names = "images.npy", "labels.npy"
-    match kind:
-        case "labels":
-            zeros = np.zeros(2**24 + 1, np.uint8)
-            np.savez_compressed(path, images=zeros[:, None, None], labels=zeros)
-        case "lying":
-            lying_npz(path, (2**55, 16, 16), bytes(256))
-        case "header" | "method":
-            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if kind == "header" else zipfile.ZIP_BZIP2) as archive:
-                for name in names:
-                    archive.writestr(name, b"\x93NUMPY\x02\x00" + struct.pack("<I", 2**24) + bytes(2**24))
-        case "nested":
-            inner = io.BytesIO()
-            np.savez_compressed(inner, images=np.zeros((many, 32, 32), np.uint8))
-            with zipfile.ZipFile(path, "w") as archive:
-                for name in names:
-                    archive.writestr(name, inner.getvalue())
-        case "png":
-            classes_in(folder / "pets")
-            (folder / "pets" / "b" / "x.png").write_bytes(bomb(2**14, 2**19))
-            return config(path=str(folder / "pets"))
-        case "fashion-mnist":
-            (folder / kind).mkdir()
-            for name, header in (("images-idx3", (2051, 60_000, 28, 28)), ("labels-idx1", (2049, 60_000))):
-                raw = gzip.compress(struct.pack(f">{len(header)}I", *header) + bytes(2**26), 1)
-                (folder / kind / f"train-{name}-ubyte.gz").write_bytes(raw)
-            return kind
-        case "svhn":
-            (folder / kind).mkdir()
-            for part in ("train", "test"):
-                large = {"X": np.zeros((32, 32, 3, many // 4), np.uint8), "y": np.ones((many // 4, 1))}
-                savemat(folder / kind / f"{part}_32x32.mat", large, do_compression=True)
-            return kind
-        case "cifar10":
-            pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-            from pyarrow import parquet
-
-            cells = [{"bytes": b"\x89PNG" + bytes(2**18), "path": None}] * 500
-            table = pyarrow.table({"img": cells, "label": [0] * 500})
-            parquet.write_table(table, folder / "train.parquet", compression="zstd")
-            return kind
-    return SourceConfig(name="folder", path=str(path))
-
-
-KINDS = ("labels", "lying", "header", "method", "nested", "png", "fashion-mnist", "svhn", "cifar10")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_small_files_that_expand_take_little_memory_and_time(tmp_path: Path, monkeypatch, kind: str) -> None:
-    """Each is refused in one line; what is read of one, `test_of_an_npz_...` says."""
-    monkeypatch.setattr(readers, "_download", lambda location, part: tmp_path / "train.parquet")
-    monkeypatch.setitem(DATASETS.details, "cifar10", DATASETS.details["cifar10"] | {"train": 500, "test": 500})
-    source = expanding(tmp_path, kind)
-    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 2**23
-    began = time.process_time()
-    tracemalloc.start()
-    with pytest.raises(DataError):  # whose messages are one line
-        load(source, tmp_path, **({} if kind == "png" else {"train": 64, "test": 16}))
-    peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
-    tracemalloc.stop()
-    assert peak < (2**29 if kind == "svhn" else 2**27)  # SVHN is 225 MB, and is read whole
-    assert seconds < 20
-
-
-@pytest.mark.parametrize("names", [PARTS, ("images", "labels")])
-def test_of_an_npz_only_the_images_that_are_asked_for_are_in_memory(tmp_path: Path, names: tuple[str, ...]) -> None:
-    """A file that expands to 92 or 184 MB, of which 128 images are used: blocks of 16 MB, not all of it."""
-    pixels = np.resize(np.arange(251, dtype=np.uint8), (30_000, 3, 32, 32))
-    arrays = (pixels, np.arange(30_000) % 10) * (len(names) // 2)
-    np.savez_compressed(tmp_path / "a.npz", **dict(zip(names, arrays, strict=True)))
-    del arrays
-    tracemalloc.start()
-    data = load(config(path="a.npz", size=32), train=64, test=64)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(data.train_images) == 64
-    assert peak < 60e6 < pixels.nbytes

@@ -6,16 +6,12 @@ Python: the one in C allocates 64 GB for a memo if four bytes ask for it. `torch
 but is no replacement (torch 2.13): nested tuples as keys or `bytearray(10**11)` end the process.
 """
 
-import io
 import pickle
 import struct
 import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from math import prod
 from typing import Any, BinaryIO
-
-import numpy as np
 
 from weightscope.errors import DataError
 
@@ -130,31 +126,3 @@ class DataUnpickler(pickle._Unpickler):
         | {pickle.ADDITEMS[0]: pickle._Unpickler.dispatch[pickle.APPENDS[0]]}
         | {pickle.FROZENSET[0]: pickle._Unpickler.dispatch[pickle.LIST[0]]}
     )
-
-
-_ARRAY = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
-_NUMPY = {*_ARRAY, "numpy ndarray", "numpy dtype", "_codecs encode"}
-
-
-def load_arrays(raw: bytes, where: str) -> Any:
-    """The value of a pickle of NumPy arrays, which `uint8_array` reads."""
-    return DataUnpickler(io.BytesIO(raw), where, _NUMPY, "is it the file of another data set?").read()
-
-
-def uint8_array(value: Any, where: str) -> np.ndarray:
-    """The uint8 array that a value of `load_arrays` describes.
-
-    NumPy pickles it as `_reconstruct(ndarray, (0,), b'b')` with the state `(version, shape, dtype, fortran order,
-    bytes)`.
-    """
-    match value:
-        case Call(name, _, (int(), tuple(shape), Call("numpy dtype", (str(kind), *_)), fortran, data)) if (
-            name in _ARRAY and kind in ("u1", "|u1") and not fortran
-        ):
-            match data:  # of Python 2 and 3
-                case Call("_codecs encode", (str(text), "latin1" | "latin-1")) | str(text):
-                    data = text.encode("latin-1") if max(text, default="") < "\u0100" else None
-            valid = isinstance(data, bytes) and all(isinstance(n, int) and n >= 0 for n in shape)
-            if valid and len(data) == prod(shape):
-                return np.frombuffer(data, np.uint8).reshape(shape)
-    raise DataError(f"{where}: expected an array of unsigned bytes in C order, found something else")

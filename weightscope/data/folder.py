@@ -1,25 +1,17 @@
 """Images of one's own: arrays, a folder with a folder for each class, or an .npz file.
 
-What is in a folder or file is found without decoding it, and only the images that are asked for are read. Headers are
-not trusted: pickled objects are refused, and what does not fit into the memory is refused before it is read.
+The images of a folder are listed without decoding them, and only those that are asked for are read.
 """
 
-import hashlib
-import os
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightscope._util import npz
 from weightscope._util.names import listing
-from weightscope.data.images import SUFFIXES, check_memory, progress, read_images, reading, resize
+from weightscope.data.images import SUFFIXES, read_images, reading, resize
 from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, SourceConfig, first_place, places
 from weightscope.errors import DataError, UsageError
 
@@ -28,9 +20,6 @@ _TOGETHER = ("images", "labels")
 _TRAINS = ("train", "training")  # in upper or lower case
 _TESTS = ("test", "val", "valid", "validation", "testing")
 _TEST_SHARE = 0.2
-_MOST_ENTRIES = 1024
-_MOST_IMAGES = 2**24  # of an .npz file, whose labels are all read
-_BLOCK = 2**24  # bytes of an array that are in memory at once
 
 
 # --- arrays ----------------------------------------------------------------------------------------------------------
@@ -72,41 +61,34 @@ def _label_type(classes: int) -> type[np.integer]:
     return np.uint8 if classes <= 256 else np.int64
 
 
-def _image_shape(dtype: np.dtype, shape: tuple[int, ...], where: str) -> tuple[int, int, int, int]:
-    """(n, c, S, S) of an array of images."""
-    if dtype.kind not in "ui":
-        scaled = "; for pixels in [0, 1] pass `(255 * images).round().astype('uint8')`"
-        hint = scaled if dtype.kind == "f" else "; convert them to uint8"
-        raise DataError(f"{where}: expected integers from 0 to 255, found {dtype}{hint}")
-    if len(shape) not in (3, 4) or min(shape) < 1:
-        raise DataError(f"{where}: expected shape (n, channels, S, S) or (n, S, S), none of them 0, found {shape}")
-    n, channels, height, width = shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
-    if height != width:
-        hint = "; move the channels to the second axis" if channels == height else "; crop or pad them"
-        raise DataError(f"{where}: expected square images (n, channels, S, S), found {shape}{hint}")
-    return n, channels, height, width
-
-
 def _checked_images(source: Any, where: str) -> np.ndarray:
     """Images as uint8 (n, c, S, S)."""
     images = _array(source, where)
-    images = images.reshape(_image_shape(images.dtype, images.shape, where))
+    if images.dtype.kind not in "ui":
+        scaled = "; for pixels in [0, 1] pass `(255 * images).round().astype('uint8')`"
+        hint = scaled if images.dtype.kind == "f" else "; convert them to uint8"
+        raise DataError(f"{where}: expected integers from 0 to 255, found {images.dtype}{hint}")
+    if images.ndim not in (3, 4) or images.size == 0:
+        raise DataError(
+            f"{where}: expected shape (n, channels, S, S) or (n, S, S), none of them 0, found {images.shape}"
+        )
+    images = images if images.ndim == 4 else images[:, None]
+    _, channels, height, width = images.shape
+    if height != width:
+        hint = "; move the channels to the second axis" if channels == height else "; crop or pad them"
+        raise DataError(f"{where}: expected square images (n, channels, S, S), found {images.shape}{hint}")
     if images.dtype != np.uint8 and (images.min() < 0 or images.max() > 255):
         raise DataError(f"{where}: expected values from 0 to 255, found {images.min()} to {images.max()}")
     return np.ascontiguousarray(images, dtype=np.uint8)
 
 
-def _check_label_shape(dtype: np.dtype, shape: tuple[int, ...], count: int, where: str) -> None:
-    if dtype.kind not in "ui":
-        raise DataError(f"{where}: expected integers, found {dtype}; convert them with `.astype('int64')`")
-    if shape != (count,):
-        raise DataError(f"{where}: expected shape ({count},), one label for each image, found {shape}")
-
-
 def _checked_labels(source: Any, count: int, where: str) -> np.ndarray:
     """Labels as int64 (count,)."""
     labels = _array(source, where)
-    _check_label_shape(labels.dtype, labels.shape, count, where)
+    if labels.dtype.kind not in "ui":
+        raise DataError(f"{where}: expected integers, found {labels.dtype}; convert them with `.astype('int64')`")
+    if labels.shape != (count,):
+        raise DataError(f"{where}: expected shape ({count},), one label for each image, found {labels.shape}")
     if labels.min() < 0:
         raise DataError(f"{where}: expected labels from 0, found {labels.min()} at item {int(labels.argmin())}")
     return labels.astype(np.int64)
@@ -135,25 +117,15 @@ def _array(source: Any, where: str) -> np.ndarray:
 
 # --- a folder or an .npz file ----------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class OwnImages:
-    """What is in a folder or .npz file: labels and places of the training and of the test images."""
-
-    signature: str  # changes with the files and the split
-    path: Path = field(compare=False)
-    classes: int = field(compare=False)
-    shape: tuple[int, int] | None = field(compare=False)  # channels and side length, of an .npz file
-    labels: Sequence[np.ndarray] = field(compare=False)  # of each part, in an order in which classes are mixed
-    rows: Sequence[np.ndarray] = field(compare=False)  # places of these images
-    read: Callable[[list[np.ndarray], int, int], list[np.ndarray]] = field(compare=False)  # rows, size, channels
+Part = tuple[np.ndarray, np.ndarray]
+"""Paths of image files, or images (n, c, S, S), and their labels (n,)."""
 
 
 def described(config: SourceConfig, root: str | Path | None) -> DatasetInfo:
     """The info of a folder or .npz file; if the recipe has all of it, without reading and without numbers of images."""
     if config.size is not None and config.channels is not None and config.classes is not None:
         return DatasetInfo(FOLDER, config.channels, config.size, config.classes, 0, 0)
-    return _info(config, _opened(config, root))
+    return _opened(config, root)[0]
 
 
 def read(
@@ -166,15 +138,23 @@ def read(
     `labels`: integers from 0 to 255 of shape (n, S, S), (n, c, S, S) or (n, S, S, c), and (n,). Without test images a
     share of each class, drawn by `split_seed`, is for testing. Hidden files and folders are skipped.
     """
-    found = _opened(config, root)
-    info = _info(config, found)
-    if config.classes not in (None, found.classes):
-        raise DataError(f"{found.path}: expected {config.classes} classes (data.classes), found {found.classes}")
+    info, parts, orders = _opened(config, root)
     counts = check_counts(FOLDER, train, test, info.train, info.test)
-    images = _pixels(found, counts, info.size, info.channels)
-    kind = _label_type(found.classes)
-    train_labels, test_labels = (found.labels[part][:n].astype(kind) for part, n in enumerate(counts))
-    return info, (images[0], train_labels, images[1], test_labels)
+    made: list[np.ndarray] = []
+    for (images, labels), order, count in zip((parts[0], parts[-1]), orders, counts, strict=True):
+        mine = images[order[:count]]
+        if images.dtype == object:
+            made.append(_decoded(tuple((path, path.stat().st_mtime_ns) for path in mine), info.size, info.channels))
+        else:
+            made.append(resize(mine, info.size, FOLDER))
+        made.append(labels[order[:count]].astype(_label_type(info.classes)))
+    return info, (made[0], made[1], made[2], made[3])
+
+
+@lru_cache(maxsize=2)  # every tile of a benchmark reads the data again
+def _decoded(files: tuple[tuple[Path, int], ...], size: int, channels: int) -> np.ndarray:
+    """The pixels of files, which are given with their times."""
+    return read_images([path for path, _ in files], size, channels, FOLDER)
 
 
 def located(config: SourceConfig, root: str | Path | None) -> Path:
@@ -189,26 +169,24 @@ def located(config: SourceConfig, root: str | Path | None) -> Path:
     )
 
 
-def _opened(config: SourceConfig, root: str | Path | None) -> OwnImages:
+def _opened(config: SourceConfig, root: str | Path | None) -> tuple[DatasetInfo, list[Part], list[np.ndarray]]:
+    """The info, one part or a training and a test part, and the order of the training and of the test images in it."""
     path = located(config, root)
-    return _npz(path, config) if path.is_file() else _folder(path, config)
-
-
-def _info(config: SourceConfig, found: OwnImages) -> DatasetInfo:
-    channels, size = found.shape or (config.channels or 3, config.size)
-    if size is None:
-        raise DataError(f"{found.path}: expected data.size, the side length that images are resized to, found none")
-    if config.channels not in (None, channels):
-        raise DataError(
-            f"{found.path}: expected images of {config.channels} channels (data.channels), found {channels}"
-        )
-    train, test = map(len, found.labels)
-    return DatasetInfo(FOLDER, channels, config.size or size, found.classes, train, test)
-
-
-@lru_cache(maxsize=1)  # every tile of a benchmark reads the data again
-def _pixels(found: OwnImages, counts: tuple[int, int], size: int, channels: int) -> list[np.ndarray]:
-    return found.read([rows[:count] for rows, count in zip(found.rows, counts, strict=True)], size, channels)
+    if path.is_file():
+        parts = _npz(path, path.stat().st_mtime_ns)
+        _, channels, size, _ = parts[0][0].shape
+    else:
+        parts = _folder(path)
+        channels, size = config.channels or 3, config.size or 0
+        if not size:
+            raise DataError(f"{path}: expected data.size, the side length that images are resized to, found none")
+    classes = _count_classes(parts[0][1], parts[-1][1], [str(path)] * 2)
+    for name, found in (("channels", channels), ("classes", classes)):
+        if (wanted := getattr(config, name)) not in (None, found):
+            raise DataError(f"{path}: expected {wanted} {name} (data.{name}), found {found}")
+    orders = _split(path, [labels for _, labels in parts], config)
+    train, test = map(len, orders)
+    return DatasetInfo(FOLDER, channels, config.size or size, classes, train, test), parts, orders
 
 
 def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> list[np.ndarray]:
@@ -242,59 +220,42 @@ def _interleaved(labels: np.ndarray) -> np.ndarray:
     return np.argsort(place, kind="stable")
 
 
-def _signature(files: Iterable[Path], config: SourceConfig) -> str:
-    digest = hashlib.sha256(f"{config.test_share} {config.split_seed}\n".encode())
-    for file in files:
-        stat = file.stat()
-        digest.update(f"{file}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _folder(path: Path, config: SourceConfig) -> OwnImages:
-    """A folder of folders of images."""
-    trains, tests = (
-        sorted(child for child in path.iterdir() if child.name.lower() in names and child.is_dir())
-        for names in (_TRAINS, _TESTS)
-    )
-    for found, names, beside in ((trains, _TRAINS, ""), (tests, _TESTS, f" beside {trains[0].name}" if trains else "")):
-        if trains and len(found) != 1:
-            named = listing([part.name for part in found]) if found else "none"
-            raise DataError(f"{path}: expected one folder of {', '.join(names)}{beside}, found {named}")
-    inside = [_classes(part) for part in ((trains[0], tests[0]) if trains else (path,))]
-    classes = list(inside[0])
-    if unknown := sorted(set(inside[-1]) - set(classes)):
-        raise DataError(f"{tests[0]}: expected classes of {trains[0]}, found {len(unknown)} others: {listing(unknown)}")
-    files = [[file for name in classes for file in part.get(name, ())] for part in inside]
-    labels = [np.repeat(np.arange(len(classes)), [len(part.get(name, ())) for name in classes]) for part in inside]
-
-    def read(rows: list[np.ndarray], size: int, channels: int) -> list[np.ndarray]:
-        parts = zip((files[0], files[-1]), rows, ("training", "test"), strict=True)
-        return [
-            read_images([inside[row] for row in mine], size, channels, f"{path} ({what})")
-            for inside, mine, what in parts
-        ]
-
-    rows = _split(path, labels, config)
-    mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]
-    return OwnImages(
-        _signature((file for part in files for file in part), config), path, len(classes), None, mixed, rows, read
-    )
+def _folder(path: Path) -> list[Part]:
+    """The images of a folder of folders, as paths, and their labels."""
+    inside = {child.name.lower(): child for child in path.iterdir() if child.is_dir()}
+    trains, tests = ([inside[name] for name in names if name in inside] for names in (_TRAINS, _TESTS))
+    if trains and (len(trains) > 1 or len(tests) != 1):
+        found = listing(child.name for child in [*trains, *tests])
+        raise DataError(
+            f"{path}: expected one folder of {', '.join(_TRAINS)} and one of {', '.join(_TESTS)}, found {found}"
+        )
+    found_classes = [_classes(part) for part in ((trains[0], tests[0]) if trains else (path,))]
+    names = list(found_classes[0])
+    if strangers := [name for name in found_classes[-1] if name not in names]:
+        raise DataError(
+            f"{tests[0]}: expected classes of {trains[0]}, found {len(strangers)} others: {listing(strangers)}"
+        )
+    parts = []
+    for classes in found_classes:
+        files = [file for name in names for file in classes.get(name, ())]
+        labels = np.repeat(np.arange(len(names)), [len(classes.get(name, ())) for name in names])
+        parts.append((np.array(files, dtype=object), labels))
+    return parts
 
 
 def _classes(path: Path) -> dict[str, list[Path]]:
     """The images of each class, in the order of their names."""
     found: dict[str, list[Path]] = {}
-    for name in sorted(child.name for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
-        inside = found[name] = []
-        for place, folders, files in os.walk(path / name):
-            folders[:] = [folder for folder in folders if not folder.startswith(".")]  # os.walk enters the others
-            images = (file for file in files if Path(file).suffix.lower() in SUFFIXES and not file.startswith("."))
-            inside += [Path(place, file) for file in images]
-        inside.sort()
-        below = sorted({file.relative_to(path / name).parts[0] for file in inside})
-        if len(below) > 1 and all(file.parent != path / name for file in inside):  # a part, or a group of classes
+    for folder in sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith(".")):
+        files = found[folder.name] = []
+        for file in sorted(folder.rglob("*")):
+            hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+            if file.suffix.lower() in SUFFIXES and not hidden:
+                files.append(file)
+        below = sorted({file.relative_to(folder).parts[0] for file in files})
+        if len(below) > 1 and all(file.parent != folder for file in files):  # a part, or a group of classes
             raise DataError(
-                f"{path / name}: expected the images of one class, found only {len(below)} folders of images: "
+                f"{folder}: expected the images of one class, found only {len(below)} folders of images: "
                 f"{listing(below)}; name the parts `{_TRAINS[0]}` and `{_TESTS[0]}`, or put the images of a class "
                 "directly into its folder"
             )
@@ -308,79 +269,25 @@ def _classes(path: Path) -> dict[str, list[Path]]:
     return found
 
 
-# --- .npz files ------------------------------------------------------------------------------------------------------
-
-
-def _npz(path: Path, config: SourceConfig) -> OwnImages:
-    """An .npz file, of which the headers and the labels are read. Objects are never unpickled."""
-    with _archive(path) as archive:
-        entries = {entry.filename.removesuffix(".npy"): entry for entry in archive.infolist()[:_MOST_ENTRIES]}
-        wanted = next((names for names in (PARTS, _TOGETHER) if set(names) <= set(entries)), None)
+@lru_cache(maxsize=1)
+def _npz(path: Path, _: int) -> list[Part]:
+    """The images and labels of an .npz file, which is given with its time. Objects are never unpickled."""
+    with reading(path, "an .npz file", "write it again with numpy.savez"), np.load(path) as file:
+        wanted = next((names for names in (PARTS, _TOGETHER) if {*names} <= {*file}), None)
         if wanted is None:
             names = f"{', '.join(PARTS)}, or {' and '.join(_TOGETHER)}"
-            raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(entries)) or 'none'}")
-        stored = [npz.stored(archive, entries[name], f"{path}: {name}") for name in wanted]
-        images = stored[::2]
-        for x in images:
-            if x.order == "F":
-                raise DataError(f"{x.where}: expected an array in C order; write numpy.ascontiguousarray of it")
-        shapes = [
-            _image_shape(x.dtype, (*x.shape[:1], x.shape[3], *x.shape[1:3]) if _channels_last(x) else x.shape, x.where)
-            for x in images
-        ]
-        if shapes[0][1:] != shapes[-1][1:]:
-            raise DataError(f"{images[1].where}: expected images {shapes[0][1:]} as in training, found {shapes[1][1:]}")
-        labels: list[np.ndarray] = []
-        for (n, *_), x in zip(shapes, stored[1::2], strict=True):
-            _check_label_shape(x.dtype, x.shape[:1] if x.shape[1:] == (1,) else x.shape, n, x.where)
-            if n > _MOST_IMAGES:
-                raise DataError(f"{x.where}: expected at most {_MOST_IMAGES} images, found {n}")
-            labels.append(_checked_labels(_rows(archive, x, np.arange(n)).reshape(-1), n, x.where))
-    classes = _count_classes(labels[0], labels[-1], [x.where for x in stored[1::2]])
-
-    def read(rows: list[np.ndarray], size: int, channels: int) -> list[np.ndarray]:
-        with _archive(path) as archive:
-            if len(images) == 1:  # all in one pass over the file
-                found = np.split(_rows(archive, images[0], np.concatenate(rows)), [len(rows[0])])
-            else:
-                found = [_rows(archive, x, mine) for x, mine in zip(images, rows, strict=True)]
-        out = []
-        for pixels, x in zip(found, (images[0], images[-1]), strict=True):
-            checked = _checked_images(pixels.transpose(0, 3, 1, 2) if _channels_last(x) else pixels, x.where)
-            out.append(resize(checked, size, x.where))
-        return out
-
-    rows = _split(path, labels, config)
-    mixed = [labels[part % len(labels)][order] for part, order in enumerate(rows)]
-    return OwnImages(_signature([path], config), path, classes, shapes[0][1:3], mixed, rows, read)
-
-
-@contextmanager
-def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
-    """An open .npz file."""
-    with reading(path, "an .npz file", "write it again with numpy.savez"), zipfile.ZipFile(path) as archive:
-        yield archive
-
-
-def _channels_last(array: npz.Stored) -> bool:
-    """Whether images are (n, S, S, c)."""
-    return len(array.shape) == 4 and array.shape[3] in (1, 3) and array.shape[1] == array.shape[2]
-
-
-def _rows(archive: zipfile.ZipFile, array: npz.Stored, rows: np.ndarray) -> np.ndarray:
-    """Rows of an array in C order, (m, ...), read block by block."""
-    n, *rest = array.shape
-    width = prod(rest) * array.dtype.itemsize
-    wanted = 2 * (len(rows) * width + max(width, _BLOCK))
-    check_memory(wanted, array.where, f"{len(rows)} items of {tuple(rest)}")
-    out = np.empty((len(rows), *rest), array.dtype)
-    step, end = max(1, _BLOCK // width), int(rows.max()) + 1
-    with archive.open(array.entry) as stream, progress(end, f"reading {array.where}", " items") as bar:
-        stream.read(array.start)
-        for start in range(0, end, step):
-            count = min(step, n - start)
-            block = np.frombuffer(stream.read(count * width), array.dtype).reshape(count, *rest)
-            mine = (rows >= start) & (rows < start + count)
-            out[mine] = block[rows[mine] - start]
-            bar.update(count)
-    return out
+            raise DataError(f"{path}: expected arrays {names}, found {listing(sorted(file)) or 'none'}")
+        stored = [(name, file[name]) for name in wanted]
+    parts = []
+    for (what, images), (name, labels) in zip(stored[::2], stored[1::2], strict=True):
+        if images.ndim == 4 and images.shape[3] in (1, 3) and images.shape[1] == images.shape[2]:
+            images = images.transpose(0, 3, 1, 2)
+        pixels = _checked_images(images, f"{path}: {what}")
+        flat = labels[:, 0] if labels.shape[1:] == (1,) else labels
+        parts.append((pixels, _checked_labels(flat, len(pixels), f"{path}: {name}")))
+    if parts[0][0].shape[1:] != parts[-1][0].shape[1:]:
+        raise DataError(
+            f"{path}: test_images: expected images {parts[0][0].shape[1:]} as in training, "
+            f"found {parts[-1][0].shape[1:]}"
+        )
+    return parts

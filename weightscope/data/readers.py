@@ -1,25 +1,22 @@
-"""Readers of the registered data sets: CIFAR, scikit-learn's digits, Fashion-MNIST, STL-10, SVHN and Tiny ImageNet.
+"""Readers of the registered data sets: CIFAR, scikit-learn's digits and Fashion-MNIST.
 
 Each is `read(info, root, train, test)`: the first training and test images, in the files' order, of the data set that
 `info` describes, searched for in `root` first. Files that are missing or damaged are a `DataError`. CIFAR and
 Fashion-MNIST are downloaded from the Hugging Face Hub if they are found nowhere and pyarrow is installed.
 """
 
-import contextlib
 import gzip
 import importlib.util
 import io
-import re
+import pickle
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from weightscope._util.names import listing, shortened
-from weightscope._util.restricted_pickle import load_arrays, uint8_array
-from weightscope._util.sources import read_regular
-from weightscope.data.images import check_memory, read_images, reading
+from weightscope._util.names import shortened
+from weightscope.data.images import reading
 from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, places
 from weightscope.errors import DataError
 
@@ -47,13 +44,6 @@ def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataErro
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
         f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"
     )
-
-
-def located(info: DatasetInfo, root: Path | None, *layouts: Layout) -> Path:
-    """The first folder with a data set that is not downloaded; DataError if there is none."""
-    if (found := find(root, *layouts)) is None:
-        raise missing(info, root)
-    return found[0]
 
 
 def existing(path: Path, info: DatasetInfo) -> Path:
@@ -126,24 +116,34 @@ def _cifar_binary(path: Path, labels: Any, info: DatasetInfo, count: int, most: 
     return checked_part(records[:, labels:], records[:, labels - 1], info, path)
 
 
+class _ArrayUnpickler(pickle.Unpickler):
+    """Of dictionaries of NumPy arrays; imports nothing else that a pickle names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The function of NumPy; UnpicklingError for any other."""
+        if f"{module} {name}" not in _NUMPY:
+            raise pickle.UnpicklingError(f"its pickle needs {module}.{name}, which is not run")
+        return super().find_class(module, name)
+
+
+_NUMPY = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
+_NUMPY |= {"numpy ndarray", "numpy dtype", "_codecs encode"}
+
+
 def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int) -> Part:
     """The first images of a pickled dictionary with `data` (n, c * S * S) and a list of labels."""
+    with reading(path, "a CIFAR file"), path.open("rb") as file:
+        batch = _ArrayUnpickler(file, encoding="latin1").load()
+        entries = {name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()}
+        data, labels = np.asarray(entries["data"]), np.asarray(entries[key])
     pixels = info.channels * info.size**2
-    with reading(path, "a CIFAR file"):
-        raw = read_regular(path, most * (pixels + 256) + 65_536)  # names of files and labels beside the pixels
-    batch = load_arrays(raw, str(path))
-    items = batch.items() if isinstance(batch, dict) else ()
-    entries = {name.decode("latin-1") if isinstance(name, bytes) else str(name): value for name, value in items}
-    if "data" not in entries or key not in entries:
-        found = listing(sorted(entries)) or "something else"
-        raise DataError(f"{path}: expected a dictionary with 'data' and {key!r}, found {found}")
-    data, labels = uint8_array(entries["data"], f"{path}: 'data'"), entries[key]
-    if data.ndim != 2 or data.shape[1] != pixels or not count <= len(data) <= most:
-        raise DataError(f"{path}: expected {most} images of {pixels} pixels, found data of shape {data.shape}")
-    bytes_only = isinstance(labels, list) and all(isinstance(n, int) and 0 <= n < 256 for n in labels)
-    if not bytes_only or len(labels) != len(data):
-        raise DataError(f"{path}: expected {len(data)} labels from 0 to {info.classes - 1} in {key!r}, found others")
-    return checked_part(data[:count], np.array(labels[:count]), info, path)
+    if data.dtype != np.uint8 or data.shape[1:] != (pixels,) or not count <= len(data) <= most:
+        raise DataError(
+            f"{path}: expected {most} images of {pixels} unsigned bytes, found {data.dtype} of shape {data.shape}"
+        )
+    if labels.shape != (len(data),) or labels.dtype.kind != "i":
+        raise DataError(f"{path}: expected {len(data)} labels in {key!r}, found {labels.dtype} of shape {labels.shape}")
+    return checked_part(data[:count], labels[:count], info, path)
 
 
 # --- digits: the test half of UCI's "Optical Recognition of Handwritten Digits" ---------------------------------------
@@ -230,137 +230,9 @@ def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.n
     return np.frombuffer(data, np.uint8, count * prod(shape)).reshape(count, *shape)
 
 
-# --- STL-10 (Coates et al. 2011): the official binary files, whose images are stored by columns -----------------------
-
-
-@DATASETS.register(
-    "stl10",
-    channels=3,
-    size=96,
-    classes=10,
-    train=5_000,
-    test=8_000,
-    how_to_get=f"{_HOW} `stl10_binary/train_X.bin`",
-)
-def stl10(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """STL-10; the unlabelled images are not read."""
-    folder = located(info, root, ("stl10_binary", ("train_X.bin", "test_X.bin")))
-
-    def part(name: str, count: int, most: int) -> Part:
-        """Of pixels (n, 3, column, row) and labels from 1."""
-        record, path = info.channels * info.size**2, folder / f"{name}_y.bin"
-        pixels = read_records(existing(folder / f"{name}_X.bin", info), record, most, count)
-        labels = read_records(existing(path, info), 1, most, count).reshape(-1).astype(np.int64) - 1
-        images = pixels.reshape(count, info.channels, info.size, info.size).transpose(0, 1, 3, 2)
-        return checked_part(images, labels, info, path)
-
-    return *part("train", train, info.train), *part("test", test, info.test)
-
-
-# --- SVHN (Netzer et al. 2011), cropped digits: the official MATLAB files ---------------------------------------------
-
-_SVHN = ("train_32x32.mat", "test_32x32.mat")
-
-
-@DATASETS.register(
-    "svhn",
-    channels=3,
-    size=32,
-    classes=10,
-    train=73_257,
-    test=26_032,
-    how_to_get="put the official train_32x32.mat and test_32x32.mat into a folder `svhn` in one of these",
-)
-def svhn(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """SVHN; class i is the digit i."""
-    folder = located(info, root, ("svhn", _SVHN), ("SVHN", _SVHN))
-    paths = [existing(folder / name, info) for name in _SVHN]
-    return *_read_svhn(paths[0], info, train, info.train), *_read_svhn(paths[1], info, test, info.test)
-
-
-def _read_svhn(path: Path, info: DatasetInfo, count: int, most: int) -> Part:
-    """The first images of a file with X, uint8 (S, S, 3, n), and y (n, 1), in which 10 is the digit 0."""
-    from scipy.io import loadmat, whosmat
-
-    image = info.size, info.size, info.channels
-    with reading(path, "a MATLAB file"):
-        shapes = {name: shape for name, shape, _ in whosmat(path)}  # by the header, before anything is read
-        x, y = shapes.get("X", ()), shapes.get("y", ())
-        if x[:3] != image or y != (*x[3:], 1) or not count <= y[0] <= most:
-            raise DataError(
-                f"{path}: expected X of shape {(*image, most)} and y of shape {(most, 1)}, found {x or 'no X'} and "
-                f"{y or 'no y'}"
-            )
-        values = loadmat(path, variable_names=["X", "y"])
-    pixels, labels = values["X"], values["y"][:count, 0]
-    if pixels.dtype != np.uint8 or labels.dtype.kind not in "ui":
-        raise DataError(f"{path}: expected X of uint8 and y of integers, found {pixels.dtype} and {labels.dtype}")
-    labels = np.where(labels == info.classes, 0, labels.astype(np.int64))
-    return checked_part(pixels[..., :count].transpose(3, 2, 0, 1), labels, info, path)
-
-
-# --- Tiny ImageNet (200 classes of ImageNet): the official folder, with its annotations of `val` ----------------------
-
-_LARGEST = 2**24  # bytes of a text file
-_NAME = re.compile(r"[\w.-]+")  # of a class or a file: no path
-
-
-@DATASETS.register(
-    "tiny-imagenet",
-    channels=3,
-    size=64,
-    classes=200,
-    train=100_000,
-    test=10_000,
-    how_to_get=f"{_HOW} `tiny-imagenet-200/wnids.txt`",
-)
-def tiny_imagenet(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays:
-    """Training images, class by class in turn, and those of `val` for testing, in the order of its annotations.
-
-    Class i is the i-th name of wnids.txt in alphabetical order. Grey images become colour ones.
-    """
-    folder = located(info, root, ("tiny-imagenet-200", ("wnids.txt",)))
-    names = sorted(_lines(folder / "wnids.txt", info))
-    if len(set(names)) != info.classes or not all(map(_NAME.fullmatch, names)):
-        raise DataError(f"{folder / 'wnids.txt'}: expected {info.classes} different names, found {len(set(names))}")
-    inside = []
-    for place in (folder / "train" / name / "images" for name in names[:train]):
-        files = sorted(place.glob("*.JPEG"), key=lambda path: (len(path.name), path.name)) if place.is_dir() else []
-        if len(files) != info.train // info.classes:
-            wanted = info.train // info.classes
-            raise DataError(f"{place}: expected {wanted} images, found {len(files)}; unpack the data set again")
-        inside.append(files)
-    path = folder / "val" / "val_annotations.txt"
-    rows = [line.split("\t") for line in _lines(path, info)]
-    bad = [row[0] for row in rows if len(row) < 2 or row[1] not in names or not _NAME.fullmatch(row[0])]
-    if bad or len(rows) != info.test:
-        raise DataError(
-            f"{path}: expected {info.test} lines with a file and a class of wnids.txt, found {len(rows)}, "
-            f"{len(bad)} of them with others{': ' + listing(bad) if bad else ''}"
-        )
-    labels = np.arange(train) % info.classes, np.array([names.index(row[1]) for row in rows[:test]])
-    paths = (
-        [inside[label][i // info.classes] for i, label in enumerate(labels[0])],
-        [folder / "val" / "images" / row[0] for row in rows[:test]],
-    )
-    parts = [
-        (read_images(files, info.size, info.channels, f"{folder.name} ({what})"), numbers.astype(np.uint8))
-        for files, numbers, what in zip(paths, labels, ("training", "val"), strict=True)
-    ]
-    return *parts[0], *parts[1]
-
-
-def _lines(path: Path, info: DatasetInfo) -> list[str]:
-    with reading(path, "text"):
-        text = read_regular(existing(path, info), _LARGEST).decode(errors="replace")
-    return [line for line in text.splitlines() if line.strip()]
-
-
 # --- the Hugging Face Hub, which has Parquet files of PNG images -----------------------------------------------------
 
-_PARQUET_ROWS = 16  # of which the images are in memory at once: equal ones are stored once
-TIMEOUT = 5.0  # seconds until the Hub must respond, so that a machine without a network does not hang
-
+TIMEOUT = 5  # seconds until the Hub must respond, so that a machine without a network does not wait
 
 LOCATIONS = {  # organisation/name, the folder of its two files, the columns of images and labels
     "fashion-mnist": ("zalando-datasets/fashion_mnist", "fashion_mnist", "image", "label"),
@@ -385,50 +257,22 @@ def _from_hub(info: DatasetInfo, root: Path | None, train: int, test: int) -> Ar
 
 def _download(repository: str, file: str) -> Path:
     """The path of one file in the Hub client's cache, downloaded if necessary; OSError if it cannot be."""
-    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download
 
-    # The HTTP client and its errors differ between versions of huggingface_hub.
-    failures: tuple[type[BaseException], ...] = HfHubHTTPError.__bases__
-    with contextlib.suppress(LocalEntryNotFoundError):
-        return Path(hf_hub_download(repository, file, repo_type="dataset", local_files_only=True))
-    try:
-        # Without a network the download itself would retry for half a minute.
-        get_hf_file_metadata(hf_hub_url(repository, file, repo_type="dataset"), timeout=TIMEOUT)
-        return Path(hf_hub_download(repository, file, repo_type="dataset"))
-    except failures as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+    return Path(hf_hub_download(repository, file, repo_type="dataset", etag_timeout=TIMEOUT))
 
 
 def _read_parquet(path: Path, columns: list[str], info: DatasetInfo, rows: int, count: int) -> Part:
-    """The first images and labels of one file, whose header is compared with what is expected before it is read."""
+    """The first images and labels of one file of compressed images."""
+    from PIL import Image
     from pyarrow import parquet
 
-    with reading(path, "Parquet", "delete it to download it again"), parquet.ParquetFile(path) as file:
-        meta, names = file.metadata, file.schema_arrow.names
-        if meta.num_rows != rows or not {*columns} <= {*names}:
-            raise DataError(
-                f"{path}: expected {rows} rows of {columns[0]!r} and {columns[1]!r}, "
-                f"found {meta.num_rows} of {listing(names)}"
-            )
-        held = sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-        check_memory(held, str(path), f"{rows} compressed images")
-        images = np.empty((count, info.channels, info.size, info.size), np.uint8)
-        labels = np.empty(count, np.int64)
-        batches = file.iter_batches(_PARQUET_ROWS, columns=columns)
-        for i, row in zip(range(count), (row for batch in batches for row in batch.to_pylist()), strict=False):
-            images[i] = _decoded(row[columns[0]], info, f"{path}: row {i}")
-            labels[i] = row[columns[1]]
-    return checked_part(images, labels, info, path)
-
-
-def _decoded(cell: dict[str, Any], info: DatasetInfo, where: str) -> np.ndarray:
-    """Pixels, uint8 (c, S, S), of a compressed image."""
-    from PIL import Image
-
-    size = (info.size, info.size)
-    with reading(where, "an image"), Image.open(io.BytesIO(cell["bytes"])) as image:
-        if image.size != size:  # by its header; a huge image is not decoded
-            raise DataError(f"{where}: expected an image of {size} pixels, found {image.size}")
-        pixels = np.asarray(image.convert("L" if info.channels == 1 else "RGB"))
-    return pixels.reshape(*size, info.channels).transpose(2, 0, 1)
+    with reading(path, "Parquet", "delete it to download it again"):
+        table = parquet.read_table(path, columns=columns)
+        if table.num_rows != rows:
+            raise DataError(f"{path}: expected {rows} rows, found {table.num_rows}")
+        mode = "L" if info.channels == 1 else "RGB"
+        cells, labels = (column.to_pylist() for column in table.slice(0, count).columns)
+        pixels = [np.asarray(Image.open(io.BytesIO(cell["bytes"])).convert(mode)) for cell in cells]
+        images = np.stack(pixels).reshape(count, info.size, info.size, info.channels).transpose(0, 3, 1, 2)
+    return checked_part(images, np.array(labels), info, path)
