@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_named() -> None:
 def test_select_keeps_the_order_and_refuses_patterns_without_a_match() -> None:
     assert SPEC.select("s,a.w*").names == ("a.weight", "s")
     assert SPEC.columns(SPEC.select("a.bias,s")).tolist() == [6, 7, 8]
-    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; the 3 names are `a.weight`, `a.bias`, `s`"):
+    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; there are a.weight, a.bias, s"):
         SPEC.select("a.*,b*")
 
 
@@ -85,10 +85,8 @@ def test_a_spec_is_iterated_indexed_and_searched() -> None:
     assert TensorSpec("a.bias", (3,)) not in SPEC
     assert SPEC["a.bias"].shape == (2,)
     assert SPEC.matching(["s", "*.weight"]) == ["a.weight", "s"]
-    for name in ("a.bais", 0):
-        with pytest.raises(SpecError, match=rf"no tensor {name!r} in this spec of 3: `a\.(bias|weight)`"):
+    for name, suggestion in (("a.bais", "did you mean 'a.bias'"), (0, "there are a.weight")):
+        with pytest.raises(SpecError, match=rf"no tensor {name!r} in this spec of 3: {suggestion}"):
             SPEC[name]
-    with pytest.raises(SpecError, match=r"this spec of 3: `a.bias`, `a.weight`, `s`"):
-        SPEC["a.bais"]
     with pytest.raises(UsageError, match="expected a pattern"):
         SPEC.matching("")

@@ -121,7 +121,7 @@ def test_a_population_of_another_kind_of_task(engine, tmp_path):
     assert (population.metrics["test_loss"] < 0.1 * start).all()
     assert not population.metrics["diverged"].any()
     assert population.spec.names == ("0.weight", "0.bias", "2.weight", "2.bias")
-    again = Population(tmp_path / "a.pop")
+    again = Population(tmp_path / "a.pop", trust=True)
     assert again.recipe == recipe(engine=engine).replace({"training.kernels": "torch"})
     assert isinstance(again.recipe.data, LineConfig)
     inputs = torch.randn(7, 3)

@@ -27,7 +27,7 @@ def test_patterns_keep_the_order_of_the_names_and_refuse_what_matches_nothing() 
     names = ["b.fc1.weight", "a.fc2.weight", "a.fc1.bias"]
     assert matching("*.bias, b.*", names) == ["b.fc1.weight", "a.fc1.bias"]
     assert matching(["*fc[12].weight"], names) == names[:2]
-    with pytest.raises(UsageError, match=r"frozen: no tensor matches 'a.fc2.weigth'; the 3 names are `a.fc2.weight`,"):
+    with pytest.raises(UsageError, match=r"frozen: no tensor matches 'a.fc2.weigth'; did you mean 'a.fc2.weight'"):
         matching("*, a.fc2.weigth", names, "frozen")
     for bad in ("", "a,", [], ["a", 1], ["a", " "]):
         with pytest.raises(UsageError, match="select: expected a pattern such as"):
@@ -42,7 +42,6 @@ def test_messages_about_names_are_short() -> None:
         with pytest.raises(UsageError) as caught:
             matching(wrong, names)
         assert len(str(caught.value)) < 200
-    assert "`stages.0.blocks.0.mlp.fc" in str(caught.value), "the nearest first, wildcards left out"
 
 
 class Squares(Result):

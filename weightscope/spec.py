@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from weightscope._util.names import listing, matching, nearest_first
+from weightscope._util.names import listing, matching, suggestion
 from weightscope.errors import SpecError
 
 Role = Literal["parameter", "statistic"]
@@ -119,8 +119,7 @@ class WeightSpec:
 
     def __getitem__(self, name: str) -> TensorSpec:
         if name not in self._by_name:
-            found = listing(nearest_first(str(name), self.names))
-            raise SpecError(f"no tensor {name!r} in this spec of {len(self)}: {found}")
+            raise SpecError(f"no tensor {name!r} in this spec of {len(self)}: {suggestion(name, self.names)}")
         return self._by_name[name]
 
     def __repr__(self) -> str:
@@ -129,7 +128,7 @@ class WeightSpec:
     def matching(self, pattern: str | Sequence[str] = "*") -> list[str]:
         """The names that match any of the shell patterns (`*`, `?`, `[..]`), in the spec's order.
 
-        Patterns are comma-separated or a sequence. UsageError if one of them matches no name; lists the nearest first.
+        Patterns are comma-separated or a sequence. UsageError if one of them matches no name.
         """
         return matching(pattern, self.names)
 

@@ -38,18 +38,8 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
     patterns = [p.strip() for p in patterns]
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
-            bare = re.sub(r"\[[^]]*\]|[*?]", "", p)  # compared with the end of each name that the pattern fixes
-            ends = {name: name[-len(bare) :] if p.startswith("*") else name for name in names}
-            ranks = {end: rank for rank, end in enumerate(nearest_first(bare, ends.values()))}
-            found = fitted([f"`{name}`" for name in sorted(names, key=lambda name: ranks[ends[name]])])
-            raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; the {len(names)} names are {found}")
+            raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; {suggestion(p, names)}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
-
-
-def nearest_first(name: str, names: Iterable[str]) -> list[str]:
-    """The names, those most similar to `name` first, the others in their order."""
-    names = list(names)
-    return list(dict.fromkeys([*difflib.get_close_matches(name, names, cutoff=0.3), *names]))
 
 
 def listing(names: Iterable[str], most: int = 8) -> str:
@@ -58,18 +48,14 @@ def listing(names: Iterable[str], most: int = 8) -> str:
 
 
 def parts_of(text: str) -> list[str]:
-    """The initialisers of a text, joined by `+` outside of parentheses; UsageError for more than a hundred."""
+    """The initialisers of a text, joined by `+` outside of parentheses."""
     parts, inside = [""], False
-    if len(text) > 100_000:
-        raise UsageError(f"expected initialisers of at most 100,000 characters, found {len(text):,}")
     for piece in reversed(re.split(r"([()+])", text)):
         if piece == "+" and not inside:
             parts.append("")
         else:
             inside = (inside or piece == ")") and piece != "("
             parts[-1] = piece + parts[-1]
-    if len(parts) > 100:
-        raise UsageError(f"expected at most 100 initialisers joined by '+', found {len(parts)}")
     return parts[::-1]
 
 
@@ -120,30 +106,23 @@ def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[
     return labels
 
 
-def nearest(name: object, known: Iterable[str]) -> str | None:
-    """The known name that `name` is probably a misspelling of."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7) if isinstance(name, str) else []
-    return found[0] if found else None
-
-
 def unknown(kind: str, name: object, known: Iterable[str], otherwise: str = "") -> str:
-    """The message about an unknown name, in less than 200 characters: the nearest known one, or as many as fit.
+    """The message about an unknown name, in less than 200 characters.
 
     `otherwise` is what else may be given: "the path of a .toml file".
     """
-    known = list(known)
     shown = repr(shortened(name)) if isinstance(name, str) else shortened(repr(name))
-    near = nearest(name, known)
-    if near is not None:
-        return f"no {kind} {shown}; did you mean {near!r}?" + f" Otherwise give {otherwise}" * bool(otherwise)
-    there = f"no {kind} {shown}; there are {fitted(known, _ROOM - len(otherwise))}"
-    return there + f"; or give {otherwise}" * bool(otherwise)
+    return f"no {kind} {shown}; {suggestion(name, known, otherwise)}"
 
 
-def fitted(names: Sequence[str], room: int = _ROOM) -> str:
-    """As many names as fit into so many characters, at least one, and the number of the others."""
-    lengths = itertools.accumulate(len(name) + 2 for name in names)
-    return joined(names, max(1, sum(length <= room for length in lengths)))
+def suggestion(name: object, known: Iterable[str], otherwise: str = "") -> str:
+    """`did you mean ...?` with the known name nearest to an unknown one, or `there are ...` with as many as fit."""
+    known = list(known)
+    if near := difflib.get_close_matches(str(name), known, n=1, cutoff=0.7):
+        return f"did you mean {near[0]!r}?" + f" Otherwise give {otherwise}" * bool(otherwise)
+    lengths = itertools.accumulate(len(name) + 2 for name in known)
+    fitting = sum(length <= _ROOM - len(otherwise) for length in lengths)
+    return f"there are {joined(known, max(1, fitting))}" + f"; or give {otherwise}" * bool(otherwise)
 
 
 def joined(found: Iterable[str], most: int) -> str:

@@ -20,13 +20,12 @@ from pydantic import (
     model_validator,
 )
 
-from weightscope._util.names import fitted, nearest, shortened
+from weightscope._util.names import shortened, suggestion
 from weightscope._util.plugins import is_reference, reference_to
-from weightscope._util.sources import read_regular, reason, recipe_path
+from weightscope._util.sources import reason, recipe_path
 from weightscope.data import sequence_config  # noqa: F401 - registered in SECTIONS
 from weightscope.data.image_section import DataConfig
 from weightscope.data.task import (
-    TOO_DEEP,
     Count,
     Fraction,
     FromList,
@@ -43,10 +42,8 @@ from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe.networks import SECTIONS, NetworkField
 
 _MOST_ERRORS = 3
-_LARGEST = 2**20  # bytes; recipes have about 1000
 MOST_NETWORKS = 10_000_000
-MOST_SNAPSHOTS = 1024
-Moment = Annotated[int, Field(ge=0, lt=2**31)]
+Snapshot = Annotated[int, Field(ge=0, lt=2**31)]
 FACTOR, PATIENCE = 0.1, 10  # those of torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
@@ -60,16 +57,14 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """The values of TOML text; raises RecipeError."""
     try:
         return tomllib.loads(text)
-    except RecursionError:
-        raise RecipeError(f"{where}: {TOO_DEEP}") from None
-    except ValueError as error:  # tomllib's own, or Python's for an integer of thousands of digits
+    except ValueError as error:
         raise RecipeError(f"{where}: not TOML: {error}") from error
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The values of a TOML file; raises RecipeError."""
     try:
-        text = read_regular(path, _LARGEST).decode("utf-8-sig")  # some editors begin a file with a byte order mark
+        text = Path(path).read_text("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
     except OSError as error:
@@ -80,17 +75,14 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 def validated(model: type[_Model], values: Any, where: str) -> _Model:
     """The values as a model; RecipeError with the first few errors as `path: what is allowed, found what`."""
     try:
-        try:
-            return model.model_validate(values)
-        except ValidationError as error:
-            errors: Sequence[Any] = error.errors()
-            # which keys a section has may depend on its name, so they are not judged where that is wrong
-            misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
-            told = [e for e in errors if e["type"] != "extra_forbidden" or e["loc"][:-1] not in misnamed]
-            lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
-            more = [f"and {len(told) - len(lines)} more"] * (len(told) > len(lines))
-    except RecursionError:
-        lines, more = [TOO_DEEP], []
+        return model.model_validate(values)
+    except ValidationError as error:
+        errors: Sequence[Any] = error.errors()
+    # which keys a section has may depend on its name, so they are not judged where that is wrong
+    misnamed = {error["loc"][:-1] for error in errors if error["loc"][-1:] == ("name",)}
+    told = [e for e in errors if e["type"] != "extra_forbidden" or e["loc"][:-1] not in misnamed]
+    lines = [_explain(error, model, values) for error in told[:_MOST_ERRORS]]
+    more = [f"and {len(told) - len(lines)} more"] * (len(told) > len(lines))
     raise RecipeError(f"{where}: {'; '.join(lines + more)}")
 
 
@@ -98,8 +90,7 @@ def _explain(error: Any, model: type[BaseModel], values: Any) -> str:
     parts, known = _path(error["loc"], model, values)
     path = shortened(".".join(parts)) or "(top level)"
     if error["type"] == "extra_forbidden":
-        near = nearest(parts[-1], known)
-        return f"{path}: unknown key, " + (f"did you mean {near!r}?" if near else f"there are {fitted(known)}")
+        return f"{path}: unknown key, {suggestion(parts[-1], known)}"
     if error["type"] == "missing":
         return f"{path}: missing"
     message = error["msg"].removeprefix("Value error, ")
@@ -298,7 +289,7 @@ class PopulationConfig(Section):
     networks: Annotated[int, Field(ge=1, le=MOST_NETWORKS)] = 256
     seed: Seed = 0
     tile: Width | None = None
-    snapshots: Annotated[tuple[Moment, ...], Field(min_length=1, max_length=MOST_SNAPSHOTS), FromList] | None = None
+    snapshots: Annotated[tuple[Snapshot, ...], Field(min_length=1), FromList] | None = None
 
     @field_validator("snapshots")
     @classmethod
