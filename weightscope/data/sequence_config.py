@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from weightscope._util.checks import count
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
 from weightscope.data.registry import first_place, places
 from weightscope.data.task import SECTIONS, Count, FromList, Positive, Seed, Task
-from weightscope.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -36,16 +34,6 @@ TASK_SIZES = {
     "associative_recall": TaskSize(vocabulary=lambda length: max(length + 1, 4), step=2),
     "selective_copy": TaskSize(lambda length: -(-length // 4), lambda length: 4),
 }
-
-
-def check_task(name: str, length: int, vocabulary: int, batch: int = 1) -> None:
-    """Refuse sizes for which a task has no sequences, or the same answer to all of them."""
-    size = TASK_SIZES[name]
-    count("batch", batch)
-    count("length", length, size.step)
-    if length % size.step:
-        raise UsageError(f"length: expected an even number, two tokens for each pair, found {length}")
-    count("vocabulary", vocabulary, size.vocabulary(length))
 
 
 def sequence_length(name: str, length: int) -> int:
@@ -192,13 +180,16 @@ class TaskConfig(SequenceConfig):
                 f"context: expected at least {least}, the tokens of the longest string with its answer, "
                 f"found {self.context}"
             )
+        size = TASK_SIZES[self.name]
         lengths = {m * self.length: f" (at {m} times the length; see `lengths`)" * (m > 1) for m in self.lengths}
         for length, at in ({self.shortest or self.length: " (`shortest`)"} | lengths).items():
-            try:
-                check_task(self.name, length, self.task_vocabulary)
-            except UsageError as error:
+            if length % size.step:
+                raise ValueError(f"length: expected an even number, two tokens for each pair, found {length}{at}")
+            if self.task_vocabulary < (least := size.vocabulary(length)):
                 beside = ", besides the begin and stop tokens" * (self.begin or self.stop)
-                raise ValueError(f"{error}{beside}{at}") from None
+                raise ValueError(
+                    f"vocabulary: expected an integer >= {least}, found {self.task_vocabulary}{beside}{at}"
+                )
         return self
 
     @property

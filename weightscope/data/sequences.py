@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weightscope._util.checks import choice, count, positive
 from weightscope._util.names import shortened
 from weightscope._util.plugins import Registry
 from weightscope._util.seeding import Purpose, torch_seed
@@ -29,7 +28,6 @@ from weightscope.data.sequence_config import (
     SequenceConfig,
     TaskConfig,
     TextConfig,
-    check_task,
 )
 from weightscope.data.task import hash_of
 from weightscope.errors import DataError, UsageError
@@ -117,14 +115,12 @@ TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = R
 def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string: `a b c | a b c`, tokens 0 to v - 2 uniform, then the separator v - 1; v >= 3.
 
-    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v;
-    UsageError for a batch below 1 and sizes with which all answers are equal.
+    All tasks take the generator, on whose device sequences are, B, the length of the string, and the vocabulary v.
 
     Example:
         >>> copy(torch.Generator().manual_seed(0), 2, 3, 10).tokens.shape
         torch.Size([2, 6])
     """
-    check_task("copy", length, vocabulary, batch)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string, vocabulary)
 
@@ -132,7 +128,6 @@ def copy(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 @TASKS.register("copy_reversed", source="thesis 3.3.1")
 def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Repeat the string in stack order, last token first: `a b c | c b a`."""
-    check_task("copy_reversed", length, vocabulary, batch)
     string = _uniform(generator, batch, length, vocabulary - 1)
     return _joined(string, string.flip(1), vocabulary)
 
@@ -140,7 +135,6 @@ def copy_reversed(generator: torch.Generator, batch: int, length: int, vocabular
 @TASKS.register("sort", source="thesis 3.3.3")
 def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
     """Sort the string, whose tokens are all different: `c a b | a b c`; v >= length + 2, so that strings differ."""
-    check_task("sort", length, vocabulary, batch)
     string = _permutations(generator, batch, vocabulary - 1, length)
     return _joined(string, string.sort(1).values, vocabulary)
 
@@ -152,7 +146,6 @@ def associative_recall(generator: torch.Generator, batch: int, length: int, voca
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
     All keys are asked for, in random order. The length is even, and there are at least as many keys as pairs.
     """
-    check_task("associative_recall", length, vocabulary, batch)
     pairs, keys = length // 2, (vocabulary - 1) // 2
     key = _permutations(generator, batch, keys, pairs)
     value = keys + _uniform(generator, batch, pairs, vocabulary - 1 - keys)
@@ -170,7 +163,6 @@ def selective_copy(generator: torch.Generator, batch: int, length: int, vocabula
 
     Tokens are 0 to v - 3, the blank v - 2 and the separator v - 1; v >= 4, so that answers differ.
     """
-    check_task("selective_copy", length, vocabulary, batch)
     kept = -(-length // 4)
     answer = _uniform(generator, batch, kept, vocabulary - 2)
     places = _permutations(generator, batch, length, kept).sort(1).values
@@ -219,7 +211,6 @@ class Text(Corpus):
         Example:
             >>> text = Text.read("penn-treebank", "word")
         """
-        choice("unit", unit, ("character", "word"))
         order = sorted(LAYOUTS, key=lambda names: names[0].startswith(_PTB_CHARACTERS) != (unit == "character"))
         names = next((names for names in order if all((Path(folder) / name).is_file() for name in names)), None)
         if names is None:
@@ -241,8 +232,7 @@ class Text(Corpus):
 
     def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
         """Draw the places of windows (B, 1); UsageError if the training text is not longer than a window."""
-        count("batch", batch)
-        starts = len(self.train) - count("length", length)
+        starts = len(self.train) - length
         if starts < 1:
             raise UsageError(f"length: expected less than the {len(self.train)} tokens of the text, found {length}")
         return torch.randint(starts, (batch, 1), generator=generator, device=generator.device).int()
@@ -253,8 +243,7 @@ class Text(Corpus):
 
     def held_out(self, length: int, part: Part = "valid") -> Iterator[ScoredSequences]:
         """Consecutive windows of a held-out text, one at a time: each token but the first is scored once."""
-        text: Tensor = getattr(self, choice("part", part, ("valid", "test")))
-        count("length", length)
+        text: Tensor = getattr(self, part)
         if len(text) < 2:
             raise UsageError(f"{part}: expected at least 2 tokens, found {len(text)}")
         for start in range(0, len(text) - 1, length):
@@ -328,8 +317,7 @@ class MarkovSource(Corpus):
         """Draw the rows from a symmetric Dirichlet distribution; the smaller its `concentration`, the more certain the
         next token.
         """
-        size = count("vocabulary", vocabulary, 2)
-        drawn = np.random.default_rng(seed).gamma(positive("concentration", concentration), size=(size, size))
+        drawn = np.random.default_rng(seed).gamma(concentration, size=(vocabulary, vocabulary))
         drawn += 1e-6  # so that every token can follow every other
         return cls(drawn / drawn.sum(1, keepdims=True))
 
@@ -351,7 +339,7 @@ class MarkovSource(Corpus):
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
         """Draw sequences of `length` tokens (B, n), all of which are scored, on the generator's device."""
-        shape, device = (count("length", length) + 1, count("batch", batch)), generator.device
+        shape, device = (length + 1, batch), generator.device
         chance = torch.rand(shape, generator=generator, device=device, dtype=torch.float64).unsqueeze(2)
         rows = torch.from_numpy(self.transitions).cumsum(1).to(device)
         cumulated = torch.from_numpy(self.stationary).cumsum(0).to(device).repeat(batch, 1)  # (B, v)
