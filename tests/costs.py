@@ -2,6 +2,7 @@
 
 import copy
 import shlex
+import tomllib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weightscope import networks
-from weightscope.benchmarking import Arm, Axis, plan_arms
+from weightscope.benchmarking import Arm, plan_arms
+from weightscope.cli.options import varied
 from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import MarkovConfig, TaskConfig, TextConfig
 from weightscope.networks.layers import Attention
@@ -99,14 +101,15 @@ def benchmark_cost(recipe: Recipe, arms: Sequence[Arm] | None = None) -> tuple[i
 def planned_arms(recipe: Recipe, **given: Any) -> list[Arm]:
     """The arms of a recipe's benchmark; what is given replaces what its [bench] table says."""
     assert recipe.bench is not None
-    stated = {key: value for key, value in recipe.bench if key not in ("seed", "metric", "contrast")}
+    stated = {key: value for key, value in recipe.bench if key not in ("seed", "metric", "contrasts")}
     design = stated | {key: value for key, value in given.items() if value}
     return plan_arms(recipe.replace({"bench": None}), design.pop("init"), **design)
 
 
 @cache
 def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
-    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--grid ...] [--epochs ...] [--probe]`."""
+    """The recipe and the arms of `bench NAME [--init ...] [--vary ...] [--epochs ...] [--probe] [# grid = { ... }]`."""
+    command, _, table = command.partition(" # ")
     _, name, *options = shlex.split(command)
 
     def values(option: str) -> list[str]:
@@ -116,8 +119,8 @@ def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
     arms = planned_arms(
         recipe,
         init=values("--init"),
-        vary=[Axis.parse(text) for text in values("--vary")],
-        grid=[Axis.parse(text) for text in values("--grid")],
+        vary=varied(values("--vary")),
+        **tomllib.loads(table),
         epochs=[int(text) for text in values("--epochs")],
     )
     return recipe, arms
@@ -126,7 +129,7 @@ def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
 def command_cost(command: str) -> int:
     """Multiply-adds of such a command; of a probe those of the features, which are computed once."""
     recipe, arms = planned_command(command)
-    return sum(map(probing_cost, arms)) if "--probe" in shlex.split(command) else benchmark_cost(recipe, arms)[2]
+    return sum(map(probing_cost, arms)) if "--probe" in command else benchmark_cost(recipe, arms)[2]
 
 
 def probing_cost(arm: Arm) -> int:

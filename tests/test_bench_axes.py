@@ -17,11 +17,12 @@ from scipy.stats import ttest_rel
 
 from weightscope import plots, training
 from weightscope._util.workers import makespan
-from weightscope.benchmarking import Axis, BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
+from weightscope.benchmarking import BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking import run as plans
-from weightscope.benchmarking.design import axes_of, labelled, parse_init, point_text, points_of
+from weightscope.benchmarking.design import combinations_of, labelled, parse_init, point_text
 from weightscope.benchmarking.run import Design
 from weightscope.cli import cli
+from weightscope.cli.options import varied
 from weightscope.errors import RecipeError, Resumable, UsageError
 from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
@@ -35,47 +36,36 @@ RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "po
 
 
 @pytest.mark.parametrize(
-    ("text", "names", "points"),
+    ("text", "expected"),
     [
-        ("network.kernel_size=3,7,9", ("network.kernel_size",), ((3,), (7,), (9,))),
-        ("data.train=1000,all", ("data.train",), ((1000,), (None,))),
-        ("mimetic_attention.alpha_qk=0:0.3:0.1", ("mimetic_attention.alpha_qk",), ((0.0,), (0.1,), (0.2,), (0.3,))),
-        ("network.depth=2:6:2", ("network.depth",), ((2,), (4,), (6,))),
-        ("a.x=1:0:-0.5", ("a.x",), ((1.0,), (0.5,), (0.0,))),
-        ("training.betas=[0.9, 0.99],[0.8, 0.9]", ("training.betas",), (([0.9, 0.99],), ([0.8, 0.9],))),
-        ("network.width,network.heads=96/3,192/6", ("network.width", "network.heads"), ((96, 3), (192, 6))),
-        ("training.schedule=cosine,constant", ("training.schedule",), (("cosine",), ("constant",))),
+        ("network.kernel_size=3,7,9", {"network.kernel_size": [3, 7, 9]}),
+        ("data.train=1000,all", {"data.train": [1000, "all"]}),
+        ("training.betas=[0.9, 0.99],[0.8, 0.9]", {"training.betas": [[0.9, 0.99], [0.8, 0.9]]}),
+        ('network.type,network.heads=["vit",3],["vit",6]', {"network.type,network.heads": [["vit", 3], ["vit", 6]]}),
+        ("training.schedule=cosine, constant", {"training.schedule": ["cosine", "constant"]}),
     ],
 )
-def test_axes_are_read_from_text(text: str, names: tuple[str, ...], points: tuple[Any, ...]) -> None:
-    found = Axis.parse(text)
-    assert (found.names, found.points) == (names, points)
-    assert [type(v) for p in found.points for v in p] == [type(v) for p in points for v in p]
+def test_axes_of_the_command_line(text: str, expected: dict[str, Any]) -> None:
+    assert varied([text]) == expected
+    for wrong in ("network.depth", "a.b=", "=1"):
+        with pytest.raises(UsageError, match="expected FIELD=VALUE"):
+            varied([wrong])
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("network.depth", "expected NAME=VALUE"),
-        ("a.b=", "expected NAME=VALUE"),
-        ("a.b=1,1", "different values, found 1 twice"),
-        ("a.b=0:1:0", "a step that is not 0"),
-        ("a.b=0:1:0.3", "STEP to lead from START to STOP"),
-        ("a.b=1,,2", "a value between the commas"),
-        ("a.b,a.c=1/2,3", "expected 2 values at each point, found 3"),
-    ],
-)
-def test_wrong_axes_are_refused(text: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Axis.parse(text)
-
-
-def test_points_are_all_combinations() -> None:
-    axes = axes_of({"a.x": [1, 2], "a.y,a.z": [[3, 4], [5, 6]]})
-    assert points_of(axes) == [{"a.x": x, "a.y": y, "a.z": z} for x in (1, 2) for y, z in ((3, 4), (5, 6))]
-    assert points_of(()) == [{}]
-    with pytest.raises(UsageError, match=r"a\.x: expected each name in one axis"):
-        axes_of({"a.x": [1], "a.x,a.y": [[2, 3]]})
+def test_cells_are_all_combinations() -> None:
+    found = combinations_of({"a.x": [1, 2], "a.y,a.z": [[3, 4], [5, 6]]})
+    assert found == [{"a.x": x, "a.y": y, "a.z": z} for x in (1, 2) for y, z in ((3, 4), (5, 6))]
+    assert combinations_of({}) == [{}]
+    for wrong in ({"a.x": []}, {"a.x": "1,2"}, {"a.x,a.y": [[1, 2], [3]]}, {"a.x,a.y": [1, 2]}):
+        with pytest.raises(UsageError, match=r"a\.x.*: expected a list of values"):
+            combinations_of(wrong)
+    names = Recipe.parse(
+        {**PLAIN, "network": {"type": "convmixer", "width": 8, "depth": 1, "kernel_size": 3, "patch_size": 2}}
+    )
+    given = {"network.residual": ["none", "both"], "data.train": ["all", 32]}
+    cells = {json.dumps(dict(arm.cell)) for arm in plan_arms(names, ["default"], vary=given)}
+    assert len(cells) == 4
+    assert '{"network.residual": "none", "data.train": null}' in cells, "all is no limit, none a text"
 
 
 def test_initialisers_have_numbers_in_parentheses() -> None:
@@ -97,7 +87,7 @@ def test_arms_cross_cells_lengths_and_grids() -> None:
         RECIPE,
         ["default", "mimetic_mlp(b=0.02)", "kaiming_uniform+mimetic_mlp"],
         vary={"network.kernel_size": [3, 5], "training.epochs": [1, 2], "data.train": [32, None]},
-        grid={"mimetic_mlp.sigma": "0:0.2:0.1"},
+        grid={"mimetic_mlp.sigma": [0.0, 0.1, 0.2]},
         control="scale",
     )
     assert len(arms) == 2 * 2 * 2 * (1 + 2 * 3 + 2 * 3)

@@ -32,48 +32,62 @@ def runs_of(g: np.random.Generator, seeds: int = 12, effect: float = 0.0) -> lis
     ]
 
 
+def minus(init: str, other: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"init": init, **fields}, {"init": other, **fields, "weight": -1}]
+
+
 @pytest.mark.parametrize(
-    ("text", "weights"),
+    ("terms", "weights", "text"),
     [
-        ("mean(a) - mean(default)", {"a": 0.25, "default": -0.25}),
-        ("mean(a, width=16, epochs=3) - mean('a (scale only)', 'width=16', epochs=3)", {"a": 1, "a (scale only)": -1}),
-        ("-2 * (mean(default) - mean(a)) / 4", {"a": 0.125, "default": -0.125}),
+        (minus("a", "default"), {"a": 0.25, "default": -0.25}, "mean(a) - mean(default)"),
         (
-            "(mean(a) + mean(default)) / 2 - mean('a (scale only)')",
-            {"a": 0.125, "default": 0.125, "a (scale only)": -0.25},
+            minus("a", "a (scale only)", width=16, epochs=3),
+            {"a": 1, "a (scale only)": -1},
+            "mean(a, width=16, epochs=3) - mean('a (scale only)', width=16, epochs=3)",
         ),
-        ("mean(a) - mean(a, width=8)", {"a": -0.25}),
-        ("mean(a, default) - mean(default)", {"a": 0.125, "default": -0.125}),
+        (
+            [{"init": ["a", "default"]}, {"init": "a (scale only)", "weight": -1}],
+            {"a": 0.125, "default": 0.125, "a (scale only)": -0.25},
+            "mean(a, default) - mean('a (scale only)')",
+        ),
+        (
+            [{"init": "a", "weight": -0.5}, {"init": "default", "weight": 0.3}, {"init": "a", "weight": 0.2}],
+            {"a": -0.075, "default": 0.075},
+            "-mean(a) / 2 + mean(default) * 0.3 + mean(a) / 5",
+        ),
+        (
+            [{"init": "a"}, {"init": "a", "network.width": 8, "weight": -1}],
+            {"a": -0.25},
+            "mean(a) - mean(a, width=8)",
+        ),
+        (
+            [{"init": "a"}, {"weight": -1}],
+            {"a": 1 / 6, "default": -1 / 12, "a (scale only)": -1 / 12},
+            "mean(a) - mean()",
+        ),
     ],
 )
-def test_weights_of_arms(text: str, weights: dict[str, float]) -> None:
-    found = Contrast.parse(text, ARMS).weights
-    assert sum(found.values()) == pytest.approx(0)
-    last = {key[2]: weight for key, weight in found.items() if key[:2] == max(found)[:2]}
+def test_weights_of_arms(terms: list[dict[str, Any]], weights: dict[str, float], text: str) -> None:
+    contrast = Contrast.of(terms, ARMS)
+    assert contrast.text == text
+    assert sum(contrast.weights.values()) == pytest.approx(0)
+    last = {key[2]: w for key, w in contrast.weights.items() if key[:2] == max(contrast.weights)[:2]}
     assert last == pytest.approx(weights), "of the narrower networks after 3 epochs"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("terms", "said"),
     [
-        ("mean(a) - mean(defualt)", "no arm or cell 'defualt'"),
-        ("mean(a, width=9) - mean(default)", "no arm or cell 'width=9'"),
-        ("mean(a)", "add up to zero, found a sum of 1"),
-        ("1e400 * mean(a) - 1e400 * mean(default)", "expected +, -, numbers"),
-        ("1e20 * mean(a) + mean(default) - 1e20 * mean(a, epochs=10)", "found a sum of 1"),
-        ("-" * 100_000 + "mean(a)", "expected +, -, numbers"),
-        ("mean(a) - mean(a)", "found none that is not zero"),
-        ("mean(a) - 0.5", "expected +, -, numbers"),
-        ("mean(a) * mean(default)", "expected +, -, numbers"),
-        ("1 / 0 * mean(a)", "expected +, -, numbers"),
-        ("mean(a.b)", "expected +, -, numbers"),
-        ("__import__('os').system('true')", "expected +, -, numbers"),
-        ("mean(a) -", "expected +, -, numbers"),
+        (minus("a", "defualt"), "no arm 'defualt'"),
+        (minus("a", "default", width=9), "expected mean(a, width=9) among the cells width=8, epochs=3"),
+        ([{"init": "a"}], "add up to zero, found a sum of 1"),
+        (minus("a", "a"), "found none that is not zero"),
+        ([], "found none that is not zero"),
     ],
 )
-def test_what_is_no_contrast_is_refused(text: str, said: str) -> None:
-    with pytest.raises(UsageError, match=r"^--contrast: ") as error:
-        Contrast.parse(text, ARMS)
+def test_what_is_no_contrast_is_refused(terms: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(UsageError, match=r"^contrasts: ") as error:
+        Contrast.of(terms, ARMS)
     assert said in str(error.value)
 
 
@@ -82,8 +96,7 @@ def test_a_contrast_is_tested_over_seeds() -> None:
 
     200 null benchmarks; 5 % of 200 is 10, of which 22 or more have probability 5e-4.
     """
-    text = "mean(a) - mean(default)"
-    contrast = Contrast.parse(text, ARMS)
+    contrast = Contrast.of(minus("a", "default"), ARMS)
     rejected = pooled = 0
     for seed in range(200):
         runs = runs_of(np.random.default_rng(seed))
@@ -103,9 +116,8 @@ def test_a_contrast_is_tested_over_seeds() -> None:
 
 def test_several_contrasts_are_adjusted_for_one_another_and_one_is_not() -> None:
     runs = runs_of(np.random.default_rng(0), effect=0.02)
-    texts = ["mean(a) - mean(default)", "mean(a) - mean('a (scale only)')"]
-    both = contrast_tests([Contrast.parse(text, ARMS) for text in texts], runs)
-    alone = contrast_tests([Contrast.parse(texts[0], ARMS)], runs)[0]
+    contrasts = [Contrast.of(minus("a", other), ARMS) for other in ("default", "a (scale only)")]
+    both, (alone,) = contrast_tests(contrasts, runs), contrast_tests(contrasts[:1], runs)
     assert (alone["p_holm"], alone["level"]) == (alone["p"], 0.05)
     assert max(row["p_holm"] for row in both) > max(row["p"] for row in both) - 1e-15
     assert min(row["p_holm"] for row in both) == pytest.approx(2 * min(row["p"] for row in both))
@@ -115,16 +127,16 @@ def test_several_contrasts_are_adjusted_for_one_another_and_one_is_not() -> None
 def test_a_contrast_without_a_seed_that_all_arms_finished_has_a_p_and_no_difference() -> None:
     runs = [run | ({"accuracy": None} if run["init"] == "a" else {}) for run in runs_of(np.random.default_rng(0))]
     result = BenchResult(runs, summarise(runs))
-    row = result.contrast("mean(a) - mean(default)")
+    row = result.contrast(minus("a", "default"))
     assert (row["pairs"], row["seeds"], row["difference"], row["ci"]) == (0, 12, None, None)
     assert row["p_holm"] == pytest.approx(2.0**-11)
     json.dumps(row, allow_nan=False)
-    both = [row, result.contrast("mean(default) - mean('a (scale only)')")]
+    both = [row, result.contrast(minus("default", "a (scale only)"))]
     text = BenchResult(runs, result.arms, contrasts=both).text()
     assert text.splitlines()[0].split()[0] == "contrast", "none of them was declared"
     assert text.splitlines()[2].split()[-4:] == ["0", "0.00049", "post", "hoc"]
     runs = [run | ({} if run["init"] == "a (scale only)" else {"accuracy": None}) for run in runs]
-    assert BenchResult(runs, result.arms).contrast("mean(a) - mean(default)")["p"] is None, "neither arm has a value"
+    assert BenchResult(runs, result.arms).contrast(minus("a", "default"))["p"] is None, "neither arm has a value"
 
 
 @pytest.mark.parametrize("metric", [ACCURACY, LOSS])
@@ -148,27 +160,24 @@ def test_a_network_without_a_finite_value_has_the_worst_rank(metric: Any) -> Non
 
 
 def test_a_benchmark_states_its_contrast_and_what_was_added_to_results_is_post_hoc(tmp_path: Path) -> None:
-    inits, first, second = (
-        ["default", "mimetic_mlp"],
-        "mean(mimetic_mlp) - mean(default)",
-        "mean(default)-mean(mimetic_mlp)",
-    )
-    plan = plan_bench(RECIPE, inits, tmp_path / "a", contrast=first, measure=False)
+    inits, first, second = ["default", "mimetic_mlp"], minus("mimetic_mlp", "default"), minus("default", "mimetic_mlp")
+    text = "mean(mimetic_mlp) - mean(default)"
+    plan = plan_bench(RECIPE, inits, tmp_path / "a", contrasts=[first], measure=False)
     assert plan.text().splitlines()[1:] == [
-        f"declared contrast: {first}",
+        f"declared contrast: {text}",
         "tested at 5 %; all other comparisons are exploratory, adjusted for one another (Holm)",
     ]
-    assert plan.to_dict()["contrasts"] == [first]
-    result = fake_bench(RECIPE, inits, tmp_path / "a", contrast=first)
+    assert plan.to_dict()["contrasts"] == [text]
+    result = fake_bench(RECIPE, inits, tmp_path / "a", contrasts=[first])
     (row,) = result.contrasts
-    assert (row["contrast"], row["declared"], row["pairs"]) == (first, True, 3)
+    assert (row["contrast"], row["declared"], row["pairs"]) == (text, True, 3)
     assert row["p"] == pytest.approx(result.arms[1]["p"])
     assert result.text().startswith("declared contrast")
     assert json.loads((tmp_path / "a" / "results.json").read_text())["contrasts"] == [row]
     assert BenchResult.load(tmp_path / "a").contrasts == [row]
-    again = fake_bench(RECIPE, inits, tmp_path / "a", contrast=[first, second])
+    again = fake_bench(RECIPE, inits, tmp_path / "a", contrasts=[first, second])
     assert [found["declared"] for found in again.contrasts] == [True, False]
     assert "post hoc" in again.text()
     assert result.contrast(first) == row | {"declared": False}
-    table = RECIPE.replace({"bench": {"init": inits, "contrast": first}})
+    table = RECIPE.replace({"bench": {"init": inits, "contrasts": [first]}})
     assert fake_bench(table, out=tmp_path / "b").contrasts == [row]

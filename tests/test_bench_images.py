@@ -97,13 +97,17 @@ def test_every_comparison_of_accuracies_has_both_intervals() -> None:
         d = hits["{}", 3, row["init"]].astype(float) - hits["{}", 3, "default"]
         assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"], row["level"])
         assert np.ptp(row["difference_ci_images"]) > 1.1 * np.ptp(row["difference_ci_holm"])
-    text = "(mean(a) + mean(b)) / 2 - mean(default)"
-    contrast = Contrast.parse(text, [({}, 3, init) for init in ARMS])
+    terms = [{"init": ["a", "b"]}, {"init": "default", "weight": -1}]
+    contrast = Contrast.of(terms, [({}, 3, init) for init in ARMS])
     (found,) = contrast_tests([contrast], runs, hits=hits)
     default, a, b = (each.astype(float) for each in hits.values())
     assert found["ci_images"] == pytest.approx(over_images((a + b) / 2 - default, found["ci"]))
     lines = BenchResult(runs, rows, contrasts=[found]).text().splitlines()
-    assert [line.split(" to ")[0].split("  ")[0] for line in lines[-3:]] == [text, "a - default", "b - default"]
+    assert [line.split(" to ")[0].split("  ")[0] for line in lines[-3:]] == [
+        contrast.text,
+        "a - default",
+        "b - default",
+    ]
     assert max(map(len, lines)) <= 100
     fewer = hits | {("{}", 3, "a"): hits["{}", 3, "a"][:, :300]}
     assert [row["difference_ci_images"] is None for row in summarise(runs, hits=fewer)] == [True, True, False]
@@ -126,7 +130,7 @@ def test_a_network_without_a_finite_accuracy_leaves_neither_interval() -> None:
     accuracies["a"][4] = np.nan  # and no hits
     hits["{}", 3, "a"][4] = False
     runs = [run for init, each in accuracies.items() for run in runs_of(init, each)]
-    contrast = Contrast.parse("mean(a) - mean(default)", [({}, 3, init) for init in accuracies])
+    contrast = Contrast.of([{"init": "a"}, {"init": "default", "weight": -1}], [({}, 3, init) for init in accuracies])
     row, (found,) = summarise(runs, hits=hits)[1], contrast_tests([contrast], runs, hits=hits)
     assert row["difference_ci_holm"] is row["difference_ci_images"] is found["ci"] is found["ci_images"] is None
     assert row["pairs"] == found["pairs"] == 8
@@ -153,10 +157,10 @@ def test_shards_store_the_hits_of_the_last_evaluation(trained: Any) -> None:
     row, d = result.arms[1], hits["mimetic_mlp"].astype(float) - hits["default"]
     assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"], row["level"])
     assert "over networks and images" in result.text()
-    text = "mean(mimetic_mlp) - mean(default)"
-    found = result.contrast(text)
+    terms = [{"init": "mimetic_mlp"}, {"init": "default", "weight": -1}]
+    found = result.contrast(terms)
     assert found["ci_images"] == pytest.approx(over_images(d, found["ci"], found["level"]))
-    assert BenchResult.load(folder).contrast(text) == found | {"ci_images": None}
+    assert BenchResult.load(folder).contrast(terms) == found | {"ci_images": None}
     assert result.to_pandas()["difference_images_low"].iloc[1] == row["difference_ci_images"][0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hub_server import REPOSITORY, Hub, connect, go_offline, isolate, serving
+from huggingface_hub import ModelCard
 from programs import run
 from safetensors.torch import save
 
@@ -61,7 +62,11 @@ def test_what_is_published_loads_as_the_file_does(folder: Path, hub: Hub, capsys
     for state in found[1:]:
         assert all(torch.equal(state[name], value) for name, value in found[0].items())
     card = hub.files["README.md"].decode()
-    assert card.startswith("---\nlicense: apache-2.0\n")
+    assert ModelCard(card).data.to_dict() == {
+        "license": "apache-2.0",
+        "library_name": "weightscope",
+        "tags": ["initialization"],
+    }
     for text in (
         "`stages.0.blocks.0.mlp.fc1.weight`",
         "8 networks of a.pop: convnext on digits",
@@ -138,7 +143,6 @@ def test_an_existing_repository_is_updated_on_request(
         (lambda hub, patch: go_offline(patch), (), 2, "HF_HUB_OFFLINE forbids uploads"),
         (lambda hub, patch: connect(patch, "http://example.com"), (), 2, "a token is not sent in the clear"),
         (None, ("model.safetensors",), 3, "expected an initialiser's artifact"),
-        (None, ("--licence", "my own: x"), 2, "licence: expected an identifier"),
         (None, ("--bench", "other"), 2, "no arm of this benchmark was initialised by this very file"),
         (None, ("--bench", "nowhere"), 3, "No such file"),
         (None, (f"{ADDRESS}@v1",), 2, "expected hf://org/name"),

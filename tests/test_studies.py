@@ -104,11 +104,11 @@ def test_results_of_studies_are_those_of_their_recipes(recipe: Path) -> None:
         pytest.skip("designed, not yet run")
     planned, result = Recipe.load(recipe), BenchResult.load(recipe.parent)
     assert planned.bench is not None
-    options = planned.bench.model_dump(exclude={"init", "seed", "metric", "contrast"})
+    options = planned.bench.model_dump(exclude={"init", "seed", "metric", "contrasts"})
     arms = plan_arms(planned, planned.bench.init, **options)
     found = {(row["init"], json.dumps(row["cell"]), row["epochs"]): row["n"] for row in result.arms}
     assert set(found) == {(arm.init, json.dumps(dict(arm.cell)), arm.epochs) for arm in arms}
-    declared = planned.population.networks if planned.bench.contrast else None
+    declared = planned.population.networks if planned.bench.contrasts else None
     assert min(found.values()) >= (declared or 8)
     trained = Recipe.parse(result.environment["recipe"])
     assert not [line for line in trained.differences(planned) if not line.startswith(("population.seed", "bench"))]
@@ -189,7 +189,7 @@ def test_effects_of_components_are_found() -> None:
     values = [0.2 + 0.3 * row["a"] + 0.1 * (row["a"] and row["cb"]) for row in settings]
     arms = [{"init": str(i)} for i in range(16)]
     runs = [
-        {"init": str(i), "seed": k, "accuracy": v + 0.01 * noise.normal()}
+        {"init": str(i), "epochs": 1, "seed": k, "accuracy": v + 0.01 * noise.normal()}
         for i, v in enumerate(values)
         for k in range(8)
     ]
@@ -227,7 +227,7 @@ def test_when_a_correlation_appears() -> None:
 
 
 READMES = sorted(ROOT.glob("analyses/*/README.md"))
-PAGES = [*READMES, ROOT / "docs" / "studies.md", ROOT / "docs" / "whole-network.md"]
+PAGES = [*READMES, ROOT / "analyses" / "README.md", ROOT / "docs" / "whole-network.md"]
 INTERVAL = re.compile(r"(?<![\w.])([-+]?\d+(?:\.\d+)?) \(([-+]?\d+(?:\.\d+)?) to ([-+]?\d+(?:\.\d+)?)[,)]")
 
 
@@ -268,7 +268,7 @@ def known_intervals(study: str) -> np.ndarray:
 
 def blocks(page: Path) -> Iterator[tuple[list[str], str]]:
     """A README, which is about its study; paragraphs, items and rows of other pages with the studies that they name."""
-    if page.name == "README.md":
+    if page in READMES:
         yield [page.parent.name], page.read_text()
         return
     for block in re.split(r"\n\s*\n|\n(?=\||- )", page.read_text()):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
 from weightscope.benchmarking import bench
-from weightscope.benchmarking.statistics import by_arm, crossed, holm, holm_levels, paired
+from weightscope.benchmarking.statistics import crossed, holm, holm_levels, paired
 from weightscope.data import load
 from weightscope.fits import Exchangeable
 from weightscope.fits.fitting import fit
@@ -161,11 +161,8 @@ def trained(
 ) -> Found:
     """Train arms with the same seeds."""
     found = bench(recipe, arms, folder, epochs=[recipe.training.epochs], seeds=seeds, seed=seed, **options)
-    return {place[2]: (_accuracies(runs), found.hits[place]) for place, runs in by_arm(found.runs).items()}
-
-
-def _accuracies(runs: Sequence[Mapping[str, Any]]) -> list[float]:
-    return [run["accuracy"] for run in runs]
+    hits = {init: right for (_, _, init), right in found.hits.items()}
+    return {arm: (values.tolist(), hits[arm]) for arm, values in found.by_arm().items()}
 
 
 def contrasts(found: Found, wanted: Sequence[Weights]) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import Emergence, emergence
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.gain import choose_gain
-from weightscope.benchmarking.statistics import by_arm
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.statistics.mlps import stripes
@@ -112,11 +111,11 @@ def benchmark(
         arms[arm] = str(work / f"{arm}.safetensors")
     recipe = population.recipe.replace({"training.epochs": epochs})
     found = bench(recipe, arms, work / "bench", seeds=seeds, seed=BENCH_SEED, control=tuple(CONTROLS), **options)
-    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
+    accuracy = {arm: values.tolist() for arm, values in found.by_arm().items()}
 
     def less(one: str, other: str) -> dict[str, Any]:
         """The paired difference, with its interval for the test images that were used, and for others as well."""
-        test = found.contrast(f"mean({one!r}) - mean({other!r})")
+        test = found.contrast([{"init": one}, {"init": other, "weight": -1}])
         row = {"difference": test["difference"], "difference_ci95": test["ci"], "p": test["p"]}
         return row | {"difference_ci95_images": test["ci_images"]}
 

@@ -19,11 +19,9 @@ BOXES, SIGNED_BOXES = "box_filters (value=0.3333)", "box_filters (value=0.3333, 
 
 def accuracies(folder: Path) -> dict[str, np.ndarray]:
     """Accuracies in % by seed (n,) of each arm at width 32 after 10 epochs."""
-    runs = [r for r in BenchResult.load(folder).runs if r["epochs"] == 10]
-    runs = [r for r in runs if r["cell"].get("network.width", 32) == 32]
-    arms = dict.fromkeys(r["init"] for r in runs)
-    ordered = {arm: sorted((r for r in runs if r["init"] == arm), key=lambda r: r["seed"]) for arm in arms}
-    return {arm: np.array([100 * r["accuracy"] for r in found]) for arm, found in ordered.items()}
+    found, where = BenchResult.load(folder), {"epochs": 10}
+    where |= {"width": 32} if found.arms[0]["cell"] else {}
+    return {arm: 100 * values for arm, values in found.by_arm(**where).items()}
 
 
 def row(comparison: str, mean: float, low: float, high: float, n: int, p: float) -> dict[str, object]:

@@ -17,14 +17,6 @@ HERE = Path(__file__).parent
 LAYERS = range(8)
 
 
-def accuracies(result: BenchResult) -> dict[str, np.ndarray]:
-    """Accuracies in % by seed (n,) of each arm."""
-    found: dict[str, dict[int, float]] = {}
-    for run in result.runs:
-        found.setdefault(run["init"], {})[run["seed"]] = 100 * run["accuracy"]
-    return {arm: np.array([values[seed] for seed in sorted(values)]) for arm, values in found.items()}
-
-
 def paired(differences: np.ndarray) -> dict[str, Any]:
     """The mean of paired differences (n,), its 95 % interval and its p-value."""
     n, mean = len(differences), float(differences.mean())
@@ -56,7 +48,7 @@ def best_elsewhere(choose: np.ndarray, test: np.ndarray) -> np.ndarray:
 
 
 def summary(result: BenchResult) -> dict[str, Any]:
-    arms = accuracies(result)
+    arms = {arm: 100 * values for arm, values in result.by_arm().items()}  # accuracies in %, (n,)
     layers = np.array([arms[f"repeated_ (layer={i})"] for i in LAYERS])  # (i, n)
     mean, half = layers.mean(0), layers.shape[1] // 2
     halves = layers[:, :half], layers[:, half:]

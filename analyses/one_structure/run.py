@@ -27,7 +27,7 @@ from weightscope._util.environment import environment
 from weightscope.analysis.exchangeable import exchangeable_covariance
 from weightscope.benchmarking import BenchResult, bench, choose_gain
 from weightscope.benchmarking.design import labelled
-from weightscope.benchmarking.statistics import by_arm, holm
+from weightscope.benchmarking.statistics import holm
 from weightscope.data.readers import fashion_mnist_at_hand
 from weightscope.fits.fitting import fit, fit_each
 from weightscope.population import Population
@@ -246,7 +246,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
     more += [best.model_copy(update={"artifact": str(artifact("scale", "isotropic", "tensor"))}), *case.hand_made[1:]]
     more += [labelled(init)[1].model_copy(update={"control": "scale"}) for init in case.hand_made]
     chosen = {"gain": choice.gain, "curve": choice.rows(), "settings": choice.settings}
-    out: dict[str, Any] = {"gain": chosen | {"accuracies": accuracies(choice.trainings.runs)}, "conditions": {}}
+    out: dict[str, Any] = {"gain": chosen | {"accuracies": accuracies(choice.trainings)}, "conditions": {}}
     conditions = case.conditions()
     if "other data" in SEEDS and not fashion_mnist_at_hand(options.get("data")):
         print("Fashion-MNIST is not at hand: no comparison on other data")
@@ -262,7 +262,7 @@ def benchmarks(case: Case, population: Population, folder: Path, **options: Any)
             "recipe": {key: value for key, value in recipe.to_dict().items() if key != "init"},
             "arms": found.arms,
             "contrasts": contrasts(found, Path(derived).stem, labelled(best)[0]),
-            "accuracies": accuracies(found.runs),
+            "accuracies": accuracies(found),
             "environment": environment(),
         }
         print(f"{condition}\n{found.text()}", flush=True)
@@ -290,19 +290,19 @@ def contrasts(found: BenchResult, derived: str, hand_made: str) -> list[dict[str
         "derived below hand-made": (f"{derived}+{hand_made}", hand_made),
         "derived rather than scale below hand-made": (f"{derived}+{hand_made}", f"scale+{hand_made}"),
     }
-    known, rows = accuracies(found.runs), []
+    known, rows = accuracies(found), []
     for question, (one, other) in wanted.items():
         if one != other and one in known and other in known:
-            test = found.contrast(f"mean({one!r}) - mean({other!r})")
+            test = found.contrast([{"init": one}, {"init": other, "weight": -1}])
             row = {"question": question, "arm": one, "against": other, "n": test["pairs"]}
             row |= {"difference": test["difference"], "difference_ci95": test["ci"], "p": test["p"]}
             rows.append(row | {"difference_ci95_images": test["ci_images"]})
     return [row | {"p_holm": p} for row, p in zip(rows, holm([row["p"] for row in rows]), strict=True)]
 
 
-def accuracies(runs: list[dict[str, Any]]) -> dict[str, list[float]]:
+def accuracies(found: BenchResult) -> dict[str, list[float]]:
     """The accuracy of each seed in order, by arm."""
-    return {arm: [run["accuracy"] for run in mine] for (_, _, arm), mine in by_arm(runs).items()}
+    return {arm: values.tolist() for arm, values in found.by_arm().items()}
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from weightscope import load_init
 from weightscope._util.environment import environment
 from weightscope.anatomy import self_attention
 from weightscope.benchmarking import BenchResult, bench
-from weightscope.benchmarking.statistics import by_arm, holm, paired
+from weightscope.benchmarking.statistics import holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -93,7 +93,7 @@ def choose(
         at_rate = bench(
             short.replace({RATE: rate}), every, folder / f"{rate}", seeds=seeds, seed=CHOICE_SEED, **options
         )
-        found |= {(arm, rate): [r["accuracy"] for r in runs] for (_, _, arm), runs in by_arm(at_rate.runs).items()}
+        found |= {(arm, rate): values.tolist() for arm, values in at_rate.by_arm().items()}
     chosen, arms = {}, {}
     for start, group in starts.items():
         best = max(((name, rate) for name in group for rate in rates), key=lambda key: np.mean(found[key]))
@@ -124,14 +124,14 @@ def setting(name: str, recipe: Recipe, arms: Arms, folder: Path, most: int | Non
     count = min(count, most or count)
     accuracy: dict[str, list[float]] = {}
     path = next(iter(sorted(folder.glob("*/results.json"))), None)
-    done = len(next(iter(by_arm(BenchResult.load(path.parent).runs).values()))) if path else 0
+    done = len(next(iter(BenchResult.load(path.parent).by_arm().values()))) if path else 0
     blocks = [seeds for seeds in range(BLOCK, count, BLOCK) if seeds > done] if name == "long" else []
     for seeds in [*blocks, count]:
         for rate in sorted({rate for _, rate in arms.values()}):
             here = {arm: init for arm, (init, at) in arms.items() if at == rate}
             changed = recipe.replace({RATE: rate, "training.epochs": epochs})
             found = bench(changed, here, folder / f"{rate}", seeds=seeds, seed=seed, **options)
-            accuracy |= {arm: [r["accuracy"] for r in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
+            accuracy |= {arm: values.tolist() for arm, values in found.by_arm().items()}
     accuracy = {arm: accuracy[arm] for arm in arms}
     values = {arm: np.array(found) for arm, found in accuracy.items()}
     rows = [{"arm": one, "against": other} | paired(values[one], values[other]) for one, other in CONTRASTS]

@@ -21,7 +21,7 @@ from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
 from weightscope.anatomy import self_attention
 from weightscope.benchmarking import bench
-from weightscope.benchmarking.statistics import by_arm, holm, paired
+from weightscope.benchmarking.statistics import holm, paired
 from weightscope.fits.fitting import fit_init
 from weightscope.init import mimetic_attention_
 from weightscope.networks import build_for
@@ -124,7 +124,7 @@ def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int,
     changes, seed, _, contrasts = SETTINGS[name]
     recipe = Recipe.load(RECIPE).replace(changes | {"training.epochs": 4})
     found = bench(recipe, {"default": InitConfig()} | configs, folder, epochs=[4], seeds=seeds, seed=seed, **options)
-    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(found.runs).items()}
+    accuracy = {arm: values.tolist() for arm, values in found.by_arm().items()}
     rows = [
         {"arm": one, "against": other} | paired(np.array(accuracy[one]), np.array(accuracy[other]))
         for one, other in contrasts

@@ -21,7 +21,7 @@ from uniform_attention import uniform_attention_
 from weightscope._util.environment import environment
 from weightscope._util.plugins import reference_to
 from weightscope.benchmarking.run import plan_bench
-from weightscope.benchmarking.statistics import by_arm, holm, paired
+from weightscope.benchmarking.statistics import holm, paired
 from weightscope.data import load
 from weightscope.networks import build_for
 from weightscope.population import Population
@@ -85,7 +85,7 @@ def trained(
     plan = plan_bench(
         recipe, {"default": InitConfig()} | arms, folder, measure=False, seeds=seeds, seed=SEED, **options
     )
-    accuracy = {arm: [run["accuracy"] for run in runs] for (_, _, arm), runs in by_arm(plan.run().runs).items()}
+    accuracy = {arm: values.tolist() for arm, values in plan.run().by_arm().items()}
     return accuracy, dict(zip(accuracy, (Population(request.path) for request in plan.requests), strict=True))
 
 

@@ -21,8 +21,7 @@ from programs import ROOT, script
 from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
 
 from weightscope import anatomy, load_init
-from weightscope.benchmarking import Axis, bench
-from weightscope.benchmarking.design import axes_of
+from weightscope.benchmarking import bench
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import Recipe
@@ -47,7 +46,7 @@ def test_the_study_of_one_structure(population: Population, tmp_path: Path, monk
     chosen = f"gain-{found['gain']['gain']:g}"
     assert {"default", chosen, f"{chosen} (scale only)", f"{chosen}+mimetic_mlp", "within-blocks"} <= set(arms)
     assert arms[chosen]["beyond_scale"] is not None
-    assert [gain for point in found["gain"]["curve"] for gain in (point["gain"], *point["same"])] == [0.0, 3.0]
+    assert [point["gain"] for point in found["gain"]["curve"]] == [0.0, 3.0]
     assert study.realised(population, case) == []  # of 12 networks, no correlation is kept
     assert f"{chosen} (uncorrelated)" in arms
     assert all(case.recipe.network.type == name for name, case in study.CASES.items())
@@ -82,9 +81,9 @@ def test_benchmarks_of_studies_run(recipe: Path, tmp_path: Path, monkeypatch: py
             collect(Recipe.load(teacher).replace({**small, "training.epochs": 1}), out, **options)
     study = Recipe.load(recipe)
     assert study.bench is not None
-    vary = [Axis(axis.names, axis.points[:2]) for axis in axes_of(study.bench.vary) if axis.names != ("data.name",)]
-    grid = [Axis(axis.names, axis.points[:1]) for axis in axes_of(study.bench.grid)]
-    cut = study.bench.model_copy(update={"contrast": (), "vary": {}})  # contrasts are of all cells
+    vary = {names: values[:2] for names, values in study.bench.vary.items() if names != "data.name"}
+    grid = {names: values[:1] for names, values in study.bench.grid.items()}
+    cut = study.bench.model_copy(update={"contrasts": [], "vary": {}})  # contrasts are of all cells
     study = study.model_copy(update={"bench": cut})
     result = bench(study.replace(small), out="out", epochs=(1,), seeds=2, vary=vary, grid=grid, **options)
     assert {row["n"] for row in result.arms} == {2}

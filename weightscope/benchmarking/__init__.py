@@ -1,6 +1,6 @@
 """Benchmarks of initialisers on paired seeds, and initialisers published with theirs."""
 
-from weightscope.benchmarking.design import Arm, Axis, plan_arms
+from weightscope.benchmarking.design import Arm, plan_arms
 from weightscope.benchmarking.gain import GainChoice, choose_gain
 from weightscope.benchmarking.probing import linear_probe
 from weightscope.benchmarking.publishing import publish
@@ -10,7 +10,6 @@ from weightscope.benchmarking.statistics import Contrast, mean_curves, seed_diff
 
 __all__ = [
     "Arm",
-    "Axis",
     "BenchPlan",
     "BenchResult",
     "Contrast",

@@ -1,7 +1,6 @@
-"""What a benchmark compares: cells of recipes along axes, and in each cell arms of initialisers.
+"""What a benchmark compares: cells, combinations of fields of a recipe, and in each cell arms of initialisers.
 
-Initialisers are written as names, numbers in parentheses, files or functions; axes are fields of a recipe and numbers
-of initialisers, and the values that each takes.
+Initialisers are written as names, numbers in parentheses, files or functions.
 """
 
 import ast
@@ -13,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -28,119 +26,30 @@ from weightscope.recipe.recipe import validated
 SECTIONS = ("network", "data", "training", "distillation")  # whose fields may vary
 Init = str | Path | InitConfig | Callable[..., Any] | Mapping[str, Any]
 
-_MOST_VALUES = 10_000  # of one axis
-_MOST_POINTS = 100_000  # of all axes together
-_EVERYTHING = ("all", "none")
 _FORM = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _LONGEST = 120  # characters of a folder's name
 _LENGTH = "training.epochs"
 
 
-# --- axes -------------------------------------------------------------------------------------------------------------
+# --- what varies ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Names that vary together, such as `("network.kernel_size",)`, with a tuple of values for each point."""
+def combinations_of(given: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """All combinations of the values of some names, as name -> value; names joined by commas vary together.
 
-    names: tuple[str, ...]
-    points: tuple[tuple[Any, ...], ...]
-
-    @classmethod
-    def of(cls, names: str, values: str | Sequence[Any]) -> "Axis":
-        """An axis from its names, joined by commas, and its different values.
-
-        Values are a list, of lists if there are several names; or text as on the command line, see `parse`.
-        """
-        if isinstance(values, str):
-            return cls.parse(f"{names}={values}")
-        keys = tuple(name.strip() for name in names.split(","))
-        points = tuple(tuple(v) if len(keys) > 1 and isinstance(v, list | tuple) else (v,) for v in values)
-        for point in points:
-            if len(point) != len(keys):
-                raise UsageError(f"{names}: expected {len(keys)} values at each point, found {_text(point)}")
-        texts = [_text(point) for point in points]
-        if not points or len(set(texts)) < len(points):
-            again = sorted({text for text in texts if texts.count(text) > 1})
-            raise UsageError(
-                f"{names}: expected different values, found {', '.join(again) + ' twice' if again else 'none'}"
-            )
-        return cls(keys, points)
-
-    @classmethod
-    def parse(cls, text: str) -> "Axis":
-        """An axis from `NAME=VALUE,VALUE,...`, `NAME=START:STOP:STEP` or `NAME,NAME=VALUE/VALUE,...`.
-
-        A value is a number, true, false, a list in brackets, `all` or `none` for no limit, or text. A range includes
-        both ends.
-
-        Example:
-            >>> Axis.parse("mimetic_attention.alpha_qk=0:1:0.5").points
-            ((0.0,), (0.5,), (1.0,))
-        """
-        names, equals, values = text.partition("=")
-        if not equals or not names.strip() or not values.strip():
-            raise UsageError(f"expected NAME=VALUE,VALUE,... or NAME=START:STOP:STEP, found {text!r}")
-        several = "," in names
-        points: list[Any] = []
-        for item in re.split(r",(?![^\[]*\])", values):
-            if several:
-                points.append([_value(part) for part in item.split("/")])
-            else:
-                points += _range(item, names) or [_value(item)]
-        return cls.of(names, points)
-
-
-def axes_of(given: Mapping[str, str | Sequence[Any]] | Sequence[Axis]) -> tuple[Axis, ...]:
-    """The axes of a mapping from names to values, or axes themselves."""
-    axes = tuple(Axis.of(n, v) for n, v in given.items()) if isinstance(given, Mapping) else tuple(given)
-    names = [name for axis in axes for name in axis.names]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UsageError(f"{repeated[0]}: expected each name in one axis, found it in several")
-    return axes
-
-
-def points_of(axes: Sequence[Axis]) -> list[dict[str, Any]]:
-    """All combinations of the axes' points, as name -> value; one empty combination without axes."""
-    if (found := prod(len(axis.points) for axis in axes)) > _MOST_POINTS:
-        raise UsageError(f"expected at most {_MOST_POINTS:,} combinations of what varies, found {found:,}")
-    each = [[dict(zip(axis.names, point, strict=True)) for point in axis.points] for axis in axes]
-    return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*each)]
-
-
-def _text(point: Sequence[Any]) -> str:
-    return "/".join(map(value_text, point))
-
-
-def _value(text: str) -> Any:
-    text = text.strip()
-    if text in _EVERYTHING:
-        return None
-    try:
-        return json.loads(text)
-    except ValueError:
-        if not text:
-            raise UsageError("expected a value between the commas, found none") from None
-        return float(text) if re.fullmatch(r"[+-]?\.\d+", text) else text
-
-
-def _range(text: str, names: str) -> list[float] | None:
-    """The numbers of `START:STOP:STEP`, both ends included; None if the text is not a range."""
-    ends = text.split(":")
-    if len(ends) != 3:
-        return None
-    try:
-        start, stop, step = map(float, ends)
-        count = (stop - start) / step
-    except (ValueError, ZeroDivisionError):
-        raise UsageError(f"{names}: expected START:STOP:STEP with a step that is not 0, found {text!r}") from None
-    if not 0 <= count < _MOST_VALUES or abs(count - round(count)) > 1e-6:
-        raise UsageError(
-            f"{names}: expected STEP to lead from START to STOP in at most {_MOST_VALUES} steps, found {text!r}"
-        )
-    numbers = [float(f"{start + i * step:.12g}") for i in range(round(count) + 1)]
-    whole = all("." not in end and "e" not in end.lower() for end in ends)
-    return [int(n) for n in numbers] if whole else numbers
+    Example:
+        >>> combinations_of({"network.width,network.heads": [[96, 3], [192, 6]]})
+        [{'network.width': 96, 'network.heads': 3}, {'network.width': 192, 'network.heads': 6}]
+    """
+    axes = []
+    for names, values in given.items():
+        keys = [name.strip() for name in names.split(",")]
+        points = [values] if isinstance(values, str) else [[value] if len(keys) == 1 else value for value in values]
+        if not points or not all(isinstance(point, list | tuple) and len(point) == len(keys) for point in points):
+            several = f", each a list of {len(keys)} values," if len(keys) > 1 else ""
+            raise UsageError(f"{names}: expected a list of values{several} to vary it, found {values!r}")
+        axes.append([dict(zip(keys, point, strict=True)) for point in points])
+    return [{name: value for point in chosen for name, value in point.items()} for chosen in product(*axes)]
 
 
 # --- initialisers -----------------------------------------------------------------------------------------------------
@@ -273,8 +182,8 @@ def plan_arms(
     seeds: int | None = None,
     frozen: str | None = None,
     control: str | Sequence[str] = (),
-    vary: Mapping[str, Any] | Sequence[Axis] = (),
-    grid: Mapping[str, Any] | Sequence[Axis] = (),
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    grid: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Arm]:
     """The arms of a benchmark: cell by cell, length by length, initialiser by initialiser.
 
@@ -292,15 +201,16 @@ def plan_arms(
             correlations; see `weightscope.init.controls`.
         vary: fields of [network], [data], [training] and [distillation] and their values,
             `{"network.kernel_size": [3, 7]}`; a cell is a combination of them. Names joined by commas vary together:
-            `{"network.width,network.heads": [[96, 3]]}`.
+            `{"network.width,network.heads": [[96, 3]]}`. As in TOML, which has no None, "all" and "none" are None in
+            fields that are not text.
         grid: numbers of initialisers and their values, `{"mimetic_mlp.sigma": [0.1, 0.2]}`: each initialiser with this
-            name is compared with each value. Ranges may be given as text, `"0:1:0.1"`.
+            name is compared with each value.
     """
-    candidates = _candidates(inits, axes_of(grid or ()), [control] if isinstance(control, str) else control)
+    candidates = _candidates(inits, grid or {}, [control] if isinstance(control, str) else control)
     networks = recipe.population.networks if seeds is None else count("seeds", seeds)
     if networks < 2:
         raise UsageError(f"seeds: a paired comparison needs at least 2 seeds, found {networks}")
-    cells, lengths = _cells(axes_of(vary or ()), tuple(epochs))
+    cells, lengths = _cells(recipe, vary or {}, tuple(epochs))
     variants = [""] if frozen is None else ["", FROZEN]
     by_folder: dict[str, Arm] = {}
     for cell, length, suffix in product(cells, lengths or (recipe.training.epochs,), variants):
@@ -327,17 +237,17 @@ _Candidate = tuple[str, InitConfig, Mapping[str, Any]]
 
 
 def _candidates(
-    inits: Sequence[Init] | Mapping[str, Init], grid: Sequence[Axis], controls: Sequence[str]
+    inits: Sequence[Init] | Mapping[str, Init], grid: Mapping[str, Sequence[Any]], controls: Sequence[str]
 ) -> list[_Candidate]:
     if isinstance(inits, Mapping):
         given = [(label, labelled(init)[1]) for label, init in inits.items()]
     else:
         given = [labelled(init) for init in inits]
     found = [candidate for pair in given for candidate in _with_grid(*pair, grid)]
-    for axis in grid:
-        if not any(set(axis.names) <= set(numbers) for _, _, numbers in found):
+    for names in grid:
+        if not any(names.split(",")[0].strip() in numbers for _, _, numbers in found):
             raise UsageError(
-                f"grid: {', '.join(axis.names)}: expected the name of an initialiser and one of its numbers, as in "
+                f"grid: {names}: expected the name of an initialiser and one of its numbers, as in "
                 f"mimetic_mlp.sigma, found none in {', '.join(label for label, _ in given) or 'no initialisers'}"
             )
     repeated = [label for label, times in Counter(label for label, _, _ in found).items() if times > 1]
@@ -357,32 +267,43 @@ def _candidates(
     return out
 
 
-def _with_grid(label: str, config: InitConfig, grid: Sequence[Axis]) -> list[_Candidate]:
-    """An initialiser at every point of the axes that have its name."""
+def _with_grid(label: str, config: InitConfig, grid: Mapping[str, Sequence[Any]]) -> list[_Candidate]:
+    """An initialiser with every combination of the numbers of the grid that have its name."""
     names = {label, *short_name(config.name).split("+")} if config.artifact is None else {label}
-    mine = [axis for axis in grid if all(name.rpartition(".")[0] in names for name in axis.names)]
+    mine = {key: grid[key] for key in grid if all(n.strip().rpartition(".")[0] in names for n in key.split(","))}
     out: list[_Candidate] = []
     own = config.artifact is None and label == labelled(config)[0]
-    for point in points_of(mine):
+    for point in combinations_of(mine):
         numbers = {name.rpartition(".")[2]: value for name, value in point.items()}
         changed = init_table({**config.model_dump(exclude_none=True), **numbers}) if numbers else config
         out.append((labelled(changed)[0] if own else label + numbers_text(numbers), changed, point))
     return out
 
 
-def _cells(vary: Sequence[Axis], epochs: tuple[int, ...]) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
-    """The cells, and the training lengths, which are an axis of their own."""
-    for name in (name for axis in vary for name in axis.names):
+def _cells(
+    recipe: Recipe, vary: Mapping[str, Sequence[Any]], epochs: tuple[int, ...]
+) -> tuple[list[dict[str, Any]], tuple[int, ...]]:
+    """The cells, and the training lengths, which are not a part of them."""
+    lengths = tuple(count(_LENGTH, value) for value in vary.get(_LENGTH, ()))
+    if lengths and epochs:
+        raise UsageError("vary: training.epochs is given as `epochs`, too; give one of them")
+    cells = combinations_of({names: values for names, values in vary.items() if names != _LENGTH})
+    for name in cells[0]:
         if name.partition(".")[0] not in SECTIONS or "." not in name:
             known = ", ".join(f"{section}.*" for section in SECTIONS)
             hint = "; numbers of initialisers are varied by `grid`, the number of networks by `seeds`"
             raise UsageError(f"vary: expected a field of the recipe ({known}), found {name!r}{hint}")
-    lengths = [axis for axis in vary if axis.names == (_LENGTH,)]
-    if lengths and epochs:
-        raise UsageError("vary: training.epochs is given as `epochs`, too; give one of them")
-    for (length,) in (point for axis in lengths for point in axis.points):
-        epochs = (*epochs, count(_LENGTH, length))
-    return points_of([axis for axis in vary if axis not in lengths]), epochs
+    return [{name: _limit(recipe, name, value) for name, value in cell.items()} for cell in cells], lengths or epochs
+
+
+def _limit(recipe: Recipe, name: str, value: Any) -> Any:
+    """None for "all" and "none", unless the field has texts, as `network.residual`."""
+    if value not in ("all", "none"):
+        return value
+    now: Any = recipe
+    for part in name.split("."):
+        now = getattr(now, part, None)
+    return value if isinstance(now, str) else None
 
 
 def default_folder(source: Recipe | str | Path) -> Path:
@@ -394,6 +315,6 @@ def default_folder(source: Recipe | str | Path) -> Path:
 def _file_name(text: str) -> str:
     """The text with hyphens for what a file's name should not have; long ones end in a hash."""
     name = re.sub(r"[^A-Za-z0-9._+-]+", "-", text).strip("-")
-    if len(name) <= _LONGEST and not re.search(r"[*?!<>|:\\]|\[.*[*?]", text):  # of which several give one name
+    if len(name) <= _LONGEST and not re.search(r"[*?!<>|:\\]|\[.*[*?]", text):  # several of these give one name
         return name
     return f"{name[: _LONGEST - 17]}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -8,6 +8,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weightscope._util.arms import CONTROLS, Control, count_range, divergence, epochs_text, place_of, point_text
 from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
@@ -21,6 +23,7 @@ from weightscope.benchmarking.statistics import (
     chance_note,
     contrast_tests,
     control_of,
+    has_fields,
     mean_curves,
     other_examples,
     seed_differences,
@@ -211,14 +214,31 @@ class BenchResult(Result):
         rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
         return "\n".join([*rows, "", _note(self.arms, self.metric)]) + "\n"
 
-    def contrast(self, text: str) -> dict[str, Any]:
-        """The test of one contrast of these arms, such as `"mean(a) - mean(b)"`, see `Contrast`.
+    def contrast(self, terms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The test of one contrast, `[{"init": "a"}, {"init": "default", "weight": -1}]`; for terms see `Contrast.of`.
 
-        It is post hoc: what decides is declared beforehand, as `bench(contrast=...)`. Of a result that was loaded,
+        It is post hoc: what decides is declared beforehand, as `bench(contrasts=...)`. Of a result that was loaded,
         `ci_images` is None.
         """
         arms = [(row["cell"], row["epochs"], row["init"]) for row in self.arms]
-        return contrast_tests([Contrast.parse(text, arms)], self.runs, self.metric, hits=self.hits)[0]
+        return contrast_tests([Contrast.of(terms, arms)], self.runs, self.metric, hits=self.hits)[0]
+
+    def by_arm(self, metric: str | None = None, **fields: Any) -> dict[str, np.ndarray]:
+        """The metric of each initialiser's networks by seed, (n,), a mean over the cells and lengths of these fields.
+
+        `metric` is a key of the runs, the compared one if None; fields are those of a term of a contrast.
+
+        Example:
+            >>> found = result.by_arm(epochs=10)
+            >>> found["mimetic_mlp"] - found["default"]
+        """
+        key = metric or self.metric.key
+        found: dict[str, dict[int, list[float]]] = {}
+        for run in self.runs:
+            if has_fields(run.get("cell", {}), run["epochs"], fields):
+                value = np.nan if run[key] is None else run[key]
+                found.setdefault(run["init"], {}).setdefault(run["seed"], []).append(value)
+        return {init: np.array([np.mean(seeds[k]) for k in sorted(seeds)]) for init, seeds in found.items()}
 
     def between(self, field: str) -> list[dict[str, Any]]:
         """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.

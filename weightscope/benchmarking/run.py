@@ -26,7 +26,7 @@ from weightscope._util.results import Result, duration, finite_or_none, text_tab
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers, makespan
-from weightscope.benchmarking.design import Arm, Axis, Init, default_folder, plan_arms
+from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Contrast, Place, cell_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
@@ -59,9 +59,9 @@ def bench(
     seed: int | None = None,
     frozen: str | None = None,
     control: str | Sequence[str] = (),
-    contrast: str | Sequence[str] = (),
-    vary: Mapping[str, Any] | Sequence[Axis] = (),
-    grid: Mapping[str, Any] | Sequence[Axis] = (),
+    contrasts: Sequence[Sequence[Mapping[str, Any]]] = (),
+    vary: Mapping[str, Sequence[Any]] | None = None,
+    grid: Mapping[str, Sequence[Any]] | None = None,
     metric: str | None = None,
     overwrite: bool = False,
     data: str | Path | None = None,
@@ -75,9 +75,11 @@ def bench(
     `recipe` is a recipe, a .toml file, the name of a shipped one, or the folder of a population; what is not given here
     is taken from its [bench] table. `inits`, `epochs`, `seeds`, `frozen`, `control`, `vary` and `grid` are those of
     `plan_arms`; the first initialiser is the reference of the others, and `control=("scale", "uncorrelated")` tells
-    what structure adds beyond its scale, and what of it correlations add. `contrast` has contrasts of the arms, such as
-    `"mean(my_init) - mean(default)"` (see `Contrast`), which are tested at 5 % by themselves; all other comparisons are
-    exploratory, and adjusted for one another. A contrast that is added to results that are there is post hoc.
+    what structure adds beyond its scale, and what correlations add. `contrasts` are sums of means of arms, such as
+    `[{"init": "my_init"}, {"init": "default", "weight": -1}]` (see `Contrast.of`), which are tested at 5 % by
+    themselves; all other comparisons are exploratory, and adjusted for one another. A contrast that is added to results
+    that are there is post hoc.
+
     `data`, `progress`, `on_tile`, `trust` and `where` (`workers`, `backend`, `scheduler` and `device`) are those of
     `collect`.
 
@@ -97,7 +99,14 @@ def bench(
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     given: dict[str, Any] = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control}
-    given |= {"contrast": contrast, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite, "data": data}
+    given |= {
+        "contrasts": contrasts,
+        "vary": vary,
+        "grid": grid,
+        "metric": metric,
+        "overwrite": overwrite,
+        "data": data,
+    }
     with trusting(trust):
         plan = plan_bench(recipe, inits, out, **where, **given, measure=False)
         return plan.run(progress=progress, on_tile=on_tile)
@@ -265,14 +274,18 @@ class Design:
         *,
         data: str | Path | None = None,
         overwrite: bool = False,
+        probe: bool = False,
         **given: Any,
     ) -> "Design":
-        """The design of a benchmark with these arguments of `bench`; what is None or empty is taken from [bench]."""
+        """The design of a benchmark with these arguments of `bench`; what is None or empty is taken from [bench].
+
+        The networks of a linear `probe` are not trained; its arms have 0 epochs.
+        """
         folder, recipe = default_folder(recipe) if out is None else as_path(out), recipe_of(recipe)
         _check_folder(folder)
         given = {key: value for key, value in {**given, "init": inits}.items() if value not in (None, (), [], {})}
         wanted = dict(recipe.bench or BenchConfig()) | given
-        own, inits, metric, contrast = (wanted.pop(key) for key in ("seed", "init", "metric", "contrast"))
+        own, inits, metric, terms = (wanted.pop(key) for key in ("seed", "init", "metric", "contrasts"))
         if not inits:
             raise UsageError(
                 "--init: expected at least one initialiser, here or in the recipe's [bench] table, found none"
@@ -280,7 +293,8 @@ class Design:
         recipe = recipe.model_copy(update={"bench": None})
 
         def arms_with(seed: int) -> list[Arm]:
-            return plan_arms(recipe.replace({"population.seed": seed}), inits, **wanted)
+            arms = plan_arms(recipe.replace({"population.seed": seed}), inits, **wanted)
+            return [replace(arm, epochs=0) for arm in arms] if probe else arms
 
         seed = recipe.population.seed + SEED_OFFSET if own is None else count("seed", own, least=0)
         arms = arms_with(seed)
@@ -294,28 +308,26 @@ class Design:
             seed += SEED_OFFSET
             arms = arms_with(seed)
         places = [(arm.cell, arm.epochs, arm.init) for arm in arms]
-        contrasts = [Contrast.parse(text, places) for text in ([contrast] if isinstance(contrast, str) else contrast)]
+        contrasts = [Contrast.of(each, places) for each in terms]
         stored = BenchResult.load(folder) if not overwrite and (folder / RESULTS).exists() else None
         declared = {row["contrast"] for row in stored.contrasts if row["declared"]} if stored else set()
         late = frozenset(one.text for one in contrasts if stored and one.text not in declared)
         trained = recipe.replace({"population.seed": seed})
         design = cls(folder, trained, tuple(arms), *metrics, data, tuple(contrasts), late)
         if stored is not None:
-            design._check_results(stored)
+            design._check_results(stored, probe)
         return design
 
-    def _check_results(self, stored: BenchResult) -> None:
+    def _check_results(self, stored: BenchResult, probe: bool) -> None:
         """UsageError unless these results will hold all that is in the stored ones."""
         there, here = Recipe.parse(stored.environment["recipe"]).to_dict(), self.recipe.to_dict()
-        for recipe in (there, here):  # of which arms have their own
+        for recipe in (there, here):  # arms have their own
             recipe["training"].pop("epochs"), recipe["population"].pop("networks")
         kernels = [recipe["training"].pop("kernels", None) for recipe in (there, here)]
         for recipe, chosen in zip((there, here), kernels, strict=True):
             recipe["training"] |= {} if "auto" in kernels else {"kernels": chosen}  # the runs keep what auto became
-        if not (self.folder / RUNS).exists():  # a probe, which uses no more of them
-            for recipe in (there, here):
-                recipe["training"] = {"batch_size": recipe["training"]["batch_size"]}
-                recipe.pop("distillation", None)
+        for recipe in (there, here) if probe else ():
+            recipe.pop("training"), recipe.pop("distillation", None)
         what = [f"another {key}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
         mine = {(cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init): arm for arm in self.arms}
         rows = {(cell_key(row), row["epochs"], row["init"]): row["networks"] for row in stored.arms}

@@ -1,8 +1,7 @@
 """Statistics of a benchmark: means with intervals inside their range, paired t-tests, Holm's correction, chance,
-and contrasts, sums of means of arms, declared beforehand as `mean(A) - mean(B)`.
+and contrasts, sums of means of arms that are declared beforehand.
 """
 
-import ast
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 from scipy import special, stats
 
 from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
-from weightscope._util.names import joined, shortened, unknown
+from weightscope._util.names import joined, unknown
 from weightscope.data.metrics import ACCURACY, Metric, same_differences
 from weightscope.errors import UsageError
 from weightscope.statistics.index_effects import holm
@@ -407,99 +406,84 @@ def chance_note(arms: list[dict[str, Any]]) -> str:
 
 # --- contrasts --------------------------------------------------------------------------------------------------------
 
-_Arm = tuple[Mapping[str, Any], int, str]
-"""The cell, training length and initialiser of an arm."""
-_FORM = "+, -, numbers to multiply or divide by, and mean(ARM, FIELD=VALUE, ...)"
 _TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """A sum of means of arms whose weights add up to zero.
+    """A sum of means of arms whose weights add up to zero."""
 
-        mean(mimetic_mlp) - mean(default)
-        mean(fit, width=24) - mean('fit (scale only)', width=24)
-        (mean(a) + mean(b)) / 2 - mean(default, epochs=10)
-
-    `mean(ARM, ...)` is the mean over all cells and training lengths of the arm in which the fields have these values;
-    fields have their names without sections, as in tables, and `epochs` is the training length. Names that are no
-    Python names stand in quotes. Without an arm, all of the cells are meant.
-    """
-
-    text: str
+    text: str  # as tables show it: `mean(mimetic_mlp) - mean(default)`
     weights: Mapping[Place, float]
 
     @classmethod
-    def parse(cls, text: str, arms: Sequence[_Arm]) -> "Contrast":
-        """A contrast of these arms; a UsageError says what of the text is not understood. Nothing is executed."""
-        try:
-            weights = _weights(ast.parse(text.strip(), mode="eval").body, arms)
-            total = math.fsum(weights.values()) if isinstance(weights, dict) else 0.0
-        except UsageError:
-            raise
-        except (SyntaxError, ValueError, RecursionError, ArithmeticError, MemoryError):
-            weights = None
-        if not isinstance(weights, dict):
-            raise UsageError(f"--contrast: expected {_FORM}, found {shortened(text)!r}")
-        weights = {key: weight for key, weight in weights.items() if not abs(weight) <= _TOLERANCE}
-        if not weights or not abs(total) <= _TOLERANCE:
-            what = f"a sum of {total:g}" if weights else "none that is not zero"
-            raise UsageError(f"--contrast: expected weights of means that add up to zero, found {what} in {text!r}")
-        return cls(text.strip(), weights)
+    def of(cls, terms: Sequence[Mapping[str, Any]], arms: Sequence[tuple[Mapping[str, Any], int, str]]) -> "Contrast":
+        """The contrast of some terms; arms are (cell, training length, initialiser).
+
+        A term `{"init": name, "weight": w, FIELD: value, ...}` is w times the mean over all cells and training lengths
+        of the arm in which the fields have these values. The weight is 1 unless given; `init` may be several names, or
+        absent for all; fields have their names in the recipe, with or without their sections, and `epochs` is the
+        training length. UsageError if a term has no arm, or the weights do not add up to zero.
+
+        Example:
+            >>> Contrast.of([{"init": "a", "width": 24}, {"init": "default", "width": 24, "weight": -1}], arms).text
+            'mean(a, width=24) - mean(default, width=24)'
+        """
+        text, weights = "", dict[Place, float]()
+        for term in terms:
+            weight, chosen = float(term.get("weight", 1)), _arms_of(term, arms)
+            for arm in chosen:
+                weights[arm] = weights.get(arm, 0.0) + weight / len(chosen)
+            sign = "-" if weight < 0 else "+"
+            text += (f" {sign} " if text else "-" * (weight < 0)) + _term_text(term, abs(weight))
+        weights = {arm: weight for arm, weight in weights.items() if abs(weight) > _TOLERANCE}
+        if not weights or abs(math.fsum(weights.values())) > _TOLERANCE:
+            found = f"a sum of {math.fsum(weights.values()):g}" if weights else "none that is not zero"
+            raise UsageError(f"contrasts: {text}: expected weights of means that add up to zero, found {found}")
+        return cls(text, weights)
 
 
-def _weights(node: ast.AST, arms: Sequence[_Arm]) -> Any:
-    """A number, or the weights of arms; ValueError for anything else."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return float(node.value)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
-        return _scaled(_weights(node.operand, arms), -1.0 if isinstance(node.op, ast.USub) else 1.0)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "mean":
-        return _mean_of(node, arms)
-    if not isinstance(node, ast.BinOp):
-        raise ValueError
-    left, right = _weights(node.left, arms), _weights(node.right, arms)
-    if isinstance(node.op, ast.Div) and isinstance(right, float):
-        return _scaled(left, 1 / right)
-    if isinstance(node.op, ast.Mult) and (isinstance(left, float) or isinstance(right, float)):
-        return _scaled(left, right) if isinstance(right, float) else _scaled(right, left)
-    if not isinstance(node.op, ast.Add | ast.Sub) or isinstance(left, float) or isinstance(right, float):
-        raise ValueError
-    right = _scaled(right, -1.0) if isinstance(node.op, ast.Sub) else right
-    return {key: left.get(key, 0.0) + right.get(key, 0.0) for key in {**left, **right}}
+def _names_of(term: Mapping[str, Any]) -> list[str]:
+    inits = term.get("init", [])
+    return [inits] if isinstance(inits, str) else list(inits)
 
 
-def _scaled(value: Any, factor: float) -> Any:
-    return value * factor if isinstance(value, float) else {key: weight * factor for key, weight in value.items()}
-
-
-def _mean_of(call: ast.Call, arms: Sequence[_Arm]) -> dict[Place, float]:
-    """Equal weights of the arms that `mean(...)` names."""
-    names = list(map(_text, call.args))
-    conditions = [name for name in names if name not in {init for _, _, init in arms}]
-    wanted = [name for name in names if name not in conditions]
-    conditions += [f"{keyword.arg}={_text(keyword.value)}" for keyword in call.keywords]
-    facts = [
-        {point_text({name: value}) for name, value in cell.items()} | {f"epochs={epochs}", point_text(cell)}
-        for cell, epochs, _ in arms
-    ]
-    for condition in conditions:
-        if not any(condition in mine for mine in facts):
-            known = [init for _, _, init in arms] + sorted(set().union(*facts) - {""})
-            raise UsageError(f"--contrast: {unknown('arm or cell', condition, list(dict.fromkeys(known)))}")
+def _arms_of(term: Mapping[str, Any], arms: Sequence[tuple[Mapping[str, Any], int, str]]) -> list[Place]:
+    """The arms of a term, which have equal weights."""
+    names, fields = _names_of(term), {key: value for key, value in term.items() if key not in ("init", "weight")}
+    for name in names:
+        if name not in (known := list(dict.fromkeys(init for _, _, init in arms))):
+            raise UsageError(f"contrasts: {unknown('arm', name, known)}")
     chosen = [
         (cell_key({"cell": dict(cell)}), epochs, init)
-        for (cell, epochs, init), mine in zip(arms, facts, strict=True)
-        if set(conditions) <= mine and (not wanted or init in wanted)
+        for cell, epochs, init in arms
+        if (not names or init in names) and has_fields(cell, epochs, fields)
     ]
     if not chosen:
-        raise UsageError(f"--contrast: expected an arm with {', '.join([*wanted, *conditions])}, found none")
-    return dict.fromkeys(chosen, 1 / len(chosen))
+        known = list(dict.fromkeys(point_text({**cell, "epochs": epochs}) for cell, epochs, _ in arms))
+        raise UsageError(f"contrasts: expected {_term_text(term)} among the cells {joined(known, 8)}; found none")
+    return chosen
 
 
-def _text(node: ast.expr) -> str:
-    """A name or a value as tables have it."""
-    return node.id if isinstance(node, ast.Name) else value_text(ast.literal_eval(node))
+def has_fields(cell: Mapping[str, Any], epochs: int, fields: Mapping[str, Any]) -> bool:
+    """Whether the fields, with or without their sections, have these values in a cell; `epochs` is the length."""
+    here = {**cell, "epochs": epochs}
+    texts = {key: value_text(here[name], name) for name in here for key in (name, name.rpartition(".")[2])}
+    return all(texts.get(field) == value_text(wanted, field) for field, wanted in fields.items())
+
+
+def _term_text(term: Mapping[str, Any], weight: float = 1.0) -> str:
+    """`mean(a, width=24) / 2`: names that are no Python names are in quotes."""
+    fields = {key.rpartition(".")[2]: value for key, value in term.items() if key not in ("init", "weight")}
+    names = [*map(_quoted, _names_of(term)), *(f"{key}={_quoted(value)}" for key, value in fields.items())]
+    share = 1 / weight if weight else 0.0
+    factor = "" if weight == 1 else f" / {share:g}" if share > 1 and share == round(share) else f" * {weight:g}"
+    return f"mean({', '.join(names)}){factor}"
+
+
+def _quoted(value: Any) -> str:
+    text = value_text(value)
+    return repr(text) if isinstance(value, str) and not text.isidentifier() else text
 
 
 def contrast_tests(

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -263,6 +263,27 @@ permutations_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="A TOML file of rules for what may be permuted, where neither names nor the network's code tell.",
 )
+
+
+def varied(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Name -> values of `NAME=VALUE,VALUE,...`: those of a JSON list, or words and numbers."""
+    out = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name or not values:
+            raise UsageError(f"--vary: expected FIELD=VALUE,VALUE,..., found {text!r}")
+        try:
+            out[name] = json.loads(f"[{values}]")
+        except ValueError:
+            out[name] = [_value(word.strip()) for word in values.split(",")]
+    return out
+
+
+def _value(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 def write_json(path: Path | None, values: Mapping[str, Any]) -> None:

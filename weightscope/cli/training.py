@@ -29,6 +29,7 @@ from weightscope.cli.options import (
     spread_options,
     tile_logger,
     training_options,
+    varied,
     write_json,
 )
 from weightscope.errors import UsageError
@@ -367,18 +368,12 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
 @click.option("--seeds", type=int, help="Paired seeds; by default the recipe's number of networks.")
 @click.option("--seed", type=int, help="Root of the random streams.  [default: the recipe's plus 1,000,000]")
 @click.option("--vary", multiple=True, help="FIELD=VALUE,VALUE,... of the recipe; in all combinations; repeatable.")
-@click.option("--grid", multiple=True, help="INIT.NUMBER=VALUE,... or START:STOP:STEP of an initialiser; repeatable.")
 @click.option("--frozen", help="Also train each initialiser with the tensors matching this pattern frozen.")
 @click.option(
     "--control",
     multiple=True,
     help="Also train each initialiser's controls: 'scale' for independent entries with its mean and variance of each "
     "tensor, 'uncorrelated' for those of every part, without correlations; repeatable.",
-)
-@click.option(
-    "--contrast",
-    multiple=True,
-    help="What decides, tested at 5 % by itself: 'mean(INIT) - mean(INIT, FIELD=VALUE)'; repeatable.",
 )
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
@@ -401,13 +396,13 @@ def bench(
     probe: bool,
     log: str | None,
     vary: tuple[str, ...],
-    grid: tuple[str, ...],
     **options: Any,
 ) -> None:
     """Compare initialisers on paired seeds, with confidence intervals and p-values.
 
     RECIPE is a TOML file, the name of a shipped recipe (weightscope list recipes), or a population, whose recipe is
-    used; its [bench] table has what is not given here. The first --init is the reference of the others.
+    used; its [bench] table has what is not given here, and numbers of initialisers to compare (grid) and contrasts that
+    decide (contrasts). The first --init is the reference of the others.
     MODULE:FUNCTION is a function f(module, *, generator) of yours; modules in the working directory are found. Writes
     results.json, tables and pictures. If interrupted, run the same command again to resume.
 
@@ -415,28 +410,25 @@ def bench(
     Examples:
       weightscope bench digits-convnext --init default --init digits-mlp.safetensors \\
           --epochs 3 --epochs 10 --seeds 64 -o bench
-      weightscope bench digits-convnext --init default --init mine:my_init --control scale --control uncorrelated \\
-          --contrast 'mean(my_init) - mean("my_init (uncorrelated)")'
+      weightscope bench digits-convnext --init default --init mine:my_init --control scale --control uncorrelated
       weightscope bench digits-convnext --init default --init mimetic_mlp --seeds 8 \\
           --vary network.kernel_size=3,5,7 --vary data.train=500,all --plan
-      weightscope bench digits-convnext --init default --init mimetic_mlp --grid mimetic_mlp.sigma=0:0.4:0.1
       weightscope bench digits-convnext --init default --init 'transfer(source="trained.safetensors")' --probe
     """
     from weightscope.benchmarking import linear_probe, plan_bench
-    from weightscope.benchmarking.design import Axis, default_folder
+    from weightscope.benchmarking.design import default_folder
 
     folder = out or default_folder(recipe)
-    axes: dict[str, Any] = {"vary": [Axis.parse(text) for text in vary], "grid": [Axis.parse(text) for text in grid]}
     _check_plan(only_plan, price, log)
     if probe:
         if only_plan or log is not None:
             given = "--plan" if only_plan else "--log"
             raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
-        result = linear_probe(recipe, inits, folder, **axes, **options)
+        result = linear_probe(recipe, inits, folder, vary=varied(vary), **options)
     else:
         on_tile = tile_logger(log)  # an error of it comes first
-        plan = plan_bench(recipe, inits, folder, **axes, **options, measure=only_plan, price=price)
+        plan = plan_bench(recipe, inits, folder, vary=varied(vary), **options, measure=only_plan, price=price)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())

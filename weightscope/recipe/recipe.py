@@ -299,19 +299,20 @@ class PopulationConfig(Section):
         return value
 
 
-Values = dict[str, str | list[Any]]
+Values = dict[str, list[Any]]
 
 
 class BenchConfig(Section):
-    """A benchmark as data; every key is an argument of `bench`, which has the same one on the command line.
+    """A benchmark as data; every key is an argument of `bench`.
 
     `init` has texts such as `"mimetic_mlp(sigma=0.3)"` and tables such as `{ name = "mimetic_mlp", sigma = 0.3 }`.
-    `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`, or a
-    range as text, `"0:1:0.1"`. `control` has the controls, `contrast` the contrasts that are declared beforehand.
-    `metric` is one of the task's, such as `"test_loss"`.
+    `vary` maps fields of the recipe to values, `grid` numbers of initialisers: `"mimetic_mlp.sigma" = [0.1, 0.2]`.
+    `control` has the controls, `contrasts` the contrasts that are declared beforehand, each a list of terms:
+    `[{ init = "mimetic_mlp" }, { init = "default", weight = -1 }]`. `metric` is one of the task's, such as
+    `"test_loss"`.
     """
 
-    added: ClassVar[tuple[str, ...]] = ("control", "contrast")
+    added: ClassVar[tuple[str, ...]] = ("control", "contrasts")
     init: tuple[str | dict[str, Any], ...] = ()
     vary: Values = Field(default_factory=dict)
     grid: Values = Field(default_factory=dict)
@@ -320,10 +321,10 @@ class BenchConfig(Section):
     seed: Seed | None = None
     frozen: str | None = None
     control: tuple[str, ...] = ()
-    contrast: tuple[str, ...] = ()
+    contrasts: list[list[dict[str, Any]]] = Field(default_factory=list)
     metric: str | None = None
 
-    @field_validator("init", "epochs", "control", "contrast", mode="before")
+    @field_validator("init", "epochs", "control", mode="before")
     @classmethod
     def _tuples(cls, value: Any) -> Any:
         return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | dict) else value

@@ -30,9 +30,7 @@ def effects(result: BenchResult, settings: Sequence[dict[str, bool]], metric: st
         settings: the switches of each arm, in all combinations.
         metric: key of the runs.
     """
-    values = np.array(
-        [[run[metric] for run in result.runs if run["init"] == arm["init"]] for arm in result.arms]
-    )  # (arms, seeds)
+    values = np.array(list(result.by_arm(metric).values()))  # (arms, seeds)
     signs = {name: np.array([1.0 if row[name] else -1.0 for row in settings]) for name in SWITCHES}
     contrasts = {(name,): signs[name] for name in SWITCHES}
     contrasts |= {
