@@ -42,7 +42,7 @@ def test_joint_covariance_of_a_selection(weights):
     assert result.blocks == {"a.fc1.weight": slice(0, 12), "a.fc2.weight": slice(12, 24)}
     np.testing.assert_array_equal(result.block("a.fc1.weight", "a.fc2.weight"), result.matrix[:12, 12:])
     np.testing.assert_array_equal(result.block("a.fc2.weight"), result.matrix[12:, 12:])
-    with pytest.raises(SpecError, match="no tensor 'a.norm.bias' in this spec"):
+    with pytest.raises(SpecError, match=r"no tensor 'a.norm.bias' in this spec"):
         result.block("a.norm.bias")
 
 

@@ -221,7 +221,7 @@ def covariance(
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    given = {key: x for key, x in options.items() if x not in (None, False, ())}
+    given = {key: x for key, x in options.items() if x is not None and x is not False and x != ()}
     given |= {} if options["means"] is None else {"means": options["means"]}
     throughout = exchangeable and at == "all"
     if at is not None and not throughout and not (at.isdecimal() and len(at) < 16):
