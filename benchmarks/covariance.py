@@ -25,7 +25,7 @@ import numpy as np
 from reporting import in_own_process, memory, write
 
 from weightscope._util.environment import environment, usable_cores
-from weightscope.analysis.across_networks import joint_covariance
+from weightscope.analysis.across_networks import covariance_across
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
@@ -59,7 +59,7 @@ def make_population(path: Path, networks: int, size: int, spec: WeightSpec | Non
 
 
 def ours(path: Path, precision: Any) -> Callable[[], np.ndarray]:
-    return lambda: joint_covariance(Population(path), precision=precision).matrix
+    return lambda: covariance_across(Population(path), "*", precision=precision, stripes=False).matrix
 
 
 def ours_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:

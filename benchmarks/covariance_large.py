@@ -2,12 +2,10 @@
 
     python benchmarks/covariance_large.py --json benchmarks/results/covariance_large.json
 
-Three rows, every contender in a process of its own, in turns. Data lie in `.pop` folders, warm in the page cache.
+Two rows, every contender in a process of its own, in turns. Data lie in `.pop` folders, warm in the page cache.
 
-- in memory, float32: `joint_covariance(population, precision="float32")`, against one call of BLAS's `ssyrk` on random
+- in memory, float32: `covariance_across(population, precision="float32")`, against one call of BLAS's `ssyrk` on random
   rows of the same size that are in memory already, into a zeroed matrix.
-- on disk, float32: `joint_covariance(population, file="c.npy")` for D beyond memory; time, and memory as the process's
-  peak above its imports. No peer: nothing else does it.
 - leading eigenpairs: `eigenpairs(population, 64)`, against reading the same rows and forming their Gram matrix in
   float64.
 
@@ -29,7 +27,7 @@ from reporting import in_own_process, memory, write
 from scipy.linalg import blas
 
 from weightscope._util.environment import usable_cores
-from weightscope.analysis.across_networks import eigenpairs, joint_covariance
+from weightscope.analysis.across_networks import covariance_across, eigenpairs
 from weightscope.population import Population
 from weightscope.statistics.moments import add_gram
 
@@ -37,7 +35,7 @@ RANK = 64
 
 
 def ours_in_memory(path: Path) -> Callable[[], Any]:
-    return lambda: joint_covariance(Population(path), precision="float32")
+    return lambda: covariance_across(Population(path), "*", precision="float32", stripes=False)
 
 
 def bare_syrk(path: Path) -> Callable[[], Any]:
@@ -53,12 +51,8 @@ def bare_syrk(path: Path) -> Callable[[], Any]:
     return work
 
 
-def ours_on_disk(path: Path) -> Callable[[], Any]:
-    return lambda: joint_covariance(Population(path), precision="float32", file=path.with_suffix(".covariance.npy"))
-
-
 def ours_eigenpairs(path: Path) -> Callable[[], Any]:
-    return lambda: eigenpairs(Population(path), min(RANK, len(Population(path)) - 1))
+    return lambda: eigenpairs(Population(path), min(RANK, len(Population(path)) - 1), "*")
 
 
 def read_and_gram(path: Path) -> Callable[[], Any]:
@@ -74,12 +68,11 @@ def read_and_gram(path: Path) -> Callable[[], Any]:
 
 
 # name -> (what is done, the peer, which population)
-ROWS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any] | None, str]] = {
+ROWS: dict[str, tuple[Callable[[Path], Any], Callable[[Path], Any], str]] = {
     "in memory, float32, against bare ssyrk": (ours_in_memory, bare_syrk, "tall"),
-    "on disk, float32": (ours_on_disk, None, "wide"),
     "64 leading eigenpairs, against reading and the Gram matrix": (ours_eigenpairs, read_and_gram, "wide"),
 }
-CONTENDERS = {f.__name__: f for ours, peer, _ in ROWS.values() for f in (ours, peer) if f is not None}
+CONTENDERS = {f.__name__: f for ours, peer, _ in ROWS.values() for f in (ours, peer)}
 
 
 def worker(name: str, path: Path) -> None:
@@ -99,17 +92,17 @@ def measured(contender: Callable[[Path], Any], path: Path) -> dict[str, float]:
 
 def row(name: str, path: Path, rounds: int) -> dict[str, Any]:
     ours, peer, _ = ROWS[name]
-    turns = [(measured(ours, path), measured(peer, path) if peer else None) for _ in range(rounds)]
-    ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in turns if theirs]
+    turns = [(measured(ours, path), measured(peer, path)) for _ in range(rounds)]
+    ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in turns]
     population = Population(path)
     return {
         "row": f"({len(population)}, {population.spec.size}): {name}",
         "ours": statistics.median(mine["seconds"] for mine, _ in turns),
         "ours_peak_mib": max(mine["peak_mib"] for mine, _ in turns),
-        "peer": statistics.median(theirs["seconds"] for _, theirs in turns if theirs) if peer else None,
+        "peer": statistics.median(theirs["seconds"] for _, theirs in turns),
         "unit": "seconds",
-        "times_the_peer": statistics.median(ratios) if peer else None,
-        "times_the_peer_range": [min(ratios), max(ratios)] if peer else None,
+        "times_the_peer": statistics.median(ratios),
+        "times_the_peer_range": [min(ratios), max(ratios)],
     }
 
 
@@ -132,9 +125,9 @@ def main() -> None:
             make_population(path, *getattr(options, shape))
             path.with_suffix(".npy").unlink()  # for peers of the other benchmark
             for name in (name for name, plan in ROWS.items() if plan[2] == shape):
-                r = row(name, path, 1 if "disk" in name else options.rounds)
+                r = row(name, path, options.rounds)
                 rows.append(r)
-                peer = f"{r['peer']:8.2f} s  x{r['times_the_peer']:.2f}" if r["peer"] else ""
+                peer = f"{r['peer']:8.2f} s  x{r['times_the_peer']:.2f}"
                 print(f"{r['row']:<85} {r['ours']:8.2f} s  {r['ours_peak_mib']:6.0f} MiB {peer}", flush=True)
     write(options.json, rows, rounds=options.rounds, threads=usable_cores())
 

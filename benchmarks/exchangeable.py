@@ -3,8 +3,8 @@
     python benchmarks/exchangeable.py --json benchmarks/results/exchangeable.json
 
 A population of N = 16,384 ConvNeXts of D = 15,546 weights (random numbers; width 16, depth 8), on disk, warm in the
-page cache. Three contenders, each in a process of its own, in turns: `exchangeable_covariance`; reading and checking
-the same shards; `joint_covariance(precision="float32")`, which forms the D x D matrix. Time, and memory as the peak
+page cache. Three contenders, each in a process of its own, in turns: `covariance_exchangeable`; reading and checking
+the same shards; `covariance_across(precision="float32")`, which forms the D x D matrix. Time, and memory as the peak
 of the process above its imports. About 3 minutes and 2 GB of disk at full size.
 """
 
@@ -22,8 +22,8 @@ from covariance import make_population
 from reporting import in_own_process, memory, write
 
 from weightscope._util.environment import usable_cores
-from weightscope.analysis.across_networks import joint_covariance
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.networks import ConvNeXt
 from weightscope.population import Population
@@ -31,7 +31,7 @@ from weightscope.spec import WeightSpec
 
 
 def ours(path: Path) -> Any:
-    return exchangeable_covariance(Population(path)).types
+    return covariance_exchangeable(Population(path)).types
 
 
 def reading(path: Path) -> float:
@@ -39,7 +39,7 @@ def reading(path: Path) -> float:
 
 
 def raw_covariance(path: Path) -> Any:
-    return joint_covariance(Population(path), "*", precision="float32").matrix
+    return covariance_across(Population(path), "*", precision="float32", stripes=False).matrix
 
 
 CONTENDERS: dict[str, Callable[[Path], Any]] = {f.__name__: f for f in (ours, reading, raw_covariance)}

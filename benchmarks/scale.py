@@ -26,8 +26,8 @@ from reporting import write
 
 from weightscope._util import workers as pools
 from weightscope._util.workers import Workers, spread
-from weightscope.analysis.across_networks import joint_covariance
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.across_networks import covariance_across
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.population import Population, shards
 from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
@@ -60,7 +60,7 @@ def read(part: Population, _: int) -> int:
 
 def covariance(population: Population, workers: int) -> list[np.ndarray]:
     """The joint covariance of all tensors."""
-    found = joint_covariance(population, workers=workers, keep_sums=False)
+    found = covariance_across(population, "*", workers=workers, stripes=False)
     return [found.matrix, found.mean]
 
 
@@ -68,7 +68,7 @@ def exchangeable(population: Population, workers: int) -> list[np.ndarray]:
     """The covariance averaged over permutations."""
     return [
         x
-        for found in exchangeable_covariance(population, workers=workers, keep_sums=False).types
+        for found in covariance_exchangeable(population, workers=workers).types
         for x in (found.covariance, found.errors)
     ]
 

@@ -192,16 +192,14 @@ def test_help_and_version_load_nothing_heavy():
 
 
 @pytest.mark.slow
-def test_a_population_is_drawn_in_memory_and_on_disk_and_exported(folder, capsys):
+def test_a_population_is_drawn_and_exported(folder, capsys):
     """The rest of the chain from recipe to benchmark is run as the README's."""
-    figure, matrix, on_disk, table = (folder / name for name in ("c.png", "c.npz", "c.npy", "c.json"))
+    figure, matrix, table = (folder / name for name in ("c.png", "c.npz", "c.json"))
     arguments = ("-o", figure, "--matrix", matrix, "--json", table)
     assert "column means" in succeed("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert json.loads(table.read_text())["n"] == 12
-    arguments = ("-o", figure, "--matrix", on_disk, "--precision", "float32")
-    succeed("covariance", folder / "tiny.pop", *arguments, capsys=capsys)
-    np.testing.assert_allclose(np.load(on_disk), np.load(matrix)["matrix"], atol=1e-6)
+    assert "matrix" in np.load(matrix)
     succeed("export", folder / "tiny.pop", "-o", folder / "one.h5", "--select", "stem*", capsys=capsys)
     out = succeed("inspect", folder / "one.h5", "--json", folder / "one.json", capsys=capsys)
     assert "12 networks of" in out
@@ -313,8 +311,8 @@ WRONG = [
     (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "`stages.0.blocks.0.mlp.fc1.weight`"),
     (("covariance", "TINY", "--selct", "x"), 2, "--select"),  # click 8.1 has no quotes
     (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
-    (("covariance", "TINY", "--exchangeable", "--keep", "3"), 2, "--keep cannot be combined with --exchangeable"),
-    (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "kind: applies to a population"),
+    (("covariance", "TINY", "--exchangeable", "--keep", "3"), 2, "--keep: does not apply with --exchangeable"),
+    (("covariance", "a.pt", "b.pt", "--kind", "correlation"), 2, "--kind: does not apply within networks"),
     (("covariance", "a.pt", "--picture", "map"), 2, "'maps', 'depth', 'samples'"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--structure", "diagnal"), 2, "did you mean 'diagonal'"),
     (("fit-init", "TINY", "-o", "x.safetensors", "--gain", "3"), 2, "--gain requires --structure exchangeable"),

@@ -4,7 +4,7 @@ import shims
 
 from weightscope.errors import SpecError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.coordinates import Computed, Coordinates, norm_pairs, parse
+from weightscope.statistics.coordinates import Coordinates, norm_pairs
 
 
 def network_spec(blocks=2, width=3, hidden=4):
@@ -25,10 +25,13 @@ def network_spec(blocks=2, width=3, hidden=4):
 
 def fold_norms(vectors, spec):
     """Whole weight vectors with every norm folded."""
-    return Coordinates(spec, fold_norms=True)(np.atleast_2d(vectors)).reshape(vectors.shape)
+    return Coordinates(spec, computed={}, fold_norms=True)(np.atleast_2d(vectors)).reshape(vectors.shape)
 
 
-DIAGONAL = "diag(stages.0.blocks.{i}.mlp.fc2.weight @ stages.0.blocks.{i}.mlp.fc1.weight)"
+def diagonal(tensors):
+    """diag(W2 W1) of the first block."""
+    w1, w2 = (tensors[f"stages.0.blocks.0.mlp.fc{i}.weight"] for i in (1, 2))
+    return np.einsum("nij,nji->ni", w2, w1)
 
 
 @pytest.fixture
@@ -41,86 +44,35 @@ def vectors(spec):
     return np.random.default_rng(0).standard_normal((7, spec.size)).astype(np.float32)
 
 
-def test_placeholders_expand_to_every_block(spec):
-    found = parse(DIAGONAL, spec)
-    assert found == tuple(
-        Computed("diag", (f"stages.0.blocks.{i}.mlp.fc2.weight", f"stages.0.blocks.{i}.mlp.fc1.weight"))
-        for i in range(2)
-    )
-    assert found[1].name == "diag(stages.0.blocks.1.mlp.fc2.weight @ stages.0.blocks.1.mlp.fc1.weight)"
-    assert parse(found[1].name, spec) == (found[1],)  # a name is an expression for itself
-    across = parse("center(stages.{s}.blocks.{i}.conv_dw.weight)", spec)
-    assert [c.tensors[0] for c in across] == [f"stages.0.blocks.{i}.conv_dw.weight" for i in range(2)]
-
-
-def test_values_equal_the_definition(spec, vectors):
-    tensors = spec.unpack(vectors)
-    at = "stages.0.blocks.1"
-    w1, w2, filters = (tensors[f"{at}.{name}.weight"] for name in ("mlp.fc1", "mlp.fc2", "conv_dw"))
-
-    def value(expression):
-        (found,) = parse(expression.replace("AT", at), spec)
-        assert found.tensor_spec(spec).shape == found(tensors).shape[1:]
-        return found(tensors)
-
-    for k in range(len(vectors)):
-        product = w2[k] @ w1[k]
-        np.testing.assert_allclose(value("product(AT.mlp.fc2.weight @ AT.mlp.fc1.weight)")[k], product, rtol=1e-5)
-        np.testing.assert_allclose(value("diag(AT.mlp.fc2.weight @ AT.mlp.fc1.weight)")[k], np.diag(product), rtol=1e-5)
-        np.testing.assert_allclose(value("trace(AT.mlp.fc2.weight@AT.mlp.fc1.weight)")[k], np.trace(product), rtol=1e-5)
-        np.testing.assert_array_equal(value("center(AT.conv_dw.weight)")[k], filters[k, :, 0, 1, 1])
-        np.testing.assert_allclose(value("column_means(AT.mlp.fc1.weight)")[k], w1[k].mean(axis=0), rtol=1e-5)
-        np.testing.assert_allclose(value("row_means(AT.mlp.fc1.weight)")[k], w1[k].mean(axis=1), rtol=1e-5)
-        np.testing.assert_allclose(value("mean(AT.mlp.fc1.weight)")[k], w1[k].mean(), rtol=1e-5)
-    three = value("diag(AT.mlp.fc2.weight @ AT.mlp.fc1.weight @ AT.mlp.fc2.weight @ AT.mlp.fc1.weight)")
-    np.testing.assert_allclose(three[0], np.diag(w2[0] @ w1[0] @ w2[0] @ w1[0]), rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("expression", "message"),
-    [
-        ("diag", "expected FUNCTION"),
-        ("invert(stem.weight)", "one of product, diag"),
-        ("diag(nothing.weight)", "matches no tensors; there are `stem.weight`"),
-        ("diag(stages.0.blocks.{i}.mlp.fc2.weight @ stages.{s}.blocks.0.mlp.fc1.weight)", "placeholder {s}"),
-        ("diag(stages.0.blocks.0.mlp.fc1.weight)", r"diag: expected a square matrix, found \(4, 3\)"),
-        ("product(stages.0.blocks.0.mlp.fc1.weight @ stem.weight @ stem.weight)", "cannot be multiplied"),
-        ("center(stem.weight)", "filters of odd side"),
-        ("center(stages.0.blocks.0.mlp.fc1.weight)", "filters of odd side"),
-    ],
-)
-def test_bad_expressions_and_shapes(spec, expression, message):
-    with pytest.raises(UsageError, match=message):
-        Coordinates(spec, "*", computed=[expression])
+def test_a_function_that_gives_no_row_for_each_network_is_refused(spec):
+    with pytest.raises(UsageError, match=r"computed total: expected numbers \(1, ...\), one row a network, found \(\)"):
+        Coordinates(spec, "*", computed={"total": lambda tensors: tensors["stem.weight"].sum()})
 
 
 def test_coordinates_of_a_plain_selection_are_the_rows_themselves(spec, vectors):
-    plan = Coordinates(spec, "*fc1.weight")
+    plan = Coordinates(spec, "*fc1.weight", computed={})
     rows = vectors[:, spec.columns(plan.reads)]
     assert plan(rows) is rows
     assert plan.spec == spec.select("*fc1.weight")
 
 
-def test_coordinates_read_only_what_they_need(spec, vectors):
-    plan = Coordinates(spec, "*.fc1.bias", computed=[DIAGONAL], fold_norms=True)
-    assert set(plan.reads.names) == {
-        f"stages.0.blocks.{i}.{name}"
-        for i in range(2)
-        for name in ("norm.weight", "norm.bias", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")
-    }
+def test_coordinates_read_only_what_they_need(spec):
+    plan = Coordinates(spec, "*.fc1.bias", computed={}, fold_norms=True)
+    names = ("norm.bias", "mlp.fc1.weight", "mlp.fc1.bias")
+    assert set(plan.reads.names) == {f"stages.0.blocks.{i}.{name}" for i in range(2) for name in names}
+
+
+def test_computed_coordinates_are_functions_of_folded_tensors(spec, vectors):
+    plan = Coordinates(spec, "*.fc1.bias", computed={"diagonal": diagonal}, fold_norms=True)
     found = plan.spec.unpack(plan(vectors[:, spec.columns(plan.reads)]))
     folded = spec.unpack(fold_norms(vectors, spec))
-    assert list(found) == [*spec.select("*.fc1.bias").names, *(c.name for c in parse(DIAGONAL, spec))]
+    assert list(found) == [*spec.select("*.fc1.bias").names, "diagonal"]
     for name in spec.select("*.fc1.bias").names:
         np.testing.assert_allclose(found[name], folded[name], rtol=1e-5)
-    for computed in parse(DIAGONAL, spec):
-        np.testing.assert_allclose(found[computed.name], computed(folded), rtol=1e-5, atol=1e-6)
-
-
-def test_only_computed_coordinates(spec, vectors):
-    plan = Coordinates(spec, None, computed=[DIAGONAL])
-    assert plan.spec.size == 6
-    assert plan(vectors[:, spec.columns(plan.reads)]).shape == (7, 6)
+    np.testing.assert_allclose(found["diagonal"], diagonal(folded), rtol=1e-5, atol=1e-6)
+    alone = Coordinates(spec, None, computed={"diagonal": diagonal})
+    assert alone.spec.size == 3
+    assert alone(vectors[:, spec.columns(alone.reads)]).shape == (7, 3)
 
 
 def test_folding_is_idempotent_and_leaves_unit_norms(spec, vectors):

@@ -9,7 +9,7 @@ from programs import run
 from test_exchangeable import planted
 from tiny import recipe
 
-from weightscope.analysis.exchangeable import Emergence, exchangeable_covariance
+from weightscope.analysis.exchangeable import Emergence, covariance_exchangeable
 from weightscope.fits import load_artifact
 from weightscope.population import Population
 from weightscope.statistics.samples import WeightArray
@@ -23,7 +23,7 @@ def test_a_correlation_that_grows_is_drawn_against_training_with_the_threshold_o
     found = {}
     for moment, size in sizes.items():
         x, spec, permutations = planted(300, size, seed=moment)
-        found[moment] = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+        found[moment] = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
     emergence = Emergence(found, "epoch")
     ((words, pairs),) = emergence.curves.items()
     assert words == "blocks.0: fc2 row means and blocks.1: fc2 row means"
@@ -65,8 +65,8 @@ def test_commands_take_a_moment(path: Path, tmp_path: Path, capsys: pytest.Captu
     run("fit-init", path, "--structure", "diagonal", "--at", "1", "-o", law, capsys=capsys)
     assert load_artifact(law).provenance["moment"] == 1
     code, _, _ = run("covariance", path, "--exchangeable", "--at", "all", "-o", plot, "--json", data, capsys=capsys)
-    moments = json.loads(data.read_text())["moments"]
-    assert [each.pop("moment") for each in moments] == [0, 1, 2]
+    moments = json.loads(data.read_text())["snapshots"]
+    assert [each.pop("at") for each in moments] == [0, 1, 2]
     assert {"written_by": "weightscope covariance"} | moments[2] == last
     assert code == 0, "also if no correlation is significant"
 

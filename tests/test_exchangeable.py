@@ -11,10 +11,9 @@ from matplotlib.text import Text
 from safetensors.torch import save_file
 from scipy import stats
 
-from weightscope.analysis.across_networks import covariance
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.cli import main
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.fits.exchangeable import Exchangeable
 from weightscope.fits.fitting import fit
 from weightscope.init import mimetic_attention_
@@ -120,7 +119,7 @@ def test_filter_covariance_of_one_network_is_a_block_of_its_channels() -> None:
     spec = WeightSpec([TensorSpec("conv", (40, 1, 3, 3)), TensorSpec("bias", (40,))])
     x = np.random.default_rng(0).standard_normal((1, spec.size)) + 2
     permutations = PermutationSpec.from_axes(spec, {"conv": ("c", None, None, None), "bias": ("c",)})
-    found = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+    found = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
     kind = next(t for t in found.types if t.kind.groups == ("c",))
     block = kind.covariance[kind.kind.slices["conv"], kind.kind.slices["conv"]]
     np.testing.assert_allclose(block, np.cov(spec.unpack(x)["conv"][0].reshape(40, 9).T), atol=1e-12)
@@ -155,14 +154,14 @@ def planted(n: int, correlation: float, seed: int = 0) -> tuple[np.ndarray, Weig
 
 def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     x, spec, permutations = planted(1000, 0.6)
-    found = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+    found = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
     first = found.pairs()[0]
     assert {first.a, first.b} == {"blocks.0.fc2", "blocks.1.fc2"}
     assert first.groups == ("channels",)
     assert abs(first.correlation + 0.6) < 5 * 0.64 / np.sqrt(7000)
     assert first.p < 1e-100
     fitted = Exchangeable.fit(x, spec, permutations=permutations)
-    again = exchangeable_covariance(
+    again = covariance_exchangeable(
         WeightArray(fitted.sample(np.random.default_rng(1), 1000), spec), permutations=permutations
     ).pairs()[0]
     assert {again.a, again.b} == {"blocks.0.fc2", "blocks.1.fc2"}
@@ -291,7 +290,7 @@ def test_what_all_networks_share_is_in_no_pair() -> None:
     permutations = PermutationSpec.from_axes(spec, {"positions": (None, None, "c"), "gain": ("c",), "bias": ("c",)})
     x = np.random.default_rng(0).standard_normal((30, spec.size))
     x[:, :60] = x[0, :60]
-    found = exchangeable_covariance(WeightArray(x, spec), permutations=permutations)
+    found = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
     assert len(found.pairs()) == 1
     assert found.constant == found.to_dict()["constant"] == ["positions"]
     assert "the same in all networks, in no pair: `positions`" in found.text()
@@ -301,8 +300,8 @@ def test_mimetic_attention_is_two_entries_of_the_table() -> None:
     """Queries and keys positive, values and outputs negative, from one network; in a default network nothing."""
     torch.manual_seed(0)
     default = ViT(16, 4, 96, 2, 3, 10)
-    assert all(pair.p > 1e-4 for pair in covariance(default, exchangeable=True).pairs())
-    pairs = covariance(mimetic_attention_(default), exchangeable=True).pairs()
+    assert all(pair.p > 1e-4 for pair in covariance_exchangeable(default).pairs())
+    pairs = covariance_exchangeable(mimetic_attention_(default)).pairs()
     found = {(pair.a, pair.b): pair for pair in pairs if len(pair.groups) == 2}
     for block in (0, 1):
         assert found[f"blocks.{block}.attn.qkv.weight[q]", f"blocks.{block}.attn.qkv.weight[k]"].z > 50
@@ -313,7 +312,7 @@ def test_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tmp_path
     """Such a file lists its tensors in alphabetical order, layer 10 before layer 2."""
     vit = ViT(8, 4, 4, 11, 1, 3)
     save_file(vit.state_dict(), tmp_path / "vit.safetensors")
-    found = covariance(tmp_path / "vit.safetensors", exchangeable=True)
+    found = covariance_exchangeable(tmp_path / "vit.safetensors")
     order = [view.name for view in found.types[0].kind.views if view.name.endswith("norm1.bias")]
     assert order == [f"blocks.{i}.norm1.bias" for i in range(11)]
     figure = found.plot()
@@ -332,13 +331,6 @@ def test_fit_compares_it_over_a_whole_network() -> None:
     assert rows["dense"]["difference"] < -3 * rows["dense"]["difference_se"]
 
 
-def test_options_that_do_not_apply_are_refused() -> None:
-    with pytest.raises(UsageError, match="exchangeable: takes `select` only, found kind"):
-        covariance(ViT(8, 4, 8, 1, 2, 2), exchangeable=True, kind="correlation")
-    with pytest.raises(UsageError, match="expected a population or one network, found 2 sources"):
-        covariance([ViT(8, 4, 8, 1, 2, 2)] * 2, exchangeable=True)
-
-
 @pytest.mark.parametrize("option", ["--entries", "--means", "--init=default", "--matrix=a.npz", "--kind=correlation"])
 def test_the_command_refuses_options_that_do_not_apply(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -346,4 +338,4 @@ def test_the_command_refuses_options_that_do_not_apply(
     with pytest.raises(SystemExit) as stop:
         main(["covariance", str(tmp_path), "--exchangeable", option])
     assert stop.value.code == 2
-    assert f"{option.split('=')[0]} cannot be combined with --exchangeable" in capsys.readouterr().err
+    assert "does not apply with --exchangeable, which takes --select, --permutations" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import torch
 
 from weightscope._util import environment, workers
 from weightscope._util.workers import ClusterLost, DeviceFailed, TilesFailed, Workers, spread
-from weightscope.analysis.across_networks import joint_covariance
+from weightscope.analysis.across_networks import covariance_across
 from weightscope.data import load
 from weightscope.recipe import Recipe
 from weightscope.training import network_check, spec_of, train_tile
@@ -132,7 +132,7 @@ def test_a_population_chooses_its_tile_and_keeps_it(tmp_path):
 def test_covariance_on_a_gpu_equals_numpy(tmp_path, precision):
     plan = Recipe.parse({**BASE, "network": NETWORKS["convnext"]}).replace({"training.epochs": 1})
     population = collect(plan, tmp_path / "p.pop", device="cuda", networks=32)
-    found = joint_covariance(population, device="cuda", precision=precision)
+    found = covariance_across(population, "*", device="cuda", precision=precision)
     exact = np.cov(population.weights().astype(np.float64), rowvar=False)
     scale = np.sqrt(np.outer(np.diag(exact), np.diag(exact)))
     assert (abs(found.matrix - exact) <= (1e-5 if precision == "float32" else 1e-10) * scale.max()).all()

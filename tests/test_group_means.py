@@ -9,7 +9,9 @@ from weightscope.statistics.mlps import stripes
 def test_equals_the_definition():
     w = np.random.default_rng(0).standard_normal((20, 6, 4)) * np.arange(1, 5) + 3.0
     found = stripes(w)
-    assert (found.column.value, found.row.value, found.grand.value) == pytest.approx(naive.stripe_ratios(w), rel=1e-12)
+    assert (found.column.value, found.row.value, found.overall.value) == pytest.approx(
+        naive.stripe_ratios(w), rel=1e-12
+    )
     assert (found.networks, found.excluded, found.shape) == (20, 0, (6, 4))
 
 
@@ -17,7 +19,7 @@ def test_one_under_independence_whatever_the_variances_and_means():
     rng = np.random.default_rng(1)
     scale, mean = np.exp(rng.standard_normal((8, 5))), 10 * rng.standard_normal((8, 5))
     results = [stripes(mean + scale * rng.standard_normal((40, 8, 5))) for _ in range(400)]
-    for part in ("column", "row", "grand"):
+    for part in ("column", "row", "overall"):
         values = np.array([getattr(r, part).value for r in results])
         # |z| < 4.5 has a false-alarm rate of 7e-6; 0.01 is allowed for the bias of a ratio.
         assert abs(values.mean() - 1) < 4.5 * values.std() / 20 + 0.01
@@ -39,7 +41,7 @@ def test_finds_stripes_and_their_size():
     assert found.row.ci95[0] < 1 < found.row.ci95[1]
     transposed = stripes(w.transpose(0, 2, 1))
     assert transposed.row == found.column
-    assert transposed.grand.value == pytest.approx(found.grand.value)
+    assert transposed.overall.value == pytest.approx(found.overall.value)
 
 
 def test_means_that_never_vary():

@@ -16,6 +16,8 @@ from torch.nn.utils import prune
 
 from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
 from weightscope.analysis.attention_products import products
+from weightscope.analysis.exchangeable import covariance_exchangeable
+from weightscope.analysis.within_network import covariance_within
 from weightscope.cli import cli
 from weightscope.errors import DataError, UsageError
 from weightscope.networks import build_for
@@ -275,7 +277,7 @@ def test_imported_networks_have_the_covariances_of_the_same_networks_collected(t
     with_recipe = Population.of([*collected], tmp_path / "c.pop", network=recipe)
     for other in (imported, with_recipe):
         assert np.array_equal(covariance(collected, "*fc1*").matrix, covariance(other, "*fc1*").matrix)
-        pairs = [covariance(source, exchangeable=True) for source in (collected, other)]
+        pairs = [covariance_exchangeable(source) for source in (collected, other)]
         for mine, theirs in zip(*(found.types for found in pairs), strict=True):
             assert np.array_equal(mine.covariance, theirs.covariance)
     assert with_recipe.recipe == recipe.replace({"population.networks": 12})
@@ -313,7 +315,7 @@ def test_two_hundred_state_dicts_of_a_plain_network_end_to_end(tmp_path, monkeyp
     assert "test_accuracy" in run("inspect", "zoo.pop")
     run("covariance", "zoo.pop", "-o", "joint.png")
     run("covariance", "zoo.pop", "--exchangeable", "-o", "exchangeable.png", "--json", "pairs.json", "--trust")
-    groups = {axis for found in json.loads(Path("pairs.json").read_text())["types"] for axis in found["groups"]}
+    groups = {axis for found in json.loads(Path("pairs.json").read_text())["covariances"] for axis in found["groups"]}
     assert groups, "renumbering the hidden units leaves the function unchanged, so they are a group"
     run("fit-init", "zoo.pop", "--structure", "diagonal", "-o", "init.safetensors")
     assert "fitting all 2 with two axes or more" in caplog.text
@@ -527,7 +529,7 @@ def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path, by_refere
     Population.of([folder], path, by_reference=by_reference)
     assert products(f"{path}::0").records[0]["beta"] == products(folder).records[0]["beta"]
     assert len(products(f"{path}::0").sources[0].heads) == len(products(folder).sources[0].heads) == 2
-    one, theirs = (covariance(source, part="mlp-rows").rows() for source in (path, folder))
+    one, theirs = (covariance_within(source, part="mlp-rows").rows() for source in (f"{path}::0", folder))
     assert one
     assert [{**row, "source": ""} for row in one] == [{**row, "source": ""} for row in theirs]
     with pytest.raises(UsageError, match=r"'diagonal' needs a population"):

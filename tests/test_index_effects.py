@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.fits.fitting import fit
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments
@@ -120,12 +120,12 @@ def test_results_say_it() -> None:
     tensors = exchangeable(40, rng)
     tensors["norm"] = rng.standard_normal((40, 12)) + np.arange(12) / 6
     source = WeightArray(packed(tensors), SPEC)
-    found = exchangeable_covariance(source, permutations=PERMUTATIONS)
+    found = covariance_exchangeable(source, permutations=PERMUTATIONS)
     line = next(line for line in found.text().splitlines() if "by distribution" in line)
     assert line.startswith("not exchangeable by distribution, 1 of 3 groups of units: channels (mean of norm: F = ")
     assert [e["group"] for e in found.to_dict()["index_effects"] if e["p"] < 0.05] == ["channels"]
     fitted = fit(source, "*", structure="exchangeable", joint="all", permutations=PERMUTATIONS)
     assert "not exchangeable by distribution, 1 of 3 groups" in fitted.text()
-    one = exchangeable_covariance(WeightArray(packed(tensors)[:1], SPEC), permutations=PERMUTATIONS)
+    one = covariance_exchangeable(WeightArray(packed(tensors)[:1], SPEC), permutations=PERMUTATIONS)
     assert one.index_effects == ()
     assert "by distribution" not in one.text()

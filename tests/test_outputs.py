@@ -25,7 +25,7 @@ COMMANDS = {
     "verify": (["a.pop"], {"--json": JSON}),
     "list": (["recipes"], {"--json": JSON}),
     "export": (["a.pop"], {"-o": (".h5", ".hdf5")}),
-    "covariance": (["a.pop", "--select", "*"], {"-o": FIGURES, "--matrix": (".npz", ".npy"), "--json": JSON}),
+    "covariance": (["a.pop", "--select", "*"], {"-o": FIGURES, "--matrix": (".npz",), "--json": JSON}),
     "products": (["vit.safetensors", "--num-heads", "2"], {"-o": FIGURES, "--json": JSON}),
     "audit": (["vit.safetensors"], {"--json": JSON}),
     "fit-init": (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.cli import page as module
 from weightscope.cli.page import write_page
 from weightscope.errors import UsageError
@@ -35,7 +35,7 @@ def data_of(text: str):
 
 def test_its_numbers_are_those_of_the_results(population, tmp_path):
     text = write_page(population, tmp_path / "page.html").read_text()
-    values, found = data_of(text), exchangeable_covariance(population)
+    values, found = data_of(text), covariance_exchangeable(population)
     assert len(values["pairs"]) == len(found.pairs()) > 0
     for row, pair in zip(values["pairs"], found.pairs(), strict=True):
         assert (row["a"], row["b"], row["words"]) == (pair.a, pair.b, found.words(pair))
@@ -76,7 +76,7 @@ def test_a_page_of_a_moment_of_training(population, tmp_path):
     for at in (0, 2, None):
         moment = population if at is None else population.at(at)
         ends[at] = data_of(write_page(moment, tmp_path / "page.html").read_text())
-    expected = exchangeable_covariance(population.at(0)).pairs()[0]
+    expected = covariance_exchangeable(population.at(0)).pairs()[0]
     assert ends[0]["pairs"][0]["r"] == pytest.approx(expected.correlation, rel=1e-3)
     assert ends[0]["pairs"] != ends[None]["pairs"] == ends[2]["pairs"]
     assert ends[0]["filters"] == ends[None]["filters"]

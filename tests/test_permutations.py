@@ -16,7 +16,7 @@ from programs import run
 from safetensors.torch import save_file
 from torch import nn
 
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.anatomy.permutation_groups import (
     apply_permutation,
     change_of_function,
@@ -342,7 +342,7 @@ def test_statistics_and_fits_take_ones_own_specification() -> None:
     spec = WeightSpec([TensorSpec("in", (6, 4)), TensorSpec("out", (4, 6))])
     axes = {"in": ("units", None), "out": (None, "units")}
     x = np.random.default_rng(0).standard_normal((40, spec.size))
-    found = exchangeable_covariance(WeightArray(x, spec), permutations=axes)
+    found = covariance_exchangeable(WeightArray(x, spec), permutations=axes)
     assert found.permutations == PermutationSpec.from_axes(spec, axes)
     result = fit(WeightArray(x, spec), "*", structure=["diagonal", "exchangeable"], joint="all", permutations=axes)
     assert all(row["failed"] is None for row in result.table)
@@ -487,5 +487,5 @@ def test_the_command_takes_a_file_of_rules(tmp_path: Path, capsys: pytest.Captur
     ):
         assert run(*source, *options, capsys=capsys)[0] == code
         assert json_file.exists() == (code == 0)
-    assert ["units"] in [kind["groups"] for kind in json.loads(json_file.read_text())["types"]]
+    assert ["units"] in [kind["groups"] for kind in json.loads(json_file.read_text())["covariances"]]
     assert "permutations are not known from these names" in run("inspect", network, capsys=capsys)[1]

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.sources import is_population, location, population_member, read_regular
-from weightscope.analysis.across_networks import joint_covariance
+from weightscope.analysis.across_networks import covariance_across
 from weightscope.cli import cli, main
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.population import Population, export, shards
@@ -304,20 +304,13 @@ def test_workers_read_each_shard_of_a_store_once(s3, tmp_path, monkeypatch):
     url = location(f"s3://bucket/{uuid.uuid4().hex}/a.pop")
     for path in (url, tmp_path / "a.pop"):
         fake.write_population(path, fake.recipe(networks=64))
-    expected = joint_covariance(Population(tmp_path / "a.pop"), "*fc1.weight", workers=1)
+    options = {"select": "*fc1.weight", "stripes": False}
+    expected = covariance_across(Population(tmp_path / "a.pop"), workers=1, **options)
     s3.requests.clear()
-    found = joint_covariance(Population(url), "*fc1.weight", workers=2)
+    found = covariance_across(Population(url), workers=2, **options)
     np.testing.assert_array_equal(found.matrix, expected.matrix)
     asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
     assert asked == {f"{tile:05d}.h5": 1 for tile in range(8)}
-    for path in (url, tmp_path / "a.pop"):
-        (path / "population.json").write_bytes(fake.write_population(path, fake.recipe(networks=96)).to_bytes())
-    expected = joint_covariance(Population(tmp_path / "a.pop"), "*fc1.weight", workers=1, keep_sums=False)
-    s3.requests.clear()
-    found = joint_covariance(Population(url), "*fc1.weight", workers=1)  # from the sums that are kept in the store
-    np.testing.assert_array_equal(found.matrix, expected.matrix)
-    asked = Counter(Path(name).name for method, name in s3.requests if method == "GET" and name.endswith(".h5"))
-    assert asked == {f"{tile:05d}.h5": 1 for tile in range(8, 12)}
 
 
 @pytest.mark.slow

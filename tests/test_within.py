@@ -15,7 +15,8 @@ import torch
 from programs import run, script
 from safetensors.torch import save_file
 
-from weightscope import Checkpoint, covariance, plots
+from weightscope import Checkpoint, plots
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.analysis.within_network import covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
@@ -262,7 +263,7 @@ def test_a_layer_has_the_number_of_its_name_where_a_block_is_absent():
 
 @pytest.mark.parametrize(("widths", "over"), [((8,), "channels:"), ((8, 16), "channels 0 of 2:")])
 def test_the_picture_of_a_whole_network_says_which_channels(widths, over):
-    figure = covariance(ConvNeXt(widths, (1,) * len(widths)), exchangeable=True).plot().figure
+    figure = covariance_exchangeable(ConvNeXt(widths, (1,) * len(widths))).plot().figure
     assert figure.get_suptitle().startswith(f"Correlation over {over}")
 
 
@@ -382,9 +383,9 @@ def test_the_command_compares(file, tmp_path, capsys):
     [
         (("--part", "heads"), 2, "expected one of 'filters'"),
         (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
-        (("--select", "*"), 2, "select: applies to a population"),
-        (("--fold-norms", "--means"), 2, "fold_norms: applies to a population"),
-        (("--network", "1"), 2, "network: selects within a population's folder"),
+        (("--select", "*"), 2, "--select: does not apply within networks"),
+        (("--fold-norms", "--means"), 2, "--fold-norms: does not apply within networks, which takes --part"),
+        (("--network", "1"), 2, "--network: selects within a population's folder"),
         (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
         (("--picture", "heads"), 2, "not one of 'maps', 'depth', 'samples'"),
         (("nothing.pth",), 3, "no such file"),

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from weightscope import Checkpoint, covariance
+from weightscope import Checkpoint
 from weightscope._util.environment import environment
-from weightscope.analysis.within_network import Layer, NetworkCovariances, skeleton
+from weightscope.analysis.within_network import Layer, NetworkCovariances, covariance_within, skeleton
 from weightscope.init import conv_covariance, conv_covariance_
 from weightscope.init.convolution import PRESETS, covariance_root
 
@@ -64,7 +64,7 @@ def main(source: str, out: Path) -> None:
     checkpoint = Checkpoint(source)
     closed = conv_covariance_(skeleton(checkpoint), preset=PRESET, generator=torch.Generator().manual_seed(0))
     networks = {"trained": checkpoint, "default": skeleton(checkpoint, seed=0), "conv covariance": closed}
-    found = covariance(list(networks.values()), labels=list(networks))
+    found = covariance_within(*networks.values(), labels=list(networks))
     rows = [layer.to_dict() | {"halves": layer.layer in HALVING} for layer in found.layers]
     for row, layer in zip(rows, found.layers, strict=True):
         if layer.source == "trained":

@@ -61,7 +61,7 @@ def study(population: weightscope.Population) -> dict[str, Any]:
         for label, name in (("fc1", f"{block}.fc1.weight"), ("fc2", f"{block}.fc2.weight")):
             matrix = matrices(population, name)
             found = stripes(matrix)
-            for kind in ("column", "row", "grand"):
+            for kind in ("column", "row", "overall"):
                 ratio = getattr(found, kind)
                 rows.append(
                     {"block": depth, "matrix": label, "means": kind, "ratio": ratio.value}

@@ -8,8 +8,7 @@ import numpy as np
 
 from weightscope._util.results import Result
 from weightscope.anatomy import filter_mlps
-from weightscope.errors import DataError
-from weightscope.statistics.coordinates import Computed
+from weightscope.errors import DataError, UsageError
 from weightscope.statistics.exchangeable import fisher_interval
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.samples import WeightSamples, usable_chunks
@@ -101,11 +100,13 @@ def filter_mlp_correlation(
     pairs = []
     for part in parts:
         (fc1,), (fc2,) = part.mlp.parameters["fc1"], part.mlp.parameters["fc2"]
-        pairs.append((Computed("center", part.filters.parameters), Computed("diag", (fc2, fc1))))
-    blocks_of = [pair[1].tensors[1].removesuffix("mlp.fc1.weight") for pair in pairs]
+        (filters,) = part.filters.parameters
+        pairs.append((filters, fc1, fc2))
+    blocks_of = [fc1.removesuffix("mlp.fc1.weight") for _, fc1, _ in pairs]
     gains = [[f"{block}{name}" for name in _GAINS if folded and f"{block}{name}" in zeros] for block in blocks_of]
-    names = [name for pair in pairs for one in pair for name in one.tensors]
-    read = source.spec.select([*names, *(name for each in gains for name in each)])
+    read = source.spec.select(
+        [*(name for names in pairs for name in names), *(name for each in gains for name in each)]
+    )
     values: list[list[list[np.ndarray]]] = []
     excluded = 0
     for rows, diverged in usable_chunks(source, read.names):
@@ -113,8 +114,10 @@ def filter_mlp_correlation(
         excluded += diverged + int((~finite).sum())
         tensors = {t.name: rows[finite][:, read.slices[t.name]].reshape(-1, *t.shape) for t in read.tensors}
         values.append([])
-        for (center, diag), factors in zip(pairs, gains, strict=True):
-            f, d = center(tensors).astype(np.float64), diag(tensors).astype(np.float64)
+        for (filters, fc1, fc2), factors in zip(pairs, gains, strict=True):
+            f = central_pixels(tensors[filters]).astype(np.float64)
+            d = np.einsum("nij,nji->ni", *(x.reshape(*x.shape[:2], -1) for x in (tensors[fc2], tensors[fc1])))
+            d = d.astype(np.float64)
             for name in factors:
                 d = d * tensors[name]
             values[-1].append([np.abs(f) if magnitude == "both" else f, np.abs(d) if magnitude else d])
@@ -127,6 +130,14 @@ def filter_mlp_correlation(
     found = [_correlation(part.filters.name, size, s) for part, size, s in zip(parts, sizes, sums, strict=True)]
     total = _correlation("all blocks", sum(sizes), np.sum(sums, axis=0))
     return FilterMLPCorrelation(total, tuple(found), n, excluded)
+
+
+def central_pixels(filters: np.ndarray) -> np.ndarray:
+    """The pixel in the middle of depthwise filters (N, C, 1, k, k), (N, C)."""
+    rows, columns = filters.shape[-2:]
+    if filters.ndim != 5 or not rows % 2 or not columns % 2:
+        raise UsageError(f"expected filters of odd side, found {filters.shape[1:]}")
+    return filters[:, :, 0, rows // 2, columns // 2]
 
 
 def _sums(name: str, pixels: np.ndarray, diagonal: np.ndarray) -> np.ndarray:

@@ -24,7 +24,7 @@ from filter_mlp import Magnitude, filter_mlp_correlation
 
 from weightscope._util.arms import CONTROLS
 from weightscope._util.environment import environment
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.benchmarking import BenchResult, bench, choose_gain
 from weightscope.benchmarking.design import labelled
 from weightscope.benchmarking.statistics import holm
@@ -137,7 +137,7 @@ def table(population: Population, architecture: str) -> list[dict[str, Any]]:
 
     `p` is adjusted for the number of pairs of tensors of the whole network (Holm), `p_unadjusted` is not.
     """
-    pairs = {(frozenset((p.a, p.b)), len(p.groups)): p for p in exchangeable_covariance(population).pairs()}
+    pairs = {(frozenset((p.a, p.b)), len(p.groups)): p for p in covariance_exchangeable(population).pairs()}
     rows: list[dict[str, Any]] = []
     for scheme, a, b, axes in entries(architecture, population.recipe.network.depth):
         pair = pairs[frozenset((a, b)), axes]

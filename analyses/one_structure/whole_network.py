@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 from weightscope._util.environment import environment
-from weightscope.analysis.exchangeable import correlated_pairs, exchangeable_covariance
+from weightscope.analysis.exchangeable import correlated_pairs, covariance_exchangeable
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments
@@ -41,7 +41,7 @@ def index_effects(work: Path, **options: Any) -> list[dict[str, Any]]:
     for name, (recipe, changes, networks, epochs) in TRAINED.items():
         sized = Recipe.load(recipe).replace(changes | {"training.epochs": epochs, "population.networks": networks})
         population = collect(sized, work / f"{name.replace(', ', '-').replace(' ', '-')}.pop", **options)
-        found = exchangeable_covariance(population, "*").to_dict()["index_effects"]
+        found = covariance_exchangeable(population, "*").to_dict()["index_effects"]
         rows += [{"population": name, "networks": networks, "epochs": epochs, **effect} for effect in found]
     return rows
 

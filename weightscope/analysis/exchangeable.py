@@ -8,18 +8,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import stdtrit
 
+from weightscope._util.environment import single_threaded
 from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
-from weightscope._util.threads import one_thread
+from weightscope._util.sources import is_population
 from weightscope._util.workers import Workers
 from weightscope.errors import AnatomyError, UsageError
+from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     Pair,
@@ -31,7 +33,7 @@ from weightscope.statistics.index_effects import IndexEffect, described
 from weightscope.statistics.moments import BLOCK
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import PermutationSpec, View
-from weightscope.statistics.samples import Keep, WeightSamples, finite_chunks, over_parts
+from weightscope.statistics.samples import WeightArray, WeightSamples, finite_chunks, over_parts
 
 if TYPE_CHECKING:
     from weightscope.population import Population
@@ -39,9 +41,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ExchangeableCovariance(Result):
-    """One small covariance for each type of invariant part of a network's weights."""
+    """One small covariance for each set of units that are permuted together."""
 
-    types: tuple[TypeCovariance, ...]  # `kind.groups` is the set S of permuted axes whose deviations it is about
+    types: tuple[TypeCovariance, ...]  # `kind.groups` is the set of units with which alone its variables vary
     permutations: PermutationSpec  # that was averaged over
     n: int  # networks
     excluded: int  # networks left out because they diverged or are not finite
@@ -52,7 +54,7 @@ class ExchangeableCovariance(Result):
         return correlated_pairs(self.types)
 
     def pairs(self) -> list[Pair]:
-        """Every pair of tensors that share a type, the largest effect in standard errors first."""
+        """Every pair of tensors that share a set of units, the largest effect in standard errors first."""
         return list(self._pairs)
 
     @cached_property
@@ -71,19 +73,18 @@ class ExchangeableCovariance(Result):
         ]
 
     def summary(self) -> str:
-        significant = sum(pair.p < 0.05 for pair in self._pairs)
-        return f"{self.n} networks, {len(self.types)} types, {significant} of {len(self._pairs)} pairs with p < 0.05"
+        pairs = f"{sum(pair.p < 0.05 for pair in self._pairs)} of {len(self._pairs)} pairs with p < 0.05"
+        return f"{self.n} networks, {len(self.types)} sets of units, {pairs}"
 
     def text(self, most: int = 20) -> str:
         """What crosses tensors, strongest first, in a table of at most so many rows."""
         lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
-        kinds = [(found.kind, found.samples) for found in self.types]
-        cells = [(kind.label, kind.dimension, n, kind.copies, len(kind.views)) for kind, n in kinds]
-        lines.append(text_table(("type", "dimension", "samples", "copies", "tensors"), cells))
-        lines.append(
-            "a type is what varies with these units alone; each of its dimensions is a sample in every network"
-        )
-        lines.append("copies are the rows of its covariance, one for each fixed entry of its tensors")
+        head = ("units", "independent units", "samples", "variables", "tensors")
+        cells = [(t.kind.label, t.kind.dimension, t.samples, t.kind.copies, len(t.kind.views)) for t in self.types]
+        lines.append(text_table(head, cells))
+        lines.append("one covariance for each set of units: of what varies with these units alone")
+        lines.append("samples: independent units times networks; variables: rows of the covariance, one for each fixed")
+        lines.append("entry of a tensor, such as a pixel of filters")
         if line := described(self.index_effects):
             lines += [line]
         if self.constant:
@@ -125,20 +126,20 @@ class ExchangeableCovariance(Result):
         return " x ".join(map(named, groups)) or "means"
 
     def to_dict(self) -> dict[str, Any]:
-        types = [
-            {"groups": list(found.kind.groups), "dimension": found.kind.dimension, "samples": found.samples}
-            | {"tensors": [[view.name, view.copies] for view in found.kind.views]}
-            for found in self.types
+        covariances = [
+            {"groups": list(t.kind.groups), "independent_units": t.kind.dimension, "samples": t.samples}
+            | {"tensors": [[view.name, view.copies] for view in t.kind.views]}
+            for t in self.types
         ]
         pairs = [asdict(pair) | {"z": finite_or_none(pair.z)} for pair in self._pairs]
         effects = [asdict(effect) for effect in self.index_effects]
         counts = {"networks": self.n, "excluded": self.excluded, "constant": self.constant}
-        return counts | {"types": types, "pairs": pairs, "index_effects": effects}
+        return counts | {"covariances": covariances, "pairs": pairs, "index_effects": effects}
 
     def plot(self, path: str | Path | None = None, groups: Sequence[str] | None = None) -> Any:
-        """The correlation matrix over the copies of one type, tensors ruled off in network order.
+        """The correlation matrix over one set of units, tensors ruled off in network order.
 
-        The type is given by its groups, and by default that of one group with the most copies, the residual channels.
+        The set is given by its groups, and is by default the one group with the most variables, the residual channels.
         """
         from weightscope import plots
 
@@ -148,7 +149,7 @@ class ExchangeableCovariance(Result):
             there = {frozenset(t.kind.groups): t for t in self.types}
             if frozenset(groups) not in there:
                 labels = "; ".join(t.kind.label for t in self.types)
-                raise UsageError(f"groups: no type {' x '.join(groups)}; there are {labels}")
+                raise UsageError(f"groups: no covariance over {' x '.join(groups)}; there are {labels}")
             found = there[frozenset(groups)]
         networks = f"{self.n} network{'s' if self.n > 1 else ''}"
         title = f"Correlation over {self._named(found.kind.groups)}: {found.samples:,} samples from {networks}"
@@ -159,14 +160,12 @@ class ExchangeableCovariance(Result):
         return plots.finished(axes, path)
 
 
-@one_thread()
-def exchangeable_covariance(
-    source: WeightSamples,
+def covariance_exchangeable(
+    source: Any,
     select: str | Sequence[str] = "*",
     *,
     permutations: PermutationSpec | Mapping[str, Sequence[str | None]] | str | Path | None = None,
     workers: Workers | int | None = None,
-    keep_sums: bool = True,
 ) -> ExchangeableCovariance:
     """The invariant covariance of the selected tensors: what is correlated within and across layers.
 
@@ -178,22 +177,26 @@ def exchangeable_covariance(
     units are exchangeable by distribution, too, is tested (`weightscope.statistics.index_effects`).
 
     Args:
-        source: a population, or an array with a spec. One network is enough: its channels are samples then.
+        source: a population, its path, an array with a spec, or one network, whose channels are samples then: a path,
+            `hf://org/name[@revision]`, a `Checkpoint`, a module or a state dict.
         select: patterns of tensor names.
         permutations: the permutation specification, tensor name -> the group of each axis, or a TOML file of rules
             (`weightscope.statistics.permutation_rules`), of all tensors of the source; by default that of their names.
             One's own is checked by function on a population's network
             (`weightscope.anatomy.permutation_groups.permutations_of`).
-        workers: see `joint_covariance`. Index effects are those of the first 1,024 networks.
-        keep_sums: see `joint_covariance`.
+        workers: see `covariance_across`. Index effects are those of the first 1,024 networks.
 
     AnatomyError if the architecture is not known and no specification is given; SpecError if that does not fit the
     tensors, or renumbering changes the network's function; DataError if no usable network is left.
 
     Example:
-        >>> found = exchangeable_covariance(Population("digits.pop"))
+        >>> found = covariance_exchangeable(Population("digits.pop"))
         >>> print(found.text())
     """
+    if not hasattr(source, "chunks"):
+        from weightscope.population import population_in  # h5py
+
+        source = population_in(source) if is_population(source) else _one_network(source)
     spec = source.spec.select(select)
     own = None
     if permutations is None:
@@ -205,20 +208,31 @@ def exchangeable_covariance(
         own = permutations_of(source, permutations)
     own = own.restrict(spec.names)
     centre, effects = beginning((rows for rows, _ in finite_chunks(source, spec.names, BLOCK)), spec, own)
-    empty = partial(ExchangeableMoments, spec, own, centre=centre, index=False)
-    keep = Keep(empty, ("exchangeable", spec.to_json(), own.views, centre)) if keep_sums else None
 
     def summed(part: WeightSamples, _: int) -> ExchangeableMoments:
-        found = empty()
-        with one_thread():  # another thread reads; on two cores more of them wait for each other
+        found = ExchangeableMoments(spec, own, centre=centre, index=False)
+        with single_threaded():  # another thread reads; on two cores more of them wait for each other
             for rows, out in finite_chunks(part, spec.names):
                 found.excluded += out
                 found.update(rows)
         return found
 
-    moments = over_parts(source, summed, workers, keep=keep)
+    moments = over_parts(source, summed, workers)
     found = moments.covariances("networks" if moments.n > 1 else "zero")
     return ExchangeableCovariance(found, own, moments.n, moments.excluded, effects)
+
+
+def _one_network(source: Any) -> WeightArray:
+    """The floating-point tensors of one network as a population of one."""
+    from weightscope.anatomy.tensors import numbered  # torch
+    from weightscope.population import open_network
+
+    network: Any = open_network(source)
+    tensors = network.state_dict() if hasattr(network, "state_dict") else network
+    read = {name: tensors[name] for name in numbered(tensors)}
+    chosen = {name: x.detach().double().cpu().numpy() for name, x in read.items() if x.is_floating_point()}
+    spec = WeightSpec(TensorSpec(name, tuple(value.shape)) for name, value in chosen.items())
+    return WeightArray(spec.pack(chosen, dtype=float)[None], spec)
 
 
 def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
@@ -235,54 +249,54 @@ def _split(view: View, groups: Sequence[str]) -> tuple[str, str]:
 
 # --- when in training they appear ------------------------------------------------------------------------------------
 
-Key = tuple[tuple[str, ...], str, str]  # groups of a type, and the names of two views
+Key = tuple[tuple[str, ...], str, str]  # a set of units, and the names of two views
 _LEVEL, _STRONGEST = 0.05, 3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Emergence(Result):
-    """The covariances of a population's networks, averaged over permutations, at several moments of training."""
+    """The covariances of a population's networks, averaged over permutations, at several snapshots of training."""
 
-    found: dict[int, ExchangeableCovariance]  # moment -> covariances, ascending
-    unit: str  # of the moments: "epoch" or "step"
+    found: dict[int, ExchangeableCovariance]  # epoch or step of the snapshot -> covariances, ascending
+    unit: str  # "epoch" or "step"
 
     @cached_property
     def curves(self) -> dict[str, list[Pair | None]]:
-        """The strong entries in words, each with its pair at every moment; None where one of its parts is constant.
+        """The strong entries in words, each with its pair at every snapshot; None where one of its parts is constant.
 
-        Strong are the three largest effects of each moment with p < 0.05, among correlations of two single copies;
+        Strong are the three largest effects of each snapshot with p < 0.05, among correlations of two single variables;
         canonical correlations, which chance increases, are left out.
         """
         pairs = [{(p.groups, p.a, p.b): p for p in one.pairs() if p.signed} for one in self.found.values()]
         strong: dict[Key, str] = {}
-        for moment, one in zip(pairs, self.found.values(), strict=True):
-            sure = [key for key, pair in moment.items() if pair.p < _LEVEL and math.isfinite(pair.z)]
-            strong |= {key: one.words(moment[key]) for key in sure[:_STRONGEST]}
-        return {words: [moment.get(key) for moment in pairs] for key, words in strong.items()}
+        for found, one in zip(pairs, self.found.values(), strict=True):
+            sure = [key for key, pair in found.items() if pair.p < _LEVEL and math.isfinite(pair.z)]
+            strong |= {key: one.words(found[key]) for key in sure[:_STRONGEST]}
+        return {words: [found.get(key) for found in pairs] for key, words in strong.items()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of `ExchangeableCovariance.rows` at each moment."""
-        return [{self.unit: moment} | row for moment, one in self.found.items() for row in one.rows()]
+        """The rows of `ExchangeableCovariance.rows` at each snapshot."""
+        return [{self.unit: at} | row for at, one in self.found.items() for row in one.rows()]
 
     def summary(self) -> str:
         n = next(iter(self.found.values())).n
-        return f"{n} networks at {len(self.found)} moments of training, {len(self.curves)} strong entries"
+        return f"{n} networks at {len(self.found)} snapshots, {len(self.curves)} strong entries"
 
     def text(self) -> str:
-        """A table of the strong entries against the moments; an asterisk marks p < 0.05 at this moment."""
+        """A table of the strong entries against training; an asterisk marks p < 0.05 at this snapshot."""
 
         def cell(pair: Pair | None) -> str:
             return "-" if pair is None else f"{pair.correlation:+.3f}{'*' if pair.p < _LEVEL else ' '}"
 
-        head = ("correlation", *(f"{self.unit} {moment}" for moment in self.found))
+        head = ("correlation", *(f"{self.unit} {at}" for at in self.found))
         table = text_table(head, [(words, *map(cell, pairs)) for words, pairs in self.curves.items()])
-        return f"{self.summary()} (* p < {_LEVEL}, adjusted for all pairs of the moment)\n{table}"
+        return f"{self.summary()} (* p < {_LEVEL}, adjusted for all pairs of the snapshot)\n{table}"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"unit": self.unit, "moments": [{"moment": at} | one.to_dict() for at, one in self.found.items()]}
+        return {"unit": self.unit, "snapshots": [{"at": at} | one.to_dict() for at, one in self.found.items()]}
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Each strong entry against training; dashed, the largest of their thresholds at each moment."""
+        """Each strong entry against training; dashed, the largest of their thresholds at each snapshot."""
         from weightscope import plots
 
         lines = {
@@ -292,20 +306,18 @@ class Emergence(Result):
         thresholds = [[_threshold(p[i], x) for p in self.curves.values()] for i, x in enumerate(self.found.values())]
         limits = [np.fmax.reduce(each, initial=math.nan) for each in thresholds]
         n = next(iter(self.found.values())).n
-        title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any moment")
+        title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any snapshot")
         return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
 
 
-@one_thread()
 def emergence(
     population: "Population",
     select: str | Sequence[str] = "*",
     workers: Workers | int | None = None,
-    keep_sums: bool = True,
 ) -> Emergence:
-    """The invariant covariance (`exchangeable_covariance`) at every snapshot of a population.
+    """The invariant covariance (`covariance_exchangeable`) at every snapshot of a population.
 
-    UsageError if the population has no snapshots, and the errors of `exchangeable_covariance`.
+    UsageError if the population has no snapshots, and the errors of `covariance_exchangeable`.
 
     Example:
         >>> found = emergence(Population("digits.pop"))
@@ -313,10 +325,8 @@ def emergence(
     """
     if not population.snapshots:
         raise UsageError(f"{population.path}: no snapshots; collect it with [population] snapshots = [0, 1, 2, 4]")
-    found = {
-        moment: exchangeable_covariance(population.at(moment), select, workers=workers, keep_sums=keep_sums)
-        for moment in population.snapshots
-    }
+    each = {at: population.at(at) for at in population.snapshots}
+    found = {at: covariance_exchangeable(one, select, workers=workers) for at, one in each.items()}
     return Emergence(found, population.unit)
 
 

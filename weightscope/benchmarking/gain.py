@@ -12,7 +12,6 @@ from weightscope._util import atomic
 from weightscope._util.checks import count, number
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.seeding import Purpose, torch_seed
-from weightscope._util.threads import one_thread
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.metrics import ACCURACY, Metric
@@ -86,7 +85,6 @@ class GainChoice(Result):
         return plots.finished(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title), path)
 
 
-@one_thread()
 def choose_gain(
     population: Population | str | Path,
     select: str | Sequence[str] = "*",
@@ -135,8 +133,8 @@ def choose_gain(
     folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
     atomic.make_folder(folder)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
-    defaults: dict[str, Any] = {"metric": recipe.data.metrics[0].name, "seeds": seeds, "seed": seed, "overwrite": True}
-    trainings = bench(recipe, files, folder / "bench", **defaults | training)
+    training = {"metric": recipe.data.metrics[0].name, "seeds": seeds, "seed": seed, "overwrite": True} | training
+    trainings = bench(recipe, files, folder / "bench", **training)
     curve, chosen = curve_of(candidates, np.array(list(trainings.by_arm().values())), trainings.metric)
     for row, one in zip(curve, fits, strict=True):
         row["log_prob"] = float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)"))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import click
 
-from weightscope._util.sources import population_member
+from weightscope._util.sources import is_population, population_member
 from weightscope.cli.options import (
     Named,
     OutputFile,
@@ -122,11 +122,25 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
     click.echo(f"wrote {write_page(population if at is None else population.at(at), out, select)}")
 
 
+_WITHIN = ("part", "init", "network", "keep", "picture")
+# What `covariance` computes, and the options that it takes besides those of files, populations and workers.
+_TABLE: Mapping[str, Sequence[str]] = {
+    "with --exchangeable": ("select", "permutations"),
+    "with --exchangeable --at all": ("select",),
+    "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
+    "across a population": ("select", "computed", "kind", "fold_norms", "means", "matrix", "precision", "device"),
+    "within networks": (*_WITHIN, "matrix"),
+}
+
+
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @click.option("--select", help="For a population: patterns of tensor names.  [default: *.mlp.fc?.weight]")
 @click.option(
-    "--computed", multiple=True, metavar="EXPR", help="For a population: a coordinate, such as 'diag(A @ B)'."
+    "--computed",
+    multiple=True,
+    metavar="MODULE:FUNCTION",
+    help="For a population: a further coordinate, a function of the tensors of n networks; repeatable.",
 )
 @choice_option(
     "--kind", "covariance correlation", "For a population: covariances or correlations.  [default: covariance]"
@@ -148,6 +162,11 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
     help="For a population: draw group means, over hidden units, or single entries.  [default: means of matrices]",
 )
 @click.option(
+    "--eigenpairs",
+    type=click.IntRange(1),
+    help="For a population: list so many leading eigenpairs, without the matrix and a figure.",
+)
+@click.option(
     "--part",
     type=Named("parts", files=False),
     help="Within networks: filters, mlp-rows, mlp-columns or patch.  [default: the first that exists]",
@@ -159,7 +178,6 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
 )
 @click.option(
     "--init",
-    "inits",
     multiple=True,
     type=Named("initialisers"),
     help="Compare with an initialiser: NAME, MODULE:FUNCTION, an artifact or a .toml file; repeatable.",
@@ -171,31 +189,20 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
     "--keep", type=int, help="Within networks: keep matrices of at most this many coordinates.  [default: 1024]"
 )
 @figure_option("covariance.png")
-@click.option(
-    "--matrix",
-    type=OutputFile(".npz", ".npy"),
-    help="Also write the matrix or matrices (.npz). For a population, .npy is computed on disk, for any size.",
-)
+@click.option("--matrix", type=OutputFile(".npz"), help="Also write the matrix, the matrices or the eigenpairs (.npz).")
 @choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
 @choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @permutations_option
 @spread_options
-@click.option(
-    "--no-keep-sums",
-    "keep_sums",
-    is_flag=True,
-    flag_value=False,
-    default=True,
-    help="Do not keep sums over networks in NAME.pop/sums for when the population has grown.",
-)
 @partial_option
 @json_option
 def covariance(
     sources: tuple[Any, ...],
     out: Path,
-    matrix: Path | None,
     at: str | None,
+    exchangeable: bool,
     partial: bool,
+    workers: Any,
     json_file: Path | None,
     **options: Any,
 ) -> None:
@@ -208,98 +215,125 @@ def covariance(
     \b
     Examples:
       weightscope covariance digits.pop --select "stages.0.blocks.1.mlp.fc?.weight" -o block1.png
-      weightscope covariance digits.pop --select "stages.0.blocks.0.mlp.fc1.weight" \\
-          --computed "center(stages.0.blocks.0.conv_dw.weight)" --kind correlation
+      weightscope covariance digits.pop --computed mine:central_pixels --kind correlation
       weightscope covariance digits.pop --exchangeable -o exchangeable.png --json pairs.json
       weightscope covariance digits.pop --exchangeable --at all -o emergence.png
       weightscope covariance efficientnet-lite0.pth --part filters -o filters.png
       weightscope covariance efficientnet-lite0.pth --init default --picture depth
     """
-    from weightscope.analysis.across_networks import covariance as compute
-
-    found: Any
-    throughout = at == "all" and options["exchangeable"]
-    if at is not None and not (at.isdecimal() and len(at) < 16) and not throughout:
-        raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
-    moment = None if at is None or throughout else int(at)
-    sources = tuple(maybe_partial(source, partial, moment) for source in sources)
-    over = {"workers": options.pop("workers"), "keep_sums": options.pop("keep_sums")}
-    means = options.pop("means")
     given = {key: x for key, x in options.items() if x is not None and x is not False and x != ()}
-    if given.pop("exchangeable", False):
-        select, own = given.pop("select", None), given.pop("permutations", None)
-        given |= {"matrix": matrix} if matrix is not None else {}
-        given |= {} if means is None else {"means" if means else "entries": means}
-        if given:
-            named = "--" + next(iter(given)).replace("_", "-").replace("inits", "init")
-            raise UsageError(
-                f"{named} cannot be combined with --exchangeable, which takes --select and --permutations only"
-            )
-        if throughout:
-            from weightscope.analysis.exchangeable import emergence
-            from weightscope.population import population_in
-
-            if own is not None:
-                raise UsageError("--permutations requires --exchangeable, without --at all")
-            if len(sources) > 1:
-                raise UsageError(f"--at all: expected one population, found {len(sources)} sources")
-            found = emergence(population_in(sources[0]), select or "*", **over)
-        else:
-            one = sources[0] if len(sources) == 1 else sources
-            found = compute(one, select or "auto", exchangeable=True, permutations=own, **over)
-        _show(found, out, json_file)
-        return
-    if "permutations" in given:
-        raise UsageError("--permutations requires --exchangeable, without --at all")
-    drawing = {} if means is None else {"means": means}
-    drawing |= {"picture": given.pop("picture")} if "picture" in given else {}
-    if given.get("device") == "cuda":
-        from weightscope.training.devices import resolve_device
-
-        given["device"] = resolve_device("cuda")
-    if matrix is not None and matrix.suffix == ".npy":
-        given["file"] = matrix
-    networks, labels = _with_initialisers(sources, given.pop("inits", ()), given)
-    if labels:
-        given["labels"] = labels
-    found = compute(networks[0] if len(networks) == 1 else networks, **over, **given)
-    _show(found, out, json_file, **drawing)
+    given |= {} if options["means"] is None else {"means": options["means"]}
+    throughout = exchangeable and at == "all"
+    if at is not None and not throughout and not (at.isdecimal() and len(at) < 16):
+        raise UsageError(f"--at: expected an epoch or a step, or all with --exchangeable, found {at}")
+    epoch = None if at is None or throughout else int(at)
+    opened = [_opened(source, partial, epoch) for source in sources]
+    if exchangeable:
+        chosen = "with --exchangeable --at all" if throughout else "with --exchangeable"
+        if len(opened) > 1:
+            raise UsageError(f"--exchangeable: expected a population or one network, found {len(opened)} sources")
+    elif "eigenpairs" in given:
+        chosen = "with --eigenpairs"
+    elif len(opened) == 1 and _over_networks(opened[0]) and given.keys().isdisjoint(_WITHIN):
+        chosen = "across a population"
+    else:
+        chosen = "within networks"
+    if wrong := [key for key in given if key not in _TABLE[chosen]]:
+        takes = ", ".join(map(_flag, _TABLE[chosen]))
+        raise UsageError(f"{_flag(wrong[0])}: does not apply {chosen}, which takes {takes}")
+    matrix, drawing = given.pop("matrix", None), {k: given.pop(k) for k in ("means", "picture") if k in given}
+    found = _covariance(chosen, opened, workers, given)
+    _show(found, out if hasattr(found, "plot") else None, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)
         click.echo(f"wrote {matrix}")
 
 
-def _show(found: Any, out: Path, json_file: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
-    """Print a result, draw it and write it as JSON."""
-    click.echo(found.text())
-    for note in notes:
-        click.echo(f"warning: {note}")
-    found.plot(out, **drawing)
-    click.echo(f"wrote {out}")
-    write_json(json_file, found.to_dict())
+def _flag(key: str) -> str:
+    return {"means": "--means/--entries"}.get(key, "--" + key.replace("_", "-"))
 
 
-def _with_initialisers(
-    sources: Sequence[Any], inits: Sequence[str], options: dict[str, Any]
-) -> tuple[list[Any], list[str | None]]:
-    """The sources, and a network of the shapes of the first for each initialiser; labels, if there are any."""
+def _opened(source: Any, partial: bool, at: int | None) -> Any:
+    """The population that a source names, if it does so."""
+    from weightscope.population import population_in
+
+    source = maybe_partial(source, partial, at)
+    return population_in(source) if is_population(source) else source
+
+
+def _over_networks(source: Any) -> bool:
+    """Whether a source is a population, of more than one network."""
+    return hasattr(source, "chunks") and len(source) > 1
+
+
+def _covariance(chosen: str, sources: Sequence[Any], workers: Any, options: dict[str, Any]) -> Any:
+    """The result of one row of `_TABLE`."""
+    if chosen == "with --exchangeable --at all":
+        from weightscope.analysis.exchangeable import emergence
+        from weightscope.population import population_in
+
+        return emergence(population_in(sources[0]), workers=workers, **options)
+    if chosen == "with --exchangeable":
+        from weightscope.analysis.exchangeable import covariance_exchangeable
+
+        return covariance_exchangeable(sources[0], workers=workers, **options)
+    if chosen == "within networks":
+        from weightscope.analysis.within_network import covariance_within
+
+        index = options.pop("network", None)
+        pairs = [_network(source, index) for source in sources]
+        pairs += _initialised(pairs[0][0], options.pop("init", ()), options.get("part"))
+        return covariance_within(*(one for one, _ in pairs), labels=[label for _, label in pairs], **options)
+    from weightscope.analysis.across_networks import covariance_across, eigenpairs
+
+    if "computed" in options:
+        from weightscope._util.plugins import imported
+
+        options["computed"] = {name: imported(name) for name in options["computed"]}
+    if chosen == "with --eigenpairs":
+        return eigenpairs(sources[0], options.pop("eigenpairs"), workers=workers, **options)
+    if options.get("device") == "cuda":
+        from weightscope.training.devices import resolve_device
+
+        options["device"] = resolve_device("cuda")
+    return covariance_across(sources[0], workers=workers, **options)
+
+
+def _network(source: Any, index: int | None) -> tuple[Any, str | None]:
+    """A trained network, and its label if it is one of a population."""
+    if hasattr(source, "opened"):
+        return source.opened(index or 0), f"{source.path.name}::{index or 0}"
+    if index is not None:
+        raise UsageError(f"--network: selects within a population's folder, found {source}")
+    return source, None
+
+
+def _initialised(first: Any, inits: Sequence[str], part: Any) -> list[tuple[Any, str]]:
+    """A network with the shapes of the first for each initialiser, and its label."""
     if not inits:
-        return list(sources), []
+        return []
     import torch
 
     from weightscope.analysis.within_network import skeleton
     from weightscope.benchmarking.design import labelled
-    from weightscope.population import Population, open_source
+    from weightscope.population import open_network
     from weightscope.training.initial_weights import resolve
 
-    first = open_source(sources[0])
-    if isinstance(first, Population):
-        first = first.opened(options.get("network", 0))
-    named = [labelled(init) for init in inits]
-    generators = [torch.Generator().manual_seed(0) for _ in named]
-    bare = [skeleton(first, options.get("part")) for _ in named]
-    networks = [resolve(c)(b, generator=g) for (_, c), b, g in zip(named, bare, generators, strict=True)]
-    return [*sources, *networks], [*(None for _ in sources), *(label for label, _ in named)]
+    first, out = open_network(first), []
+    for label, config in map(labelled, inits):
+        out.append((resolve(config)(skeleton(first, part), generator=torch.Generator().manual_seed(0)), label))
+    return out
+
+
+def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[str] = (), **drawing: Any) -> None:
+    """Print a result, draw it and write it as JSON."""
+    click.echo(found.text())
+    for note in notes:
+        click.echo(f"warning: {note}")
+    if out is not None:
+        found.plot(out, **drawing)
+        click.echo(f"wrote {out}")
+    write_json(json_file, found.to_dict())
 
 
 @command()

@@ -17,7 +17,7 @@ from weightscope import plots
 from weightscope._util import atomic
 from weightscope._util.checks import count
 from weightscope.analysis.across_networks import covariance_across
-from weightscope.analysis.exchangeable import exchangeable_covariance
+from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.analysis.inspection import inspect
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.design import Init
@@ -88,7 +88,7 @@ def run_demo(
     _write_json(out / "inspection.json", contents)
 
     say(f"2/5  the covariance of the whole network -> {out / 'exchangeable.json'}")
-    raw, found = covariance_across(population, RAW), exchangeable_covariance(population, SELECT)
+    raw, found = covariance_across(population, RAW), covariance_exchangeable(population, SELECT)
     raw.save_matrix(out / "covariance-output-1.npz")
     _write_json(out / "exchangeable.json", found.to_dict())
 

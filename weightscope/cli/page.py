@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope.analysis.exchangeable import ExchangeableCovariance, emergence, exchangeable_covariance
+from weightscope.analysis.exchangeable import ExchangeableCovariance, covariance_exchangeable, emergence
 from weightscope.data.metrics import PER_EPOCH, at_end
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
@@ -33,7 +33,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     """Write the page of a population; returns its path.
 
     It shows the metrics of the networks (their distribution, and median and central 90 % over training), the
-    correlations of `exchangeable_covariance` of the selected tensors as maps and as a table of pairs, the strongest
+    correlations of `covariance_exchangeable` of the selected tensors as maps and as a table of pairs, the strongest
     ones over depth and, if there are snapshots, over training (`emergence`), and the variance of each filter position
     over depth and training. Of `population.at(4)`, it shows the weights at that moment. What is too large is left out,
     and the page says so; likewise if the networks' permutations are unknown.
@@ -57,7 +57,7 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
         values["notes"].append(f"The structure is that of {when}; metrics are those at the end of training.")
     population.spec.select(select)  # an error of the patterns is one
     try:
-        found = exchangeable_covariance(population, select)
+        found = covariance_exchangeable(population, select)
     except (AnatomyError, UsageError) as error:  # no tensor whose permutations are known
         values["notes"].append(f"No structure: {error}")
     else:

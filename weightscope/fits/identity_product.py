@@ -12,7 +12,6 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.results import row_table
-from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
@@ -94,7 +93,6 @@ _ANGLES = 33
 _SEED = 0x5EED
 
 
-@one_thread()
 def fit_identity_product(
     source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
 ) -> NetworkFit:

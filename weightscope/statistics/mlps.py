@@ -26,7 +26,7 @@ class StripeResult:
 
     column: StripeRatio  # of the n column means (for fc1, over the p hidden units, one for each input channel)
     row: StripeRatio  # of the p row means (over the n columns)
-    grand: StripeRatio  # of the mean of all entries
+    overall: StripeRatio  # of the mean of all entries
     networks: int  # N, without the excluded ones
     excluded: int  # networks left out because they contain a non-finite number
     shape: tuple[int, int]  # (p, n)
@@ -34,11 +34,11 @@ class StripeResult:
     @property
     def ratios(self) -> dict[str, StripeRatio]:
         """Kind of mean -> its ratio."""
-        return {"column": self.column, "row": self.row, "grand": self.grand}
+        return {"column": self.column, "row": self.row, "overall": self.overall}
 
 
 def stripes(matrices: Any) -> StripeResult:
-    r"""Variance over networks of column, row and grand means, relative to independent entries.
+    r"""Variance over networks of column, row and overall means, relative to independent entries.
 
     Each entry's mean over networks is subtracted first, E = W - mean, which removes fixed patterns. The
     column ratio is
@@ -47,7 +47,7 @@ def stripes(matrices: Any) -> StripeResult:
 
     and its expectation is 1 (up to a term of order 1/N, as both parts have expectation proportional to
     N - 1) when the entries are uncorrelated, even if their variances differ: then
-    Var(mean over i of E_ij) = sum over i of v_ij / p^2. The row ratio swaps the axes; the grand ratio compares
+    Var(mean over i of E_ij) = sum over i of v_ij / p^2. The row ratio swaps the axes; the overall ratio compares
     the mean of all entries with v / (p n). Networks are independent of each other, so the jackknife over
     networks of log R gives the standard error, with Student's t on N - 1 degrees of freedom; leaving
     network k out multiplies its squares by N / (N - 1) before they are subtracted, which is exact.
@@ -67,7 +67,7 @@ def stripes(matrices: Any) -> StripeResult:
 
 
 def stripe_terms(centred: np.ndarray) -> np.ndarray:
-    """The terms of the sums in `stripes`, (N, 4): of entries, column, row and grand means, from E (N, p, n)."""
+    """The terms of the sums in `stripes`, (N, 4): of entries, column, row and overall means, from E (N, p, n)."""
     p, n = centred.shape[1:]
     columns, rows = centred.mean(axis=1), centred.mean(axis=2)  # (N, n), (N, p)
     total = np.einsum("kij,kij->k", centred, centred) / (p * n)
@@ -82,8 +82,8 @@ def stripe_ratios(terms: np.ndarray, shape: Any, excluded: int) -> StripeResult:
     total, *means = terms.T
     if not total.sum() > 0:
         raise DataError("stripes: expected matrices that vary over networks, found constant ones")
-    column, row, grand = (_ratio(each, total) for each in means)
-    return StripeResult(column, row, grand, len(terms), excluded, shape)
+    column, row, overall = (_ratio(each, total) for each in means)
+    return StripeResult(column, row, overall, len(terms), excluded, shape)
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
@@ -133,7 +133,7 @@ def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedC
     for x in (first, second):
         known = EntryMoments(math.prod(x.shape[1:]), [x.reshape(len(x), math.prod(x.shape[1:]))])
         centred.append(x - known.mean.reshape(x.shape[1:]))
-        scales.append(known.deviation().reshape(x.shape[1:]))
+        scales.append(known.std().reshape(x.shape[1:]))
     return mean_correlation(*transposed_terms(*centred, *scales))
 
 

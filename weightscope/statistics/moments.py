@@ -10,7 +10,7 @@ import numpy as np
 from scipy.linalg import blas
 
 from weightscope._util.checks import choice
-from weightscope._util.threads import one_thread, threads_for
+from weightscope._util.environment import available_memory
 from weightscope.errors import DataError, UsageError
 
 # NumPy and SciPy have separate BLAS libraries with separate threads, which keep spinning for a while after a
@@ -26,8 +26,7 @@ def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
     """Add `rows.T @ rows` to the upper triangle of a Fortran-ordered matrix in place, at half the work."""
     if rows.size:
         syrk = blas.dsyrk if matrix.dtype == np.float64 else blas.ssyrk
-        with threads_for("product", len(matrix)):
-            syrk(1.0, rows.T, beta=1.0, c=matrix, overwrite_c=1)
+        syrk(1.0, rows.T, beta=1.0, c=matrix, overwrite_c=1)
 
 
 class _BlasGram:
@@ -71,18 +70,18 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
 
     One thread, or 4 KB pages, as of `numpy.zeros`, cost as much as several updates where allocation is slow.
     """
-    count = size * size
+    needed, free = size * size * dtype.itemsize, available_memory()
+    if needed > free:
+        raise UsageError(
+            f"a matrix of {size:,} x {size:,} needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are available: select "
+            "fewer tensors (--select), or ask for the leading eigenpairs only (--eigenpairs)"
+        )
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return np.zeros((size, size), dtype, order="F")
-    try:
-        pages = mmap.mmap(-1, count * dtype.itemsize)
-    except OSError as error:
-        needs = f"no memory for {size:,} x {size:,} entries, {count * dtype.itemsize / 2**30:,.0f} GiB"
-        advice = "select fewer tensors, compute it on disk (--matrix NAME.npy), or average over units (--exchangeable)"
-        raise UsageError(f"{needs}: {advice}") from error
+    pages = mmap.mmap(-1, needed)
     with contextlib.suppress(OSError):  # a kernel without huge pages, which affect speed only
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, dtype, count).reshape((size, size), order="F")
+    return np.frombuffer(pages, dtype, size * size).reshape((size, size), order="F")
 
 
 class _TorchGram:
@@ -184,7 +183,7 @@ class EntryMoments:
             raise DataError(f"expected at least 2 finite rows, found {self.n} ({self.excluded} excluded)")
         return self.squares / (self.n - 1)
 
-    def deviation(self) -> np.ndarray:
+    def std(self) -> np.ndarray:
         """The standard deviations with divisor n - 1, (D,), zero for fewer than 2 rows."""
         return np.sqrt(self.squares / max(self.n - 1, 1))
 
@@ -243,7 +242,6 @@ class Moments:
         self._pending, self._waiting = np.empty((0, size)), 0
         self._work: np.ndarray | None = None
 
-    @one_thread()
     def update(self, chunk: Any) -> "Moments":
         """Add rows (n, D), or (D,) for one row, in float32 or float64; returns this object."""
         self._alive()
