@@ -137,7 +137,7 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
         assert run["curve"][-1] == pytest.approx(run["accuracy"])
         assert 0 < run["seconds"] < 60
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
-    with pytest.raises(UsageError, match=r"another benchmark \(another network; arms that are missing here: def"):
+    with pytest.raises(UsageError, match=r"another benchmark \(network.kernel_size: 5 -> 3; arms that are missing"):
         bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
     replacing = {**OPTIONS, "overwrite": True}
     more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **replacing)
@@ -268,7 +268,7 @@ def test_a_benchmark_shares_no_seed_with_the_population_of_its_artifact(fitted: 
     assert design.recipe.population.seed == 1_000_000
     assert {arm.recipe.population.seed for arm in design.arms} == {1_000_000}
     assert Design.of(RECIPE, ["default", path], seed=7).recipe.population.seed == 7
-    with pytest.raises(UsageError, match=r"seed 0 is that of the population to which .* was fitted"):
+    with pytest.raises(UsageError, match=r"seed 0: .* was fitted to a population with this seed"):
         Design.of(RECIPE, ["default", path], seed=0)
     assert Design.of(RECIPE, ["default"], seed=0).recipe.population.seed == 0
     # a recipe whose own seed is 1,000,000 below that of the population
@@ -337,7 +337,7 @@ def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swep
 
 def test_ticks_are_where_their_labels_say() -> None:
     """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
-    for low, high in np.random.default_rng(0).uniform(0, 1, (60, 2)):
+    for low, high in np.random.default_rng(0).uniform(0, 1, (12, 2)):
         runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
         ax = plots.convergence(summarise(runs))
         ax.figure.draw_without_rendering()

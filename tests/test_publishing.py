@@ -138,7 +138,6 @@ def test_an_existing_repository_is_updated_on_request(
         ),
         (None, ("hf://others/model",), 3, "the hub answered 403: the token may not write there"),
         (lambda hub, patch: hub.fail.update(commit=[403]), (), 3, "so that the next try needs --update"),
-        (lambda hub, patch: vars(hub).update(exists=True, answer=b"<html>"), ("--update",), 3, "cannot read the hub's"),
         (lambda hub, patch: connect(patch, "http://127.0.0.1:9"), (), 3, "no answer from the hub"),
         (lambda hub, patch: go_offline(patch), (), 2, "HF_HUB_OFFLINE forbids uploads"),
         (lambda hub, patch: connect(patch, "http://example.com"), (), 2, "a token is not sent in the clear"),

@@ -1,13 +1,8 @@
-"""Recipes, stored results and figures of the studies; the stripes study runs at its smallest size.
-
-The other studies and the benchmark scripts run in tests/torture/studies.py, which `make torture` starts.
-"""
+"""Recipes and stored results of the studies, which run in tests/torture/studies.py, with `make torture`."""
 
 import ast
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -21,39 +16,7 @@ from scipy import stats
 from weightscope import init as wi
 from weightscope.benchmarking import BenchResult, plan_arms
 from weightscope.errors import UsageError
-from weightscope.population import Population
 from weightscope.recipe import Recipe
-from weightscope.training.collection import collect
-
-
-@pytest.fixture(scope="module")
-def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
-    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(
-        {"network.width": 4, "network.depth": 2, "training.epochs": 1, "data.train": 128, "data.test": 40}
-        | {"population.networks": 12, "population.tile": 12}
-    )
-    return collect(recipe, tmp_path_factory.mktemp("study") / "tiny.pop", workers=1, device="cpu", progress=False)
-
-
-@pytest.mark.slow
-def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path) -> None:
-    study = script("analyses/mlp_stripes/run.py")
-    arguments = [sys.executable, ROOT / "analyses/mlp_stripes/run.py", population.path, "--out", tmp_path]
-    subprocess.run([str(a) for a in arguments], check=True, capture_output=True)
-    result = json.loads((tmp_path / "results.json").read_text())
-    assert len(result["stripes"]) == 2 * 2 * 3
-    with np.load(tmp_path / "correlation.npz") as stored:
-        restored = stored["correlation"] * float(stored["step"])
-    names = "stages.0.blocks.1.mlp.fc?.weight"
-    exact = np.corrcoef(population.weights(names).astype(np.float64), rowvar=False)
-    np.testing.assert_allclose(restored, np.clip(exact, -0.254, 0.254), atol=0.0011)
-    script("figures/mlp_stripes.py").main(tmp_path, tmp_path / "stripes.png")
-    assert (tmp_path / "stripes.png").stat().st_size > 10_000
-
-    fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
-    sums = study.fast_ratio(fc1, 1).sum(0)
-    row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "fc1", "column"))
-    assert sums[0] / sums[1] == pytest.approx(row["ratio"])
 
 
 def check_p_values(rows: list[dict[str, Any]]) -> None:
@@ -74,16 +37,9 @@ def test_the_stored_table_of_one_structure_names_its_p_values() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("figure", ["closed_form", "initialisers"])
-def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
-    script(f"figures/{figure}.py").main(tmp_path / f"{figure}.png")
-    assert list(tmp_path.glob("*.png"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("results", sorted(ROOT.glob("analyses/*_inits/results.json")), ids=lambda p: p.parent.name)
-def test_figures_of_committed_benchmarks_draw(results: Path, tmp_path: Path) -> None:
-    script("figures/init_benchmarks.py").main(results, tmp_path / "figure.png")
+def test_figures_of_a_committed_benchmark_draw(tmp_path: Path) -> None:
+    """Of the others, tests/torture/studies.py."""
+    script("figures/init_benchmarks.py").main(ROOT / "analyses/filter_inits/results.json", tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 

@@ -3,8 +3,6 @@
 python -m pytest tests/torture/studies.py
 """
 
-# ruff: noqa: F811 - a fixture is imported
-
 import copy
 import importlib
 import json
@@ -18,7 +16,7 @@ import pytest
 import tomli_w
 import torch
 from programs import ROOT, script
-from test_studies import COPYING, IMAGES, check_p_values, population  # noqa: F401 - a fixture
+from test_studies import COPYING, IMAGES, check_p_values
 
 from weightscope import anatomy, load_init
 from weightscope.benchmarking import bench
@@ -33,6 +31,47 @@ def run_script(path: str, out: Path, *arguments: object, **environment: str) -> 
     command = [sys.executable, ROOT / path, *arguments, "--json", out]
     subprocess.run([str(a) for a in command], check=True, capture_output=True, env=environment or None)
     return json.loads(out.read_text())["rows"]
+
+
+@pytest.fixture(scope="module")
+def population(tmp_path_factory: pytest.TempPathFactory) -> Population:
+    recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(
+        {"network.width": 4, "network.depth": 2, "training.epochs": 1, "data.train": 128, "data.test": 40}
+        | {"population.networks": 12, "population.tile": 12}
+    )
+    return collect(recipe, tmp_path_factory.mktemp("study") / "tiny.pop", workers=1, device="cpu", progress=False)
+
+
+def test_the_stripes_study_and_its_figure(population: Population, tmp_path: Path) -> None:
+    study = script("analyses/mlp_stripes/run.py")
+    arguments = [sys.executable, ROOT / "analyses/mlp_stripes/run.py", population.path, "--out", tmp_path]
+    subprocess.run([str(a) for a in arguments], check=True, capture_output=True)
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert len(result["stripes"]) == 2 * 2 * 3
+    with np.load(tmp_path / "correlation.npz") as stored:
+        restored = stored["correlation"] * float(stored["step"])
+    names = "stages.0.blocks.1.mlp.fc?.weight"
+    exact = np.corrcoef(population.weights(names).astype(np.float64), rowvar=False)
+    np.testing.assert_allclose(restored, np.clip(exact, -0.254, 0.254), atol=0.0011)
+    script("figures/mlp_stripes.py").main(tmp_path, tmp_path / "stripes.png")
+    assert (tmp_path / "stripes.png").stat().st_size > 10_000
+
+    fc1 = population.weights("stages.0.blocks.0.mlp.fc1.weight").reshape(12, 8, 4).astype(np.float64)
+    sums = study.fast_ratio(fc1, 1).sum(0)
+    row = next(r for r in result["stripes"] if (r["block"], r["matrix"], r["means"]) == (0, "fc1", "column"))
+    assert sums[0] / sums[1] == pytest.approx(row["ratio"])
+
+
+@pytest.mark.parametrize("figure", ["closed_form", "initialisers"])
+def test_figures_without_results_draw(figure: str, tmp_path: Path) -> None:
+    script(f"figures/{figure}.py").main(tmp_path / f"{figure}.png")
+    assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("results", sorted(ROOT.glob("analyses/*_inits/results.json")), ids=lambda p: p.parent.name)
+def test_figures_of_committed_benchmarks_draw(results: Path, tmp_path: Path) -> None:
+    script("figures/init_benchmarks.py").main(results, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 def test_the_study_of_one_structure(population: Population, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

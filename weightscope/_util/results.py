@@ -95,7 +95,7 @@ def row_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, 
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)) -> str:
-    """A table with columns two spaces apart, right-aligned but for those of the indices `left`."""
+    """A table with columns two spaces apart, right-aligned except for the columns `left`."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = (

@@ -133,8 +133,8 @@ def choose_gain(
     folder = Path(out) / hashlib.sha256("".join(one.fingerprint for one in fits).encode()).hexdigest()[:12]
     atomic.make_folder(folder)
     files = [one.save(folder / f"gain-{gain:g}.safetensors") for gain, one in zip(candidates, fits, strict=True)]
-    training = {"metric": recipe.data.metrics[0].name, "seeds": seeds, "seed": seed, "overwrite": True} | training
-    trainings = bench(recipe, files, folder / "bench", **training)
+    given: dict[str, Any] = {"metric": recipe.data.metrics[0].name, "seeds": seeds, "seed": seed, "overwrite": True}
+    trainings = bench(recipe, files, folder / "bench", **(given | training))
     curve, chosen = curve_of(candidates, np.array(list(trainings.by_arm().values())), trainings.metric)
     for row, one in zip(curve, fits, strict=True):
         row["log_prob"] = float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)"))

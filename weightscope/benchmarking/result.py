@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightscope._util.arms import CONTROLS, Control, count_range, divergence, epochs_text, place_of, point_text
-from weightscope._util.names import unknown
 from weightscope._util.results import Result, text_table
-from weightscope._util.sources import read_regular, reason
+from weightscope._util.sources import reason
 from weightscope.benchmarking.statistics import (
     LEVEL,
     Contrast,
@@ -29,13 +28,12 @@ from weightscope.benchmarking.statistics import (
     seed_differences,
     summarise,
 )
-from weightscope.data.metrics import ACCURACY, LOSS, METRICS, Metric, metric_named
+from weightscope.data.metrics import ACCURACY, LOSS, Metric, metric_named
 from weightscope.errors import DataError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_LARGEST = 2**31  # bytes of a results.json
 TOO_FEW = "too few seeds"  # in place of an interval
 _COMPARED = ("difference", "interval (Holm)", "p (Holm)", "")
 
@@ -63,25 +61,20 @@ class BenchResult(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> "BenchResult":
-        """Read a `results.json`, or that of a folder; a DataError if it is not the result of a benchmark."""
+        """Read a `results.json`, or the one in a folder; a DataError if it is not the result of a benchmark."""
         path = Path(path)
         path = path / "results.json" if path.is_dir() else path
         try:
-            values = json.loads(read_regular(path, _LARGEST))
+            values = json.loads(path.read_text())
+            metrics = {name: metric_named(name) for name in (values["metric"], *values["metrics"])}
+            known = {name: metric for name, metric in metrics.items() if metric is not None}
+            compared, named = known[values["metric"]], tuple(known[name] for name in values["metrics"])
+            rows, found = (values["runs"], values["summary"]), values.get("contrasts", [])
+            return cls(*rows, values["environment"], compared, named, found)
         except OSError as error:
             raise DataError(f"{path}: {reason(error)}") from None
-        except (ValueError, RecursionError):
-            raise DataError(f"{path}: expected JSON, found something else") from None
-        wanted = {"runs": list, "summary": list, "environment": dict, "metric": str, "metrics": dict}
-        if not isinstance(values, dict) or not all(isinstance(values.get(k), kind) for k, kind in wanted.items()):
-            raise DataError(f"{path}: expected the results of a benchmark, with {', '.join(wanted)}")
-        found = {name: metric_named(name) for name in (values["metric"], *values["metrics"])}
-        known = {name: metric for name, metric in found.items() if metric is not None}
-        if strange := [name for name in found if name not in known]:
-            raise DataError(f"{path}: {unknown('metric', strange[0], METRICS)}")
-        metrics = tuple(known[name] for name in values["metrics"])
-        metric, contrasts = known[values["metric"]], values.get("contrasts", [])
-        return cls(values["runs"], values["summary"], values["environment"], metric, metrics, contrasts)
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: expected the results of a benchmark, found something else: {error}") from None
 
     def rows(self) -> list[dict[str, Any]]:
         """`arms` with one value in each cell: a column for each field or number that varies, and two for an interval.
@@ -118,35 +111,42 @@ class BenchResult(Result):
         table = _ruled(header, ((row, _cells(row, metric, pairs)) for row in self.arms))
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
+        parts = ["\n".join([table, *self.notes()]), *map(self._against, CONTROLS.values())]
+        return "\n\n".join(filter(None, [*parts, self._between_controls(), self._over_images()]))
+
+    def notes(self) -> list[str]:
+        """What the table's numbers mean where it is not plain."""
+        metric, out = self.metric, []
         if not metric.higher_is_better:
-            table += f"\n{metric.title}{metric.direction}"
+            out.append(f"{metric.title}{metric.direction}")
         if guesses := chance_note(self.arms):
-            table += f"\n{guesses}"
+            out.append(guesses)
         if any(row["n"] < row["networks"] for row in self.arms):
-            table += "\na network without a finite value has the worst rank in p (Wilcoxon); means are of the others,"
-            table += " and differences have no interval"
+            out.append(
+                "a network without a finite value has the worst rank in p (Wilcoxon); means are of the others, and "
+                "differences have no interval"
+            )
+        known = any(row["mean"] is not None and row["difference"] is not None for row in self.arms)
+        if metric.unit == "%" and known and not self._over_images():
+            out.append(f"intervals are over networks, for the test examples that were used{self._others()}")
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
-        images = self._over_images()
-        if any(_lost(row) and row["p_holm"] < LEVEL for row in self.arms if row["p_holm"] is not None):
-            table += "\np may be small because an arm lost networks, though the difference of the others favours it"
-        known = (row["mean"] is not None and row["difference"] is not None for row in self.arms)
-        if metric.unit == "%" and not images and any(known):
-            table += f"\nintervals are over networks, for the test examples that were used{self._others()}"
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
-                table += f"\n{row['init']}: the results of {base['init']} on every seed; does it change any weight?"
-        for one in CONTROLS.values():
-            lines = []
-            for row in (row for row in self.arms if row.get(one.arm) is not None):
-                control = arms[cell_key(row), row["epochs"], row[one.arm]]
-                lines.append((row, _control_cells(row, control, one.key, metric)))
-            header = ("initialiser", "epochs", "pairs")
-            for part in one.parts:
-                header += (part.removeprefix("structure "), *_COMPARED[1:3])
-            if lines:
-                table += f"\n\n{one.about}\n{_ruled(header, lines)}"
-        return table + self._between_controls() + images
+                same = f"{row['init']}: the results of {base['init']} on every seed; does it change any weight?"
+                out.append(same)
+        return out
+
+    def _against(self, control: Control) -> str:
+        """What a control changes, and what its initialiser adds; empty without such a control."""
+        arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        lines = []
+        for row in (row for row in self.arms if row.get(control.arm) is not None):
+            other = arms[cell_key(row), row["epochs"], row[control.arm]]
+            lines.append((row, _control_cells(row, other, control.key, self.metric)))
+        parts = [part.removeprefix("structure ") for part in control.parts]
+        header = ("initialiser", "epochs", "pairs", *(name for part in parts for name in (part, *_COMPARED[1:3])))
+        return f"{control.about}\n{_ruled(header, lines)}" if lines else ""
 
     def _between_controls(self) -> str:
         """What the means and variances of parts give beyond those of tensors: a control minus the other."""
@@ -158,7 +158,7 @@ class BenchResult(Result):
         tests = contrast_tests(sums, self.runs, self.metric, hits=self.hits)
         found = [test | {"cell": row["cell"]} for row, test in zip(rows, tests, strict=True)]
         about = "between the controls: means and variances of every part, beyond those of each tensor"
-        return f"\n\n{about}\n{contrasts_text(found, self.metric)}" if found else ""
+        return f"{about}\n{contrasts_text(found, self.metric)}" if found else ""
 
     def _over_images(self) -> str:
         """Each comparison with its interval for the test images that were used, and that over networks and images."""
@@ -176,7 +176,7 @@ class BenchResult(Result):
         ]
         header = ("comparison", "epochs", "over networks", "over networks and images")
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
-        return f"\n\n{about}\n{_ruled(header, lines)}" if lines else ""
+        return f"{about}\n{_ruled(header, lines)}" if lines else ""
 
     def _others(self) -> str:
         """What `other_examples` adds for the two arms where it is most; empty if their number is not recorded."""
@@ -192,7 +192,7 @@ class BenchResult(Result):
         )
 
     def table(self) -> str:
-        """A table like those of the papers, in Markdown: a column per cell and length.
+        """A table like in the papers, in Markdown: a column per cell and length.
 
         An entry is the mean of the metric, accuracies in per cent. Behind ± is the half width of the adjusted interval
         of its difference from the reference on the same seeds; the reference, in the first row, has none. The best mean
@@ -202,17 +202,20 @@ class BenchResult(Result):
         columns: dict[Any, dict[str, Mapping[str, Any]]] = {}
         for row in self.arms:
             columns.setdefault((cell_key(row), row["epochs"]), {})[row["init"]] = row
-        lengths = len({epochs for _, epochs in columns}) > 1
-        firsts = [next(iter(column.values())) for column in columns.values()]
-        cells = [(point_text(row["cell"]), epochs_text(row["epochs"])) for row in firsts]
-        heads = [", ".join(filter(None, [cell, epochs if lengths or not cell else ""])) for cell, epochs in cells]
-        best = [_best_of(list(column.values()), self.metric) for column in columns.values()]
-        lines = [["initialiser", *heads], ["---"] + ["---:"] * len(heads)]
-        for init in dict.fromkeys(row["init"] for row in self.arms):
-            pairs = zip(columns.values(), best, strict=True)
-            lines.append([init, *(_entry(rows.get(init), top, self.metric) for rows, top in pairs)])
+        heads, several = ["initialiser"], len({row["epochs"] for row in self.arms}) > 1
+        entries: dict[str, list[str]] = {row["init"]: [] for row in self.arms}
+        for column in columns.values():
+            first, best = next(iter(column.values())), _best_of(list(column.values()), self.metric)
+            cell, length = point_text(first["cell"]), epochs_text(first["epochs"])
+            heads.append(", ".join(filter(None, [cell, length if several or not cell else ""])))
+            for init, cells in entries.items():
+                cells.append(_entry(column.get(init), best, self.metric))
+        lines = [heads, ["---"] + ["---:"] * len(columns), *([init, *cells] for init, cells in entries.items())]
         rows = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-        return "\n".join([*rows, "", _note(self.arms, self.metric)]) + "\n"
+        metric, seeds = self.metric, count_range([row["n"] for row in self.arms])
+        note = f"{metric.title[0].upper()}{metric.title[1:]} of {seeds} seeds; ± half the 95 % interval (Holm) of the "
+        note += f"paired difference from the first row; †: p < 0.05, adjusted (Holm){metric.direction}"
+        return "\n".join([*rows, "", "; ".join(filter(None, [note, divergence(self.arms)]))]) + "\n"
 
     def contrast(self, terms: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The test of one contrast, `[{"init": "a"}, {"init": "default", "weight": -1}]`; for terms see `Contrast.of`.
@@ -271,7 +274,7 @@ class BenchResult(Result):
 
         `convergence` (one cell), `curves` (over epochs), `differences` (paired), `scale` and `correlations` (with
         controls), `along-AXIS` for each axis, `map-X-Y` for each pair of axes, `accuracy-by-length` where the task
-        evaluates sequences of several lengths. By default each has a title of its own.
+        evaluates sequences of several lengths. By default each title says the finding.
         """
         from weightscope import plots  # imports matplotlib
 
@@ -365,7 +368,7 @@ def _lost(row: Mapping[str, Any]) -> bool:
     return row.get("pairs") is not None and row["pairs"] < row["networks"]
 
 
-# --- tables like those of the papers ----------------------------------------------------------------------------------
+# --- tables like in the papers ----------------------------------------------------------------------------------------
 
 
 def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, float] | None:
@@ -378,15 +381,6 @@ def _best_of(column: Sequence[Mapping[str, Any]], metric: Metric) -> tuple[int, 
     return (most, max(means, key=lambda mean: metric.sign * mean)) if means else None
 
 
-def _note(arms: Sequence[Mapping[str, Any]], metric: Metric) -> str:
-    note = f"{metric.title[0].upper()}{metric.title[1:]} of {count_range([row['n'] for row in arms])} seeds"
-    note += "; ± half the 95 % interval (Holm) of the paired difference from the first row"
-    if any(row["n"] != row["pairs"] for row in arms if row["pairs"] is not None):
-        note += f" on {count_range([row['pairs'] for row in arms if row['pairs'] is not None])} seeds of both"
-    note += f"; †: p < 0.05, adjusted (Holm){metric.direction}"
-    return f"{note}; {lost}" if (lost := divergence(arms)) else note
-
-
 def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric: Metric) -> str:
     if row is None or row["mean"] is None:
         return ""
@@ -394,10 +388,8 @@ def _entry(row: Mapping[str, Any] | None, best: tuple[int, float] | None, metric
     mean = f"{metric.factor * row['mean']:.{decimals}f}"
     if best is not None and (row["n"], row["mean"]) == best:
         mean = f"**{mean}**"
-    if row["p_holm"] is None:
-        return mean
-    sure = "†" * (row["p_holm"] < LEVEL)
-    if _lost(row):
+    sure = "†" * (row["p_holm"] is not None and row["p_holm"] < LEVEL)
+    if row["p_holm"] is None or _lost(row):
         return f"{mean}{sure}"
     if not metric.tells(row["difference_ci_holm"]):
         return f"{mean} ({TOO_FEW})"
@@ -491,56 +483,45 @@ def _by_length(runs: Rows, metrics: Sequence[Metric]) -> dict[int, Rows]:
 def finding(arms: Rows, metric: Metric = ACCURACY) -> str | None:
     """In one sentence, the best significant difference from the reference, or the worst if none is an improvement.
 
-    Where the initialiser has a control, the sentence says what of the difference is beyond scale or, if its control
+    Where the initialiser has a control, the sentence says how much of the difference is beyond scale or, if its control
     is uncorrelated, by correlations; or that it is not significantly different from its control, which does not show
-    that they are equal. It ends with how many networks of its arms diverged, and names initialisers without a network.
+    that they are equal. It ends with how many networks diverged.
     """
-    text, about = _finding(arms, metric)
-    rows = list(arms)
-    if about is not None:
-        names = {about["reference"], *(about.get(control.arm) for control in CONTROLS.values())}
-        places = {(cell_key(about), about["epochs"], name) for name in names}
-        rows = [about, *(row for row in arms if (cell_key(row), row["epochs"], row["init"]) in places)]
-    lost = divergence([*rows, *(row for row in arms if row["n"] == 0)], about["init"] if about else None)
-    said = "; ".join(filter(None, [text, lost]))
-    return (said if text else said[:1].upper() + said[1:]) or None
-
-
-def _finding(arms: Rows, metric: Metric) -> tuple[str | None, dict[str, Any] | None]:
-    """What `finding` says of the differences, and the arm that it is about, if it is about one."""
-    tested = [row for row in arms if row.get("p_holm") is not None]
-    rows = [row for row in tested if control_of(row["init"]) is None]
-    sure = [row for row in rows if row["p_holm"] < LEVEL]
-    if not sure:
-        references = " or ".join(dict.fromkeys(str(row["reference"]) for row in rows))
-        controls = list(dict.fromkeys(row["init"] for row in tested if row["p_holm"] < LEVEL))
-        but = f", but {', '.join(controls)} does" if len(controls) == 1 else f", but {', '.join(controls)} do"
-        return f"No initialiser differs significantly from {references}{but * bool(controls)}" if rows else None, None
+    tested = [row for row in arms if row.get("p_holm") is not None and control_of(row["init"]) is None]
+    sure = [row for row in tested if row["p_holm"] < LEVEL]
     complete = [row for row in sure if not _lost(row)]
-    if not complete:
-        return f"{sure[0]['init']} differs significantly from {sure[0]['reference']}", sure[0]
-    best = max(complete, key=lambda row: metric.sign * row["difference"])
-    if not metric.better(best["difference"]):
-        best = min(complete, key=lambda row: metric.sign * row["difference"])
+    text = ""
+    if complete:
+        text = _sentence(complete, metric, several=len({row["epochs"] for row in tested}) > 1)
+    elif sure:
+        text = f"{sure[0]['init']} differs significantly from {sure[0]['reference']}"
+    elif tested:
+        references = dict.fromkeys(str(row["reference"]) for row in tested)
+        text = f"No initialiser differs significantly from {' or '.join(references)}"
+    return "; ".join(filter(None, [text, divergence(arms)])) or None
+
+
+def _sentence(rows: Rows, metric: Metric, several: bool) -> str:
+    """The best of significant differences, or the worst; `several` training lengths are told apart."""
+    best = max(rows, key=lambda row: metric.sign * row["difference"])
+    improved = metric.better(best["difference"])
+    if not improved:
+        best = min(rows, key=lambda row: metric.sign * row["difference"])
     place = point_text(best.get("cell", {}))
-    where = f" at {place}" if place else ""
-    if len({row["epochs"] for row in rows}) > 1:
-        where += f" after {epochs_text(best['epochs'])}"
-    more = "better" if metric.better(best["difference"]) else "worse"
+    where = (f" at {place}" if place else "") + (f" after {epochs_text(best['epochs'])}" if several else "")
+    more = "better" if improved else "worse"
     text = f"{best['init']} is {metric.amount(best['difference'])} {more} than {best['reference']}{where}"
-    known = [control for control in CONTROLS.values() if best.get(f"{control.key}_p_holm") is not None]
-    controls = [control for control in known if best[control.key] is not None]
-    if more == "worse" or not controls:
-        return text, best
-    key = controls[-1].key
-    if best[f"{key}_p_holm"] >= LEVEL:
-        return f"{text}, not significantly more than {controls[-1].without}", best
-    if best[f"{key}_pairs"] < best["networks"]:  # p may be that of the lost ones, the difference is of the others
-        return text, best
-    if not metric.better(best[key]):
-        return f"{text}, less than {controls[-1].without}", best
-    amount = metric.amount(best[key]).split()[0]
-    return f"{text}, {amount} of {'them' if metric.unit else 'it'} {controls[-1].of_it}", best
+    tested = [one for one in CONTROLS.values() if best.get(f"{one.key}_p_holm") is not None]
+    known = [one for one in tested if best[one.key] is not None]
+    if not improved or not known or best[f"{known[-1].key}_pairs"] < best["networks"]:
+        return text
+    control, beyond = known[-1], best[known[-1].key]
+    if best[f"{control.key}_p_holm"] >= LEVEL:
+        return f"{text}, not significantly more than {control.without}"
+    if not metric.better(beyond):
+        return f"{text}, less than {control.without}"
+    amount = metric.amount(beyond).split()[0]
+    return f"{text}, {amount} of {'them' if metric.unit else 'it'} {control.of_it}"
 
 
 def from_controls(arms: Rows, control: Control) -> Rows:

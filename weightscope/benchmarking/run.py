@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from weightscope._util import atomic
 from weightscope._util.arms import point_text
 from weightscope._util.checks import count, number
 from weightscope._util.environment import environment, usable_cores
-from weightscope._util.names import unknown
+from weightscope._util.names import listing, unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.trust import trusting
@@ -99,16 +98,9 @@ def bench(
         >>> bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}).plot("axis.png")
     """
     given: dict[str, Any] = {"epochs": epochs, "seeds": seeds, "seed": seed, "frozen": frozen, "control": control}
-    given |= {
-        "contrasts": contrasts,
-        "vary": vary,
-        "grid": grid,
-        "metric": metric,
-        "overwrite": overwrite,
-        "data": data,
-    }
+    given |= {"contrasts": contrasts, "vary": vary, "grid": grid, "metric": metric, "overwrite": overwrite}
     with trusting(trust):
-        plan = plan_bench(recipe, inits, out, **where, **given, measure=False)
+        plan = plan_bench(recipe, inits, out, **where, **given, data=data, measure=False)
         return plan.run(progress=progress, on_tile=on_tile)
 
 
@@ -211,13 +203,13 @@ def plan_bench(
     """What `bench` with the same arguments will cost.
 
     A tile of every initialiser in every cell is initialised, and one of each kind that takes another time is trained
-    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is that of an
+    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is for an
     hour of one worker.
 
         seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
                             + evaluations x seconds of an evaluation
 
-    The arguments are those of `bench`, of which `progress` has no effect. Tiles in `out` are not counted again. Without
+    The arguments are those of `bench`; `progress` has no effect. Tiles in `out` are not counted again. Without
     `measure`, only the numbers of arms, networks and tiles are returned.
 
     Example:
@@ -302,7 +294,7 @@ class Design:
         used = _fitted_seeds(arms)
         if own is not None and seed in used:
             raise UsageError(
-                f"seed {seed} is that of the population to which {used[seed]} was fitted; choose another seed, or none"
+                f"seed {seed}: {used[seed]} was fitted to a population with this seed; choose another seed, or none"
             )
         while seed in used:
             seed += SEED_OFFSET
@@ -320,20 +312,15 @@ class Design:
 
     def _check_results(self, stored: BenchResult, probe: bool) -> None:
         """UsageError unless these results will hold all that is in the stored ones."""
-        there, here = Recipe.parse(stored.environment["recipe"]).to_dict(), self.recipe.to_dict()
-        for recipe in (there, here):  # arms have their own
-            recipe["training"].pop("epochs"), recipe["population"].pop("networks")
-        kernels = [recipe["training"].pop("kernels", None) for recipe in (there, here)]
-        for recipe, chosen in zip((there, here), kernels, strict=True):
-            recipe["training"] |= {} if "auto" in kernels else {"kernels": chosen}  # the runs keep what auto became
-        for recipe in (there, here) if probe else ():
-            recipe.pop("training"), recipe.pop("distillation", None)
-        what = [f"another {key}" for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
-        mine = {(cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init): arm for arm in self.arms}
-        rows = {(cell_key(row), row["epochs"], row["init"]): row["networks"] for row in stored.arms}
-        if lost := list(dict.fromkeys(key[2] for key in rows if key not in mine)):
-            what.append(f"arms that are missing here: {', '.join(lost[:3])}{' ...' * (len(lost) > 3)}")
-        elif (most := max(rows.values(), default=0)) > self.arms[0].recipe.population.networks:
+        free = ("population.networks", "training.epochs", *(("training", "distillation") if probe else ()))
+        lines = Recipe.parse(stored.environment["recipe"]).differences(self.recipe)
+        chosen = ("training.kernels: auto", "training.kernels: absent")  # the runs keep what auto became
+        what = [line for line in lines if not line.startswith((*free, *chosen)) and not line.endswith("-> auto")][:3]
+        mine = {(arm.place, arm.epochs, arm.init) for arm in self.arms}
+        lost = [row["init"] for row in stored.arms if (cell_key(row), row["epochs"], row["init"]) not in mine]
+        if lost:
+            what.append(f"arms that are missing here: {listing(list(dict.fromkeys(lost)), 3)}")
+        elif (most := max(row["networks"] for row in stored.arms)) > self.arms[0].recipe.population.networks:
             what.append(f"{most} seeds")
         if what:
             raise UsageError(
@@ -378,10 +365,10 @@ class Design:
         runs: list[dict[str, Any]] = []
         device: dict[str, Any] = {}
         hits: dict[Place, np.ndarray] = {}
-        for arm, (metrics, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - that of the last
+        for arm, (metrics, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - the last device
             runs += self._rows(arm, metrics, seconds)
             if right is not None and self.metric == ACCURACY:
-                hits[cell_key({"cell": dict(arm.cell)}), arm.epochs, arm.init] = right
+                hits[arm.place, arm.epochs, arm.init] = right
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
         recipes = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
         sections = {recipe.data.model_dump_json(): recipe.data for recipe in recipes.values()}
@@ -417,15 +404,12 @@ class Design:
 
 
 def _check_folder(folder: Path) -> None:
-    """UsageError unless a folder is new, empty, or that of a benchmark or probe."""
+    """UsageError unless a folder is new, empty, or holds a benchmark or probe."""
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    found = "a file" if folder.is_file() else "a population" if is_population(folder) else ""
-    arms = chain(folder.glob(f"{RUNS}/**/{manifests.NAME}"), folder.glob(f"{PROBES}/**/*-*.json"))
-    if not found and not set(there) <= {RUNS, TIMES, PROBES} and RESULTS not in there and not any(arms):
-        found = ", ".join(there[:3]) + " ..." * (len(there) > 3)
-    if found:
+    if folder.is_file() or is_population(folder) or (there and not {RUNS, PROBES, RESULTS} & set(there)):
+        found = "a population" if is_population(folder) else listing(there, 3) or "a file"
         raise UsageError(
-            f"{folder}: expected a new folder for the results, or that of a benchmark, found {found}; give another (-o)"
+            f"{folder}: expected a new folder for the results, or a benchmark's, found {found}; give another (-o)"
         )
 
 

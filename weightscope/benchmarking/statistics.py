@@ -23,7 +23,7 @@ Runs = Sequence[dict[str, Any]]
 Place = tuple[str, int, str]
 """The cell (`cell_key`), training length and initialiser of an arm."""
 Hits = Mapping[Place, np.ndarray]
-"""Of arms, which images each network classifies rightly, (n, m) bool; row k is that of seed k."""
+"""Arm -> which images each network classifies rightly, (n, m) bool; row k belongs to seed k."""
 Chance = tuple[float, int]
 """The chance level of an accuracy and the number of examples that it is taken over; see `Task.chance`."""
 
@@ -49,14 +49,14 @@ def summarise(
 ) -> list[dict[str, Any]]:
     """Means, their intervals and paired t-tests of the rows of `BenchResult.runs`.
 
-    A network that diverged counts with the metric that it reached. Where that is not finite, it has the worst rank in
-    the tests and is left out of means, and differences have no interval. `n` is the number of networks with a finite
-    value, `networks` that of all, and `pairs` the number of seeds with finite values in both arms. Without any, a
-    `difference` is None and still has a p. Differences keep their sign, whichever direction is better. The reference of
-    an arm is the first initialiser in its cell at its length, that of a frozen arm the first frozen one. An arm is also
-    compared with its controls: `beyond_scale` is the mean paired difference from the arm in `control`, the scale
-    control, and `correlations` that from the arm in `uncorrelated`; a control's own `difference` is what its moments
-    do. For the intervals see `mean_interval` and `paired`.
+    A network that diverged counts with the metric that it reached. If its metric is not finite, it has the worst rank
+    in the tests and is left out of means, and differences have no interval. `n` is the number of networks with a finite
+    value, `networks` the number of all, and `pairs` the number of seeds with finite values in both arms. Without pairs,
+    `difference` is None, and there is a p. Differences keep their sign, whichever direction is better. The reference of
+    an arm is the first initialiser in the same cell at the same length; of a frozen arm, the first frozen one. An arm
+    is also compared with its controls: `beyond_scale` is the mean paired difference from the arm in `control`, the
+    scale control, and `correlations` the difference from the arm in `uncorrelated`. The `difference` of a control is
+    the effect of its means and variances. For the intervals see `mean_interval` and `paired`.
 
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
@@ -115,7 +115,7 @@ _FOUND = ("difference", "ci95", "p", "pairs", "p_holm", "level", "ci_holm", "ci_
 
 
 def _columns(key: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of what `_tested` found, None if nothing; those of the difference from the reference are shorter."""
+    """The columns of what `_tested` found, None if nothing; names of the difference from the reference are shorter."""
     p = "" if key == "difference" else f"{key}_"
     names = (key, f"{key}_ci95", f"{p}p", f"{p}pairs", f"{p}p_holm", f"{p}level", f"{key}_ci_holm", f"{key}_ci_images")
     return {name: found.get(known) for name, known in zip(names, _FOUND, strict=True)}
@@ -129,8 +129,8 @@ def _tested(
         c_k = sum over arms of weight x value of network k,   mean(c) +- t s / sqrt(n)
 
     Each has `seeds`, the number of seeds that all of its arms have, and `_FOUND` unless no network has a finite value:
-    `pairs` is the number of finite c_k, `p` that of `paired`, `ci_holm` the interval at the `level` of the test in
-    Holm's procedure, and `ci_images` is `crossed` at this level.
+    `pairs` is the number of finite c_k, `p` comes from `paired`, `ci_holm` is the interval at the `level` of the test
+    in Holm's procedure, and `ci_images` is `crossed` at this level.
     """
     values = {arm: values_of(group, metric) for arm, group in groups.items()}
     out, known = list[dict[str, Any]](), []
@@ -144,13 +144,15 @@ def _tested(
         out.append({"seeds": len(seeds)})
         if np.isfinite([a, b]).any():
             known.append((out[-1], weights, size, seeds, a, b))
-    p_values = [paired(a, b, metric)["p"] for *_, a, b in known]
-    found = zip(known, p_values, holm(p_values), holm_levels(p_values), strict=True)
-    for (row, weights, size, seeds, a, b), p, adjusted, level in found:
-        plain, strict = (paired(a, b, metric, at) for at in (LEVEL, level))
-        row["difference"] = None if plain["difference"] is None else size * plain["difference"]
-        row |= {"p": p, "pairs": int(np.isfinite(a - b).sum()), "p_holm": adjusted, "level": level}
-        for name, interval in (("ci95", plain["difference_ci95"]), ("ci_holm", strict["difference_ci95"])):
+    tests = [paired(a, b, metric) for *_, a, b in known]
+    p_values = [test["p"] for test in tests]
+    found = zip(known, tests, holm(p_values), holm_levels(p_values), strict=True)
+    for (row, weights, size, seeds, a, b), test, adjusted, level in found:
+        row["difference"] = None if test["difference"] is None else size * test["difference"]
+        row |= {"p": test["p"], "pairs": int(np.isfinite(a - b).sum()), "p_holm": adjusted, "level": level}
+        plain = test["difference_ci95"]
+        strict = None if row["pairs"] < len(seeds) else paired(a, b, metric, level)["difference_ci95"]
+        for name, interval in (("ci95", plain), ("ci_holm", strict)):
             row[name] = interval and [size * end for end in interval]
         row["ci_images"] = crossed(weights, hits or {}, seeds, row["ci_holm"], level)
     return out
@@ -293,13 +295,13 @@ def paired(values: np.ndarray, base: np.ndarray, metric: Metric = ACCURACY, leve
     The interval is Student's, of confidence 1 - level, intersected with the possible range, [-1, 1] for accuracies,
     which does not change how often it covers the true difference.
 
-    Differences that are equal up to rounding have no s. Their p is that of the sign test, 2^(1 - n), and 1 if they are
-    zero; the interval has no width where 2^(1 - n) is below the level, and is the possible range otherwise (None
+    Differences that are equal up to rounding have no s. Their p comes from the sign test, 2^(1 - n), and is 1 if they
+    are zero; the interval has no width where 2^(1 - n) is below the level, and is the possible range otherwise (None
     without an upper bound), as for a single difference.
 
-    Where one of a pair is not finite, because the network diverged, p is that of Wilcoxon's signed ranks over all
+    Where one of a pair is not finite, because the network diverged, p comes from Wilcoxon's signed ranks over all
     pairs, in which the network without a finite value is worse than all others, and two of them are equal (worst-rank
-    scores, Lachin 1999). The mean is then that of the other pairs, or None. It has no interval, since one over the
+    scores, Lachin 1999). The mean is taken over the other pairs, or None. It has no interval, since one over the
     networks that are left may contradict the test.
     """
     finite = np.isfinite(values - base)
@@ -327,7 +329,7 @@ def over_images(d: np.ndarray, interval: Sequence[float], level: float = LEVEL, 
 
     a, b and e are the mean squares of networks, of images and of their interaction, over n m, of two-way crossed random
     effects, and t is the quantile 1 - level / 2 of Student's T with nu degrees of freedom. A negative component of
-    images, b < e, is 0. The result holds `interval`, that of `paired` at the same level for the images that were used:
+    images, b < e, is 0. The result holds `interval`, from `paired` at the same level for the images that were used:
     with few networks, the formula may give less, as nu > n - 1. It is cut to differences of at most `most`, which is
     all that is known from one network or one image.
 
@@ -364,9 +366,9 @@ def other_examples(p: float, q: float, m: int) -> float:
 
     That is around the difference on all such examples, and for two arms, not for a difference of differences. Of p_i in
     [0, 1], the share of an arm's networks that are right on example i, with mean p, the variance is at most p (1 - p),
-    since p_i^2 <= p_i; that of p_i - q_i is at most the sum of both, if what is hard for one arm is not easier for the
-    other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose hits are not
-    known, which `crossed` needs.
+    since p_i^2 <= p_i; the variance of p_i - q_i is at most the sum of both, if what is hard for one arm is not easier
+    for the other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose hits
+    are not known, which `crossed` needs.
 
     Source: Bhatia and Davis, A better bound on the variance, 2000.
     """
@@ -497,7 +499,7 @@ def contrast_tests(
 
     Arms of all cells on one seed are one observation, so differences that all cells share are not counted twice. `p`
     is not adjusted, and `ci` is at the 5 % level where there is one contrast; of several, `p_holm` and the intervals
-    are those of Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
+    follow Holm's procedure over the contrasts alone. `declared` says of each whether it was given before its
     results were there. With `hits` of all arms, `ci_images` is `over_images` at the same level, otherwise None. See
     `paired` for networks without a finite value.
     """

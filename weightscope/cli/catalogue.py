@@ -103,7 +103,7 @@ def catalogue(kind: str | None = None) -> Catalogue:
 
 
 def _wrapped(text: str, first: str, others: str) -> list[str]:
-    """Lines of `_WIDTH`, not broken at hyphens: those of paths and names would look like part of the text."""
+    """Lines of `_WIDTH`, not broken at hyphens, which are part of paths and names."""
     return textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 

@@ -378,7 +378,7 @@ def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]
         lines.setdefault((label_without(row["init"], axis), others), []).append(row)
     if not any(axis in place_of(row) for row in summary):
         known = ", ".join(sorted({key for row in summary for key in place_of(row)}))
-        raise UsageError(f"axis: expected one of {known or 'a benchmark with --vary or --grid'}, found {axis!r}")
+        raise UsageError(f"axis: expected one of {known or 'fields that vary'}, found {axis!r}")
     return lines
 
 
