@@ -44,6 +44,7 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/sweep.py --json benchmarks/results/sweep.json
 	$(BIN)/python benchmarks/products.py --json benchmarks/results/products.json
 	$(BIN)/python benchmarks/sequences.py --compiled --json benchmarks/results/sequences.json
+	$(BIN)/python benchmarks/threads.py --json benchmarks/results/threads.json
 
 # Correctness on the GPU first, then speed, then whether accuracies agree.
 bench-gpu: $(INSTALLED)

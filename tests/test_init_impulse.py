@@ -244,24 +244,6 @@ def test_no_positions_need_a_grid_and_codes_must_fit():
             solve(codes, TokenGrid(2, 2), [(0, 0)], 4)
 
 
-def test_the_solver_runs_in_one_thread_and_gives_the_others_back(monkeypatch):
-    seen, threads = [], torch.get_num_threads()
-    polish = _Problem.polish
-
-    def watched(self, *args, **options):
-        seen.append(torch.get_num_threads())
-        return polish(self, *args, **options)
-
-    monkeypatch.setattr(_Problem, "polish", watched)
-    torch.set_num_threads(2)
-    try:
-        solve(sinusoidal_positions(4, 4, 16), TokenGrid(4, 4), [(0, 1)], 8)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(threads)
-    assert set(seen) == {1}
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_objective_and_its_gradients_equal_those_of_autograd_in_double_precision(causal):
     tokens = TokenGrid(1, 24, causal=True) if causal else TokenGrid(4, 6)

@@ -15,8 +15,9 @@ from matplotlib.axes import Axes
 from torch import Tensor
 
 from weightscope import plots
-from weightscope._util.environment import environment, single_threaded
+from weightscope._util.environment import environment
 from weightscope._util.results import text_table
+from weightscope._util.threads import one_thread
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.init.attention import query_key, same_random
 from weightscope.plots import theme
@@ -32,7 +33,7 @@ def frontier(width: int, head_width: int, grid: Sequence[float] = GRID, seed: in
     """
     generator = torch.Generator().manual_seed(seed)
     points: list[dict[str, Any]] = []
-    with single_threaded():
+    with one_thread():
         for rank in dict.fromkeys((width, head_width)):
             for scale in (0.25, 0.5, 0.75, 1.0):
                 points.append(point("equal random", *same_random(width, rank, scale, generator)))

@@ -1,13 +1,11 @@
-"""Versions, machine and device, stored with every result; the number of threads of small problems."""
+"""Versions, machine and device, stored with every result."""
 
 import importlib.metadata
 import os
 import platform
 import re
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -86,28 +84,6 @@ def available_memory() -> int:
         held = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free = min(free, int(most) - int((group / "memory.current").read_text()) + int(held["inactive_file"]))
     return free
-
-
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Run NumPy, SciPy and torch on one thread within the block.
-
-    On matrices of some hundred rows threads cost more time than they save, and many times more on a busy machine, where
-    each operation waits for the slowest of them. SciPy and torch must have been imported before: only loaded libraries
-    are limited.
-    """
-    from threadpoolctl import threadpool_limits
-
-    torch = sys.modules.get("torch")  # importing it takes seconds and hundreds of megabytes
-    threads = torch.get_num_threads() if torch else 1
-    if torch:
-        torch.set_num_threads(1)  # torch's own MKL is not among the libraries that threadpoolctl finds
-    try:
-        with threadpool_limits(1):
-            yield
-    finally:
-        if torch:
-            torch.set_num_threads(threads)
 
 
 @cache

@@ -31,7 +31,8 @@ from typing import Any, NamedTuple, TypeVar
 import cloudpickle
 
 from weightscope._util.checks import choice, count
-from weightscope._util.environment import single_threaded, usable_cores, visible_gpus
+from weightscope._util.environment import usable_cores, visible_gpus
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusted, trusting
 from weightscope.errors import UsageError, WeightscopeError
 
@@ -227,7 +228,7 @@ def in_order(
 
 def _in_place(task: Callable[[Any], T], folder: str | None, trust: bool, item: Any) -> T | WeightscopeError:
     try:
-        with contextlib.ExitStack() as stack, trusting(trust), single_threaded():
+        with contextlib.ExitStack() as stack, trusting(trust), one_thread():
             if folder is not None:
                 if not os.path.isdir(folder):  # on a machine of a cluster: a relative path must not name another file
                     folder = stack.enter_context(tempfile.TemporaryDirectory())

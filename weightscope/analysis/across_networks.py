@@ -13,6 +13,7 @@ from weightscope._util import outputs
 from weightscope._util.checks import choice
 from weightscope._util.results import Result
 from weightscope._util.sources import is_population
+from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
@@ -163,6 +164,7 @@ def over_hidden_units(shape: Sequence[int]) -> np.ndarray:
     return np.repeat(np.arange(rows), columns) if rows < columns else np.tile(np.arange(columns), rows)
 
 
+@one_thread()
 def covariance_across(
     source: WeightSamples | str | Path,
     select: str | Sequence[str] | None = "auto",
@@ -219,7 +221,7 @@ def covariance_across(
         "rank_bound": min(entries.n - 1, size),
     }
     if (moment := getattr(source, "moment", None)) is not None:
-        diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[union-attr]
+        diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[attr-defined]
     result = PopulationCovariance(matrix, entries.mean, entries.n, found.excluded, coordinates.spec, kind, diagnostics)
     matrices = [t.name for t in coordinates.tensors if len(t.shape) == 2] if stripes else []
     if matrices:
@@ -313,6 +315,7 @@ def _add_statistics(result: PopulationCovariance, terms: _Terms, total: Any) -> 
             result.diagnostics.setdefault("without_transposed", {})[mlp] = str(error)
 
 
+@one_thread()
 def eigenpairs(
     source: WeightSamples | str | Path,
     rank: int,
@@ -336,6 +339,7 @@ def eigenpairs(
     return top_eigenpairs(total, coordinates.spec.size, rank, memory=memory)
 
 
+@one_thread()
 def covariance(source: Any, select: str | Sequence[str] | None = "auto") -> "PopulationCovariance | NetworkCovariances":
     """The covariance across the networks of a population, or within one trained network.
 

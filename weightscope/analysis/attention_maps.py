@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, odd
 from weightscope._util.results import Result, row_table, text_table
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -469,6 +470,7 @@ def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {key: sum(values) / len(values) for key, values in known.items()}
 
 
+@one_thread()
 def attention_maps(
     model: nn.Module,
     inputs: Any,

@@ -19,6 +19,7 @@ from torch import Tensor
 from weightscope._util.checks import choice
 from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers, in_order
 from weightscope.anatomy import (
     AttentionPart,
@@ -346,6 +347,7 @@ class _Model:
         return value.cpu()
 
 
+@one_thread()
 def products(
     *sources: Any,
     labels: Sequence[str] | None = None,

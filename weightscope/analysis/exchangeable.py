@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy.special import stdtrit
 
-from weightscope._util.environment import single_threaded
 from weightscope._util.names import listing
 from weightscope._util.results import Result, finite_or_none, text_table
 from weightscope._util.sources import is_population
+from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
@@ -160,6 +160,7 @@ class ExchangeableCovariance(Result):
         return plots.finished(axes, path)
 
 
+@one_thread()
 def covariance_exchangeable(
     source: Any,
     select: str | Sequence[str] = "*",
@@ -211,7 +212,7 @@ def covariance_exchangeable(
 
     def summed(part: WeightSamples, _: int) -> ExchangeableMoments:
         found = ExchangeableMoments(spec, own, centre=centre, index=False)
-        with single_threaded():  # another thread reads; on two cores more of them wait for each other
+        with one_thread():  # another thread reads; on two cores more of them wait for each other
             for rows, out in finite_chunks(part, spec.names):
                 found.excluded += out
                 found.update(rows)
@@ -310,6 +311,7 @@ class Emergence(Result):
         return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
 
 
+@one_thread()
 def emergence(
     population: "Population",
     select: str | Sequence[str] = "*",

@@ -16,6 +16,7 @@ import tomli_w
 from weightscope._util.names import joined, unverified
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import ARTIFACT_KEY, is_population, location, population_member
+from weightscope._util.threads import one_thread
 from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
 from weightscope.population import Population, shards
@@ -34,6 +35,7 @@ _MOST_METRICS = 14  # of a summary
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
+@one_thread()
 def inspect(
     source: "str | Path | Population | Checkpoint",
 ) -> "PopulationContents | ExportContents | CheckpointContents | PopulationFit | NetworkFit":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from weightscope._util.names import listing
 from weightscope._util.results import Result
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, ssms
 from weightscope.anatomy.effective import refuse_adapters
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -146,6 +147,7 @@ _MOST = 1 << 26  # entries of the maps of one channel: 512 MiB for each of a few
 _TOLERANCE = 1e-6  # of the output that maps give, relative to the largest output
 
 
+@one_thread()
 def state_space_maps(model: Any, tokens: Any, *, config: Mapping[str, Any] | None = None) -> StateSpaceMaps:
     """Mean maps and masks of every Mamba or Mamba-2 layer on sequences of tokens (thesis Fig. 3.24 and 3.34).
 

@@ -15,6 +15,7 @@ from weightscope._util import outputs
 from weightscope._util.checks import choice, count
 from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
+from weightscope._util.threads import one_thread
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy.convolution import strides
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -412,6 +413,7 @@ def _first_part(source: anatomy.NamedTensors) -> Part:
     raise missing or AnatomyError("expected a network with parts, found none")
 
 
+@one_thread()
 def skeleton(
     source: Any, part: Part | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
 ) -> nn.Module:
@@ -457,6 +459,7 @@ SAMPLES = 64  # filters of a layer that are kept for pictures, as in thesis Fig.
 _PATCHES = 1024  # a patch embedding is drawn whole (thesis Fig. 2.4) up to this number of filters
 
 
+@one_thread()
 def covariance_within(
     *sources: Any,
     part: Part | None = None,

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from weightscope._util.names import listing
 from weightscope._util.plugins import is_reference
+from weightscope._util.threads import one_thread
 from weightscope.anatomy.operations import Recorder, call, tensors_in
 from weightscope.anatomy.permutation_graph import derive_permutations
 from weightscope.errors import AnatomyError, SpecError, UsageError
@@ -24,6 +25,7 @@ from weightscope.statistics.permutations import PermutationSpec, bare
 _log = logging.getLogger(__name__)
 
 
+@one_thread()
 def permutation_spec(network: WeightSpec | nn.Module, example_inputs: Any = None) -> PermutationSpec:
     """The permutation specification of a network: which units may be renumbered without changing what it computes.
 

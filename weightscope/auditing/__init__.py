@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, name_of
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
 from weightscope.anatomy.effective import unsettable
@@ -30,6 +31,7 @@ __all__ = ["EXPECTATIONS", "AuditReport", "Check", "audit", "track"]
 Found = tuple[list[Check], list[str]]  # checks, and the names of what looks like the parts and was not read
 
 
+@one_thread()
 def audit(
     model: Any,
     init: str | Callable[..., Iterable[Check]] | None = None,

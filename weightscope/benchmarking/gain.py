@@ -12,6 +12,7 @@ from weightscope._util import atomic
 from weightscope._util.checks import count, number
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.seeding import Purpose, torch_seed
+from weightscope._util.threads import one_thread
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.run import bench
 from weightscope.data.metrics import ACCURACY, Metric
@@ -85,6 +86,7 @@ class GainChoice(Result):
         return plots.finished(plots.gain_curve(self.curve, metric=self.trainings.metric, title=title), path)
 
 
+@one_thread()
 def choose_gain(
     population: Population | str | Path,
     select: str | Sequence[str] = "*",

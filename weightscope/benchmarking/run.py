@@ -23,6 +23,7 @@ from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import listing, unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
 from weightscope._util.sources import as_path, is_population
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers, makespan
 from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
@@ -48,6 +49,7 @@ Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | Non
 """Of an arm the metrics of its networks (n,), the environment, the seconds of each (n,), and `Population.hits`."""
 
 
+@one_thread()
 def bench(
     recipe: Recipe | str | Path,
     inits: Sequence[Init] | Mapping[str, Init] = (),

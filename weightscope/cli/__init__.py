@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, report, verify
@@ -83,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; every error is one line and an exit code (see `weightscope.errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        sys.exit(cli.main(args=arguments, prog_name="weightscope", standalone_mode=False) or 0)
+        with one_thread():
+            code = cli.main(args=arguments, prog_name="weightscope", standalone_mode=False)
+        sys.exit(code or 0)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("weightscope: interrupted", err=True)
         sys.exit(INTERRUPTED)

@@ -13,6 +13,7 @@ from scipy.optimize import OptimizeResult, minimize
 
 from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.results import row_table
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
@@ -307,6 +308,7 @@ def filter_fit(
     return fit
 
 
+@one_thread()
 def fit_filters(
     source: Any,
     *,
@@ -330,6 +332,7 @@ def fit_filters(
     return NetworkFit(filter_fit(square_distributions(parts), _left_out(parts), **options, kernel=kernel, psd=psd))
 
 
+@one_thread()
 def fit_conv_schedule(
     source: Any, *, schedule: str = "depth", psd: str = "abs", kernel: int | None = None
 ) -> NetworkFit:

@@ -19,6 +19,7 @@ from weightscope._util.names import listing
 from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope._util.sources import is_population
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers
 from weightscope._version import __version__
@@ -46,6 +47,7 @@ _MLP = "*.mlp.fc?.weight"
 _log = logging.getLogger(__name__)
 
 
+@one_thread()
 def fit(
     source: WeightSamples,
     select: str | Sequence[str] | None = None,
@@ -101,6 +103,7 @@ def fit(
     return fit_each(source, select, structure, several, joint=joint, each=False, **further)[0]
 
 
+@one_thread()
 def fit_each(
     source: WeightSamples,
     select: str | Sequence[str] | None,
@@ -505,6 +508,7 @@ def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
     return out | {f"{key}_se": float(values.std(ddof=1) / np.sqrt(len(values))) for key, values in means.items()}
 
 
+@one_thread()
 def fit_init(
     source: "str | Path | Population | Sequence[str | Path]",
     structure: Any = "auto",

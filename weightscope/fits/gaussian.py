@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from scipy.linalg import cholesky, solve_triangular
 
+from weightscope._util.threads import threads_for
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.structure import (
     Accumulator,
@@ -225,10 +226,11 @@ def principal_rows(rows: np.ndarray) -> np.ndarray:
 
     They do not depend on the order of X's rows, and neither do samples drawn with them.
     """
-    if len(rows) > rows.shape[1]:
-        values, vectors = np.linalg.eigh(rows.T @ rows)
+    wide = len(rows) <= rows.shape[1]
+    with threads_for("decomposition", min(rows.shape)):
+        values, vectors = np.linalg.eigh(rows @ rows.T if wide else rows.T @ rows)
+    if not wide:
         return (np.sqrt(np.maximum(values, 0.0))[:, None] * vectors.T)[::-1]
-    values, vectors = np.linalg.eigh(rows @ rows.T)
     keep = values > values[-1] * len(rows) * np.finfo(np.float64).eps
     principal = (vectors[:, keep].T @ rows)[::-1]
     largest = np.abs(principal).argmax(axis=1)

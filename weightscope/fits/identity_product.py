@@ -12,6 +12,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.results import row_table
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
@@ -93,6 +94,7 @@ _ANGLES = 33
 _SEED = 0x5EED
 
 
+@one_thread()
 def fit_identity_product(
     source: Any, *, parts: str = "both", fold_scales: bool = False, config: Mapping[str, Any] | None = None
 ) -> NetworkFit:

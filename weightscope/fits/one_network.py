@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from weightscope._util.plugins import Registry, underscored
+from weightscope._util.threads import one_thread
 from weightscope._version import __version__
 from weightscope.errors import DataError, UsageError
 from weightscope.fits.artifact import NetworkFit, StrictModel, checked_header
@@ -30,6 +31,7 @@ NETWORK_FITS.register("conv_schedule", source="thesis Eq. 3.10-3.11")(fit_conv_s
 NETWORK_FITS.register("identity_product", source="thesis Eq. 3.12-3.18")(fit_identity_product)
 
 
+@one_thread()
 def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **options: Any) -> NetworkFit:
     """Fit the numbers of an initialiser to one network; they apply to networks of any width, depth and head count.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from weightscope._util.checks import choice
 from weightscope._util.names import listing, matching
+from weightscope._util.threads import one_thread
 from weightscope._version import __version__
 from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.anatomy.places import Source, tensors_of
@@ -44,6 +45,7 @@ class _Measured(NamedTuple):
     types: list[TypeCovariance]
 
 
+@one_thread()
 def fit_pretrained(
     sources: Any,
     select: str | Sequence[str] | None = None,

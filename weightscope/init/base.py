@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice
 from weightscope._util.names import matching, parts_of
 from weightscope._util.plugins import Registry, Signature, distribute, name_of
+from weightscope._util.threads import one_thread
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
 from weightscope.anatomy.matrices import Matrix, fans, matrices
 from weightscope.anatomy.tensors import cast
@@ -110,8 +111,9 @@ class _Initialisers(Registry[F]):
             @functools.wraps(function)
             def initialise(module: Any, *args: Any, **parameters: Any) -> Any:
                 name = function.__name__
-                check_generator(parameters.get("generator"))
-                with running(name), torch.autocast("cpu", enabled=False):  # the caller's would round what is computed
+                # Without the caller's autocast, which would round what is computed.
+                with one_thread(), running(name), torch.autocast("cpu", enabled=False):
+                    check_generator(parameters.get("generator"))
                     if details.get("needs") == "nothing" or not isinstance(module, nn.Module):
                         return function(module, *args, **parameters)
                     with writable(module, name, idle=details.get("may_set_nothing", False)) as inner:
@@ -134,7 +136,7 @@ def _of_user(
     """Run an unregistered initialiser, and check that it returns the module."""
     check_generator(generator)
     try:
-        with running(name), all_or_nothing():
+        with one_thread(), running(name), all_or_nothing():
             found = function(module, **parameters, generator=generator)
     except WeightscopeError:
         raise

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import count
+from weightscope._util.threads import one_thread
 from weightscope.anatomy.effective import plain, writable
 from weightscope.anatomy.matrices import Matrix, matrices
 from weightscope.errors import AnatomyError, UsageError
@@ -66,6 +67,7 @@ class ScaleControl:
         moments = {key: _pooled(parts) for key, parts in sums.items()}
         return cls(moments, frozenset(added), {key: torch.cat(parts) for key, parts in rates.items()})
 
+    @one_thread()
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
@@ -133,6 +135,7 @@ class UncorrelatedControl:
         deviations = tuple(np.sqrt(np.maximum(one.covariance.diagonal(), 0)) for one in found)
         return cls(spec, own, mean_vector(means, spec, own), deviations, frozenset(added))
 
+    @one_thread()
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import flag
 from weightscope._util.names import listing, unwrapped
+from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
@@ -54,6 +55,7 @@ class FittedInit:
     def __init__(self, result: Any) -> None:
         self.result = result
 
+    @one_thread()
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None, strict: bool = True) -> M:
         """Set the fitted weights in a module, in place; frozen ones, too.
@@ -173,6 +175,7 @@ class NetworkInit(FittedInit):
         return f"NetworkInit({self.result.numbers.structure} of {len(self.result.numbers.layers)} layers)"
 
 
+@one_thread()
 def load_init(
     path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
 ) -> PopulationInit | NetworkInit:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice, count, flag, odd
-from weightscope._util.environment import single_threaded
+from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
 from weightscope.anatomy.attention_modules import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, shared_path
@@ -62,6 +62,7 @@ def normalised(codes: Tensor) -> Tensor:
     return torch.nn.functional.layer_norm(codes.double(), codes.shape[-1:], eps=1e-6)
 
 
+@one_thread()
 def solve(
     codes: Tensor,
     tokens: TokenGrid,
@@ -86,21 +87,18 @@ def solve(
     """
     if codes.ndim != 2 or len(codes) != tokens.total:
         raise UsageError(f"codes: expected one row for each of {tokens.total} tokens, found {tuple(codes.shape)}")
-    import scipy.optimize  # noqa: F401 - half a second; loaded before the limit, which affects loaded libraries only
-
     found = {}
-    with single_threaded():
-        own, directions = coordinates(codes)
-        problem = _Problem(own, tokens, scale or 1 / math.sqrt(head_width), norm)
-        start = problem.start(min(len(directions), head_width))
-        home = problem.polish((0, 0), start, start)
-        for offset in dict.fromkeys(offsets):
-            a, b = home
-            if offset != (0, 0):
-                a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
-            weights = (directions.T @ a, directions.T @ b)  # (d, k'), k' <= k
-            q, k = (torch.nn.functional.pad(w, (0, head_width - w.shape[1])) for w in weights)
-            found[offset] = q, k
+    own, directions = coordinates(codes)
+    problem = _Problem(own, tokens, scale or 1 / math.sqrt(head_width), norm)
+    start = problem.start(min(len(directions), head_width))
+    home = problem.polish((0, 0), start, start)
+    for offset in dict.fromkeys(offsets):
+        a, b = home
+        if offset != (0, 0):
+            a, b = problem.polish(offset, problem.shift(offset) @ a, b, move_key=not shared_key)
+        weights = (directions.T @ a, directions.T @ b)  # (d, k'), k' <= k
+        q, k = (torch.nn.functional.pad(w, (0, head_width - w.shape[1])) for w in weights)
+        found[offset] = q, k
     return found
 
 
@@ -116,6 +114,7 @@ def coordinates(codes: Tensor) -> tuple[Tensor, Tensor]:
     return left[:, :rank] * values[:rank], directions[:rank]
 
 
+@one_thread()
 def by_adam(
     codes: Tensor,
     targets: Tensor,
@@ -136,7 +135,7 @@ def by_adam(
     x, wanted, group = codes.float(), targets.float(), len(query) // len(key)
     q, k = (value.detach().float().clone().requires_grad_() for value in (query, key))
     adam = torch.optim.Adam([q, k], lr=ADAM_RATE)
-    with single_threaded(), torch.enable_grad():
+    with torch.enable_grad():
         for step in range(steps):
             found = attention_map(x, q, k.repeat_interleave(group, 0), scale, causal)
             loss = (found - wanted).square().mean((1, 2)).sum()

@@ -25,6 +25,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 from matplotlib.transforms import Bbox
 
 from weightscope._util import atomic
+from weightscope._util.threads import one_thread
 from weightscope.errors import UsageError
 
 FONT = "DejaVu Sans"  # ships with matplotlib, so figures do not depend on installed fonts
@@ -180,7 +181,7 @@ def themed() -> Iterator[None]:
     """Apply the style within the block, or while a decorated drawing function runs, and restore the settings after."""
     import seaborn  # takes half a second, which only figures need
 
-    with matplotlib.style.context(["default", seaborn.axes_style("ticks"), _SETTINGS]):
+    with one_thread(), matplotlib.style.context(["default", seaborn.axes_style("ticks"), _SETTINGS]):
         yield
 
 

@@ -30,6 +30,7 @@ from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.sources import is_population, location, read_regular
+from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers, chosen_workers, in_order
 from weightscope.anatomy.effective import adapters, refuse_adapters
 from weightscope.checkpoint import Checkpoint, open_checkpoint
@@ -307,6 +308,7 @@ class _Run:
             return last * there.tile + len(h5["seed"])
 
 
+@one_thread()
 def import_networks(
     networks: Iterable[Any],
     path: str | Path,

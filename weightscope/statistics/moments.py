@@ -11,6 +11,7 @@ from scipy.linalg import blas
 
 from weightscope._util.checks import choice
 from weightscope._util.environment import available_memory
+from weightscope._util.threads import one_thread, threads_for
 from weightscope.errors import DataError, UsageError
 
 # NumPy and SciPy have separate BLAS libraries with separate threads, which keep spinning for a while after a
@@ -26,7 +27,8 @@ def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
     """Add `rows.T @ rows` to the upper triangle of a Fortran-ordered matrix in place, at half the work."""
     if rows.size:
         syrk = blas.dsyrk if matrix.dtype == np.float64 else blas.ssyrk
-        syrk(1.0, rows.T, beta=1.0, c=matrix, overwrite_c=1)
+        with threads_for("product", len(matrix)):
+            syrk(1.0, rows.T, beta=1.0, c=matrix, overwrite_c=1)
 
 
 class _BlasGram:
@@ -242,6 +244,7 @@ class Moments:
         self._pending, self._waiting = np.empty((0, size)), 0
         self._work: np.ndarray | None = None
 
+    @one_thread()
     def update(self, chunk: Any) -> "Moments":
         """Add rows (n, D), or (D,) for one row, in float32 or float64; returns this object."""
         self._alive()

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
+from weightscope._util.threads import one_thread, threads_for
 from weightscope.statistics.moments import Moments
 
 
@@ -76,9 +76,6 @@ def ledoit_wolf_of_rows(rows: np.ndarray) -> LedoitWolf:
     return _ledoit_wolf(n, float(squares.sum()) / n, float(np.vdot(gram, gram)) / n**2, float(squares @ squares), size)
 
 
-_THREADED = 500  # rows; hundreds of smaller eigenproblems lose more to threads that wait than they gain
-
-
 def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6) -> np.ndarray:
     """The correlation matrix nearest to a symmetric matrix in Frobenius norm.
 
@@ -87,7 +84,7 @@ def nearest_correlation(matrix: np.ndarray, *, floor: float = 1e-6) -> np.ndarra
     """
     y = np.array(matrix, dtype=np.float64)
     correction = np.zeros_like(y)
-    with threadpool_limits(1 if len(y) < _THREADED else None):
+    with one_thread(), threads_for("decomposition", len(y)):
         for _ in range(500):
             r = y - correction
             values, vectors = np.linalg.eigh(r)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse.linalg import LinearOperator, eigsh
 
+from weightscope._util.threads import threads_for
 from weightscope.errors import DataError
 from weightscope.statistics.moments import Moments, finite_rows
 
@@ -95,14 +96,16 @@ def _other_side(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         mean[part] = block[0] + (block - block[0]).mean(axis=0)
         block -= mean[part]
         variance[part] = np.einsum("ij,ij->j", block, block) / (n - 1)
-        gram += block @ block.T
+        with threads_for("product", n):
+            gram += block @ block.T
     return mean, variance, gram / (n - 1)
 
 
 def _spectrum(gram: np.ndarray, rank: int) -> np.ndarray:
     """Eigenvalues of a positive semi-definite matrix, descending and never negative."""
     if len(gram) <= FULL:
-        return np.maximum(np.linalg.eigvalsh(gram)[::-1][:rank], 0.0)
+        with threads_for("decomposition", len(gram)):
+            return np.maximum(np.linalg.eigvalsh(gram)[::-1][:rank], 0.0)
     start = np.random.default_rng(0).standard_normal(len(gram))
     operator = LinearOperator(gram.shape, matvec=lambda v: gram @ v, dtype=np.float64)
     return np.maximum(np.sort(eigsh(operator, k=LEADING, v0=start, return_eigenvectors=False))[::-1], 0.0)

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from weightscope import networks
+from weightscope._util import threads
 from weightscope._util.environment import available_memory
 from weightscope._util.names import unknown
 from weightscope._util.torch_random import seeded
@@ -123,14 +124,11 @@ def unaffected() -> Iterator[None]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Run `unaffected` on one CPU thread within the block: the number of threads changes the bits of reductions."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     try:
-        with unaffected(), freed_memory_kept():
+        with threads.one_thread(), unaffected(), freed_memory_kept():
             yield
     finally:
-        torch.set_num_threads(threads)
         torch.set_flush_denormal(False)
 
 
