@@ -125,13 +125,6 @@ def test_filter_covariance_of_one_network_is_a_block_of_its_channels() -> None:
     np.testing.assert_allclose(block, np.cov(spec.unpack(x)["conv"][0].reshape(40, 9).T), atol=1e-12)
 
 
-def test_damaged_permutations_are_refused() -> None:
-    fitted = Exchangeable.fit(weights(60), SPEC, permutations=PERMUTATIONS)
-    damaged = fitted.to_tensors() | {"permutations": np.frombuffer(b'{"views": [{"name": 1}]}', dtype=np.uint8)}
-    with pytest.raises(DataError, match="permutation specification"):
-        Exchangeable.from_tensors(damaged, SPEC)
-
-
 def planted(n: int, correlation: float, seed: int = 0) -> tuple[np.ndarray, WeightSpec, PermutationSpec]:
     """Networks in which the fc2 of two blocks have this correlation, entry by entry of one residual channel's mean."""
     spec = WeightSpec(
@@ -248,7 +241,7 @@ def test_inflation_does_not_depend_on_the_unit_of_the_weights() -> None:
 
 @pytest.mark.parametrize(
     ("by", "scale", "mean", "n"),
-    [("network", 0.0, 0.0, 8), ("network", 0.7, 3.0, 8), ("unit", 0.7, 1.0, 8), ("first", 3.0, 3.0, 96)],
+    [("network", 0.7, 3.0, 8), ("unit", 0.7, 1.0, 8), ("first", 3.0, 3.0, 96)],
 )
 def test_scales_and_means_that_tensors_share_make_no_false_alarms(by: str, scale: float, mean: float, n: int) -> None:
     """300 populations of n networks: 5 % is 15, 31 or more have p = 2e-4. Pairs, and errors of amplified laws.

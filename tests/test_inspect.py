@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import fake_training as fake
@@ -115,11 +114,3 @@ def test_what_is_not_a_model_is_named(tmp_path: Path) -> None:
         weightscope.products(tmp_path / "fit.safetensors")
     with pytest.raises(DataError, match="expected a model, found the artifact of an initialiser"):
         weightscope.audit(tmp_path / "fit.safetensors", "mimetic_attention")
-
-
-def test_control_characters_of_a_source_are_shown_as_escapes(tmp_path: Path) -> None:
-    fake.write_population(tmp_path / "a.pop", fake.recipe())
-    found = replace(inspect(tmp_path / "a.pop"), sources={"mine:net": "a = 1\n\tb\x1b[2K\r\u202eé\n"})
-    assert "a = 1\n\tb\\x1b[2K\\r\\u202eé\n" in found.code()
-    assert "characters that cannot be printed are shown as escapes" in found.code()
-    assert "escapes" not in replace(found, sources={"mine:net": "a = 1\n\tb\n"}).code()

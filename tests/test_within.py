@@ -3,7 +3,6 @@
 import json
 import math
 import tracemalloc
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from weightscope import Checkpoint, plots
 from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.analysis.within_network import covariance_within, skeleton
 from weightscope.anatomy import depthwise, mlps, patch_embeddings
-from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
-from weightscope.fits.filters import FilterDistribution, filter_distributions
+from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.fits.filters import filter_distributions
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.recipe import Recipe
 from weightscope.statistics import slices
@@ -29,10 +28,9 @@ from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
-FILTERS = ("ours-convmixer", "ours-convnext", "timm-convnext", "timm-convmixer", "timm-efficientnet", "hf-mamba")
-MATRICES = ("ours-vit", "ours-convnext", "timm-vit", "timm-vit-swiglu", "timm-convnext")
-MATRICES += ("hf-gpt2", "hf-llama", "hf-bert")
-PATCHES = ("ours-vit", "ours-convmixer", "timm-vit", "timm-convnext", "hf-vit", "torchvision-vit")
+FILTERS = ("ours-convmixer", "ours-convnext", "timm-efficientnet", "hf-mamba")
+MATRICES = ("ours-convnext", "timm-vit", "timm-vit-swiglu", "hf-gpt2", "hf-llama")
+PATCHES = ("ours-vit", "ours-convmixer", "timm-convnext", "hf-vit")
 
 
 def convmixer(seed: int = 0, depth: int = 3) -> torch.nn.Module:
@@ -236,22 +234,6 @@ def test_weights_that_are_not_finite_are_counted_and_the_rest_is_drawn(tmp_path)
         covariance_within(model)
 
 
-def test_filter_distributions_want_square_filters_of_odd_size_and_check_their_arrays():
-    with pytest.raises(UsageError, match=r"expected square filters of odd size, found .* 4 x 4"):
-        filter_distributions(torch.nn.Conv2d(8, 8, 4, groups=8))
-    with pytest.raises(UsageError, match=r"expected square filters of odd size, found .* 3 x 5"):
-        filter_distributions(torch.nn.Conv2d(8, 8, (3, 5), groups=8))
-    (found,) = filter_distributions(torch.nn.Conv2d(8, 8, 3, groups=8))
-    assert (found.depth, found.stage, found.kernel, found.count) == (0.0, 0, 3, 8)
-    with pytest.raises(DataError, match=r"expected float64 \(5, 5\) for its mean, found float64 \(3, 3\)"):
-        FilterDistribution(**dict(found) | {"kernel": 5})
-
-
-def test_one_filter_is_no_sample():
-    with pytest.raises(DataError, match="at least 2 finite samples, found 1"):
-        slice_moments(np.ones((1, 9)))
-
-
 def test_a_layer_has_the_number_of_its_name_where_a_block_is_absent():
     state = ConvNeXt((8, 16), (4, 3)).state_dict()
     found = covariance_within({name: x for name, x in state.items() if not name.startswith("stages.0.blocks.1.")})
@@ -284,8 +266,6 @@ def test_dead_filters_are_counted():
         ((), {}, UsageError, "at least one network"),
         (("model",), {"keep": 0}, UsageError, "keep: expected an integer >= 1, found 0"),
         (("model",), {"labels": ["a", "b"]}, UsageError, "labels: expected a list of 1 unique"),
-        (("model", "model"), {"labels": ["a", "a"]}, UsageError, "labels: expected a list of 2 unique names"),
-        (("model",), {"labels": "a"}, UsageError, "labels: expected a list"),
         (("model",), {"part": "mlp-rows"}, AnatomyError, "ConvMixer: expected MLPs, found 3 depthwise convolutions, 1"),
         (
             ("vit",),
@@ -293,7 +273,6 @@ def test_dead_filters_are_counted():
             AnatomyError,
             r"ViT: expected depthwise convolutions, found 2 attention .* 2 MLPs",
         ),
-        (("model", "vit"), {"part": "filters"}, AnatomyError, "ViT: expected depthwise"),
         ((3,), {}, AnatomyError, "int: expected a module, a mapping"),
     ],
 )
@@ -337,15 +316,6 @@ def test_several_networks_stand_in_one_table_and_one_picture(tmp_path):
     assert [row["source"] for row in rows] == ["a"] * 3 + ["ConvMixer"] * 4 + ["c"] * 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("part", "pictures"), [("patch", ("maps", "depth", "samples")), ("mlp-columns", ("maps",))])
-def test_every_part_has_its_pictures(part, pictures, tmp_path):
-    found = covariance_within(ViT(16, 4, 24, 2, 3, 5), part=part)
-    for picture in pictures:
-        found.plot(tmp_path / f"{picture}.png", picture)
-        assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "mixer.safetensors"
@@ -381,13 +351,10 @@ def test_the_command_compares(file, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "code", "match"),
     [
-        (("--part", "heads"), 2, "expected one of 'filters'"),
         (("--part", "mlp-rows"), 3, "expected MLPs, found 3 depthwise"),
         (("--select", "*"), 2, "--select: does not apply within networks"),
         (("--fold-norms", "--means"), 2, "--fold-norms: does not apply within networks, which takes --part"),
         (("--network", "1"), 2, "--network: selects within a population's folder"),
-        (("--init", "nonsense"), 2, "no initialiser 'nonsense'"),
-        (("--picture", "heads"), 2, "not one of 'maps', 'depth', 'samples'"),
         (("nothing.pth",), 3, "no such file"),
     ],
 )
@@ -446,23 +413,6 @@ def test_blocks_of_channels_and_of_rectangles():
     np.testing.assert_array_equal(line.axes[0].images[0].get_array(), matrix[:4, :4])
 
 
-EYE = np.eye(9)
-PANEL = plots.Panel(EYE, "a", (1, 3, 3))
-BAD_PAGES = [
-    (plots.covariance_page, [[plots.Panel(EYE[:4], "a", (1, 3, 3))]], r"a: expected a square .* found \(4, 9\)"),
-    (plots.covariance_page, [[plots.Panel(EYE + np.inf, "a", (1, 3, 3))]], "expected finite"),
-    (plots.covariance_page, [[None]], "at least one layer"),
-    (partial(plots.covariance_page, row_labels=["a", "b"]), [[PANEL]], "row_labels"),
-    (plots.filter_page, [[PANEL]], "expected filters"),
-]
-
-
-@pytest.mark.parametrize(("page", "panels", "match"), BAD_PAGES)
-def test_pages_refuse_what_they_cannot_draw(page, panels, match):
-    with pytest.raises(WeightscopeError, match=match):
-        page(panels)
-
-
 def test_filters_are_drawn_at_their_places():
     filters = np.arange(3 * 4, dtype=float).reshape(3, 1, 2, 2) - 5
     image = plots.filter_page([[plots.Panel(filters, "a")]]).axes[0].images[0].get_array()
@@ -473,7 +423,7 @@ def test_filters_are_drawn_at_their_places():
     assert image.mask[:, 9].all()
 
 
-@pytest.mark.parametrize("top", [1.1, 1.48, 4.0, 30.0, 5e4])
+@pytest.mark.parametrize("top", [1.1, 5e4])
 def test_a_logarithmic_axis_has_ticks_for_every_spread(top):
     curve = plots.Curve("a", np.arange(3), {"y": np.array([1.0, 1.05, top])}, {})
     ax = plots.depth_curves([curve], [plots.Statistic("y", "y", log=True)]).axes[0]

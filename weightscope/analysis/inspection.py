@@ -173,10 +173,7 @@ class PopulationContents(Result):
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
             other = recorded.get(name, digest) != digest
             warning = f", NOT what the networks were trained with: {recorded[name]}" if other else ""
-            # a terminal would obey control characters, which can hide lines
-            shown = "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-            warning += "; characters that cannot be printed are shown as escapes" if shown != text else ""
-            texts.append(f"# {name} (SHA-256 {digest}{warning})\n\n{shown}")
+            texts.append(f"# {name} (SHA-256 {digest}{warning})\n\n{text}")
         return "\n\n".join(texts) or f"{self.path}: its recipe names no code of users' own"
 
     def brief(self) -> str:
