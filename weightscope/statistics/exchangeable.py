@@ -169,7 +169,7 @@ class ExchangeableMoments:
         self._indexed = index
         self._types = {kind.groups: kind for kind in permutations.types}
         needed = 8 * 4 * sum(kind.copies**2 for kind in self._types.values())  # products, covariances, correlations
-        if needed > (free := available_memory()):
+        if needed > 1 << 28 and needed > (free := available_memory()):
             largest = max((view for view in permutations.views), key=lambda view: view.copies)
             raise UsageError(
                 f"select: covariances between all fixed entries need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are "

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.statistics.moments import EntryMoments, finite_rows
 
 
@@ -112,37 +112,17 @@ class TransposedCorrelation:
     n: int  # number of networks
 
 
-def transposed_correlation(first: np.ndarray, second: np.ndarray) -> TransposedCorrelation:
-    """The mean correlation of W1[i, j] with W2[j, i], that is of each hidden unit's input and output weights.
-
-        r_ij = sum_n z1_ij(n) z2_ji(n) / (N - 1),   value = mean over i, j of r_ij
-
-    with z the deviations from the mean over networks in units of the standard deviation. The value is the sum over
-    networks of s(n) = mean_ij z1_ij(n) z2_ji(n), over N - 1; networks are independent, so the interval is that of a
-    mean of N numbers s(n), by Student's t. The correlation of different entries of one network does not matter.
-
-    Args:
-        first: W1 (N, p, d).
-        second: W2 (N, d, p).
-
-    Source: MLP paper, section 3 (anticorrelated W1 and W2 in ViTs, Fig. 1b).
-    """
-    if first.ndim != 3 or second.shape != (len(first), first.shape[2], first.shape[1]):
-        raise UsageError(f"expected W1 (N, p, d) and W2 (N, d, p), found {first.shape} and {second.shape}")
-    centred, scales = [], []
-    for x in (first, second):
-        known = EntryMoments(math.prod(x.shape[1:]), [x.reshape(len(x), math.prod(x.shape[1:]))])
-        centred.append(x - known.mean.reshape(x.shape[1:]))
-        scales.append(known.std().reshape(x.shape[1:]))
-    return mean_correlation(*transposed_terms(*centred, *scales))
-
-
 def transposed_terms(
     first: np.ndarray, second: np.ndarray, scale: np.ndarray, other: np.ndarray
 ) -> tuple[np.ndarray, int]:
-    """s(n) of `transposed_correlation` (N,), and its number of entries, from deviations (N, p, d) and (N, d, p).
+    """Each network's term of the mean correlation of W1[i, j] with W2[j, i] (N,), and the number of pairs that vary.
 
-    `scale` (p, d) and `other` (d, p) are standard deviations, zero for entries that do not vary.
+        r_ij = sum_n z1_ij(n) z2_ji(n) / (N - 1),   s(n) = mean_ij z1_ij(n) z2_ji(n),   mean r = sum s(n) / (N - 1)
+
+    with z the deviations `first` (N, p, d) and `second` (N, d, p) from the means over networks in units of the standard
+    deviations `scale` (p, d) and `other` (d, p), which are zero for entries that do not vary.
+
+    Source: MLP paper, section 3 (anticorrelated W1 and W2 in ViTs, Fig. 1b).
     """
     product = scale * other.T
     varies = product > 0
@@ -152,7 +132,11 @@ def transposed_terms(
 
 
 def mean_correlation(shares: np.ndarray, entries: int) -> TransposedCorrelation:
-    """The correlation from `transposed_terms` of all networks."""
+    """The mean correlation from the `transposed_terms` s(n) of all networks.
+
+    Networks are independent, so the interval is that of a mean of N numbers s(n), by Student's t. The correlation of
+    different entries of one network does not matter.
+    """
     n = len(shares)
     if n < 3:
         raise DataError(f"expected at least 3 networks, found {n}")

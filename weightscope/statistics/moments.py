@@ -21,6 +21,7 @@ Precision = Literal["float64", "float32"]
 
 # Side of the tiles in which a triangle is mirrored: two float64 tiles of this size stay in a 2 MB cache.
 _TILE = 256
+_LARGE = 1 << 28  # bytes of a matrix above which the available memory is looked up
 
 
 def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
@@ -72,8 +73,8 @@ def _zeros(size: int, dtype: np.dtype) -> np.ndarray:
 
     One thread, or 4 KB pages, as of `numpy.zeros`, cost as much as several updates where allocation is slow.
     """
-    needed, free = size * size * dtype.itemsize, available_memory()
-    if needed > free:
+    needed = size * size * dtype.itemsize
+    if needed > _LARGE and needed > (free := available_memory()):
         raise UsageError(
             f"a matrix of {size:,} x {size:,} needs {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are available: select "
             "fewer tensors (--select), or ask for the leading eigenpairs only (--eigenpairs)"

@@ -13,7 +13,6 @@ import hashlib
 import io
 import logging
 import operator
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,7 @@ from weightscope._util.sources import open_regular
 from weightscope._util.workers import Workers, chosen_workers, in_order
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
-from weightscope.statistics.moments import BLOCK, finite_rows
+from weightscope.statistics.moments import finite_rows
 
 LEAF = 4096  # networks of the parts over which statistics of populations are summed, at least
 LARGEST = 2 << 30  # bytes of a result above which a source is one part
@@ -108,17 +107,6 @@ def finite_chunks(
     for rows, out in ahead(usable_chunks(source, names, size)):
         finite = finite_rows(rows)
         yield (rows if finite.all() else rows[finite]), out + int((~finite).sum())
-
-
-def first_chunks(source: WeightSamples, names: Sequence[str]) -> Iterator[np.ndarray]:
-    """Blocks of the first 4,096 networks of `finite_chunks`, and of all of a source that is one part."""
-    left = LEAF if len(parts_of(source)) > 1 else sys.maxsize
-    for rows, _ in finite_chunks(source, names, BLOCK):
-        if len(rows):
-            yield rows[:left]
-        left -= len(rows)
-        if left <= 0:
-            return
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
