@@ -116,6 +116,9 @@ def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
         return [options[i + 1] for i, word in enumerate(options) if word == option]
 
     recipe = Recipe.load(name)
+    if "--probe" in options and recipe.bench is not None:  # which leaves out fields of the training
+        kept = {key: recipe.bench.vary[key] for key in recipe.bench.vary if not key.startswith(("training.", "dist"))}
+        recipe = recipe.model_copy(update={"bench": recipe.bench.model_copy(update={"vary": kept})})
     arms = planned_arms(
         recipe,
         init=values("--init"),

@@ -297,7 +297,7 @@ WRONG = [
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--log", "tensorboard:x"), 2, "--log cannot be combined with --plan"),
     (("covariance", "none.pop"), 2, "none.pop: expected a population's folder, made by `weightscope collect`"),
-    (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "`stages.0.blocks.0.mlp.fc1.weight`"),
+    (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "no tensor matches '*.mlp.fc3.weight'; there are"),
     (("covariance", "TINY", "--selct", "x"), 2, "--select"),  # click 8.1 has no quotes
     (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
     (("covariance", "TINY", "--exchangeable", "--keep", "3"), 2, "--keep: does not apply with --exchangeable"),

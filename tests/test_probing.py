@@ -141,7 +141,7 @@ def test_a_probe_resumes_without_repeating_a_network(tmp_path: Path, monkeypatch
     linear_probe(RECIPE.replace({"training.learning_rate": 0.5}), arms, out, seeds=4, device="cpu")  # is not used
     assert len(set(out.glob("probes/*/*.json")) - stored) == 2, "a seed of each arm"
     for changes in ({"data.train": 200}, {"network.width": 4}):
-        with pytest.raises(UsageError, match=r"holds the results of another benchmark \(another"):
+        with pytest.raises(UsageError, match=r"holds the results of another benchmark \((data.train|network.width): "):
             linear_probe(RECIPE.replace(changes), arms, out, seeds=4, device="cpu")
     stored = set(out.glob("probes/*/*.json"))
     save_file(build_for(RECIPE.replace({"network.width": 16})).state_dict(), large)
