@@ -104,23 +104,6 @@ def test_every_option_has_help():
     assert silent == []
 
 
-@pytest.mark.parametrize("name", cli.commands)
-def test_no_option_is_empty_or_given_twice(name):
-    before: list[str] = []
-    for option in cli.commands[name].params:
-        opt = option.opts[-1]
-        if option.param_type_name == "argument":
-            with pytest.raises(UsageError, match=f"{option.human_readable_name}: expected a value, found an empty"):
-                cli.commands[name].make_context(name, [*before, ""])
-            before.append("x")
-        elif not option.is_flag:
-            with pytest.raises(UsageError, match=f"{opt}: expected a value, found an empty text"):
-                cli.commands[name].make_context(name, [opt, ""])
-            if not option.multiple:
-                with pytest.raises(UsageError, match=f"{opt}: expected it once, found it 2 times"):
-                    cli.commands[name].make_context(name, [opt, "x", opt, "x"])
-
-
 NUMBERS = ("-1", "0", "nan")
 # What is meant by numbers that look odd: last layers, first networks; it is run elsewhere.
 MEANT = {"--layer": {"-1", "0"}, "--network": {"0"}, "--shard": {"0"}, "--seed": {"0"}, "--price": {"0"}}

@@ -303,8 +303,7 @@ def _add_statistics(result: PopulationCovariance, terms: _Terms, total: Any) -> 
     rows = np.concatenate(total(terms))
     for i, name in enumerate(terms.matrices):
         try:
-            shape = result.spec[name].shape
-            result.stripes[name] = stripe_ratios(rows[:, 4 * i : 4 * i + 4], shape, result.excluded)
+            result.stripes[name] = stripe_ratios(rows[:, 4 * i : 4 * i + 4])
         except DataError as error:  # too few networks, or a tensor that does not vary
             result.diagnostics.setdefault("without_stripes", {})[name] = str(error)
     for i, (mlp, (one, other)) in enumerate(terms.pairs.items(), 4 * len(terms.matrices)):

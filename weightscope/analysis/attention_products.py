@@ -266,12 +266,6 @@ def _means(rows: Sequence[Row]) -> dict[str, Any]:
 _BATCH = 1 << 18  # entries of one factor of a batch of heads: 2 MB as float64
 
 
-class _Options(NamedTuple):
-    fold_norms: bool
-    fold_scales: bool
-    clip: int | None
-
-
 class _Last(NamedTensors):
     """A checkpoint's tensors; the last one is kept, since each part of a fused one asks for the whole."""
 
@@ -292,7 +286,7 @@ class _Model:
     """
 
     def __init__(
-        self, source: Any, config: Mapping[str, Any] | None, layers: Any, label: str, options: _Options
+        self, source: Any, label: str, config: Mapping[str, Any] | None, layers: Any, clip: int | None
     ) -> None:
         source = open_network(source)
         self.checkpoint = source if isinstance(source, Checkpoint) else None
@@ -310,12 +304,12 @@ class _Model:
         self.skipped |= {unread.name: unread.why for unread in (*found.unread, *state_spaces.unread)}
         self.parts = [part for part in chosen if isinstance(part, AttentionPart)]
         self.state_spaces = [part for part in chosen if isinstance(part, SSMPart)]
-        self.label, self.options = label, options
+        self.label = label
         self.nonfinite: dict[str, int] = {}
         self.rows: list[Row] = []
         rows = sum(2 * part.heads + 1 for part in self.parts) + sum(part.groups for part in self.state_spaces)
         sides = [*(part.width for part in self.parts), *(part.channels for part in self.state_spaces)]
-        side = min(options.clip or 0, max(sides))
+        side = min(clip or 0, max(sides))
         self.corners = np.zeros((rows, side, side), dtype=np.float32)
 
     def add(
@@ -393,10 +387,10 @@ def products(
         raise UsageError(f"clip: expected at least 1 or None, found {clip}")
     if not sources:
         raise UsageError("products: expected at least one model, found none")
-    options = _Options(fold_norms, fold_scales, clip)
     names = labels_of([label_of(source) for source in sources], labels)
-    out = ProductsResult([], {}, [], {"fold_norms": fold_norms, "fold_scales": fold_scales})
-    one = partial(_products_of, config, layers, options)
+    folded = {"fold_norms": fold_norms, "fold_scales": fold_scales}
+    out = ProductsResult([], {}, [], folded)
+    one: Any = partial(_products_of, config=config, layers=layers, clip=clip, folded=folded)
     items = list(zip(sources, names, strict=True))
     if len(items) == 1:
         out += one(items[0])
@@ -413,12 +407,14 @@ def products(
     return out
 
 
-def _products_of(config: Any, layers: Any, options: _Options, item: tuple[Any, str]) -> ProductsResult:
+def _products_of(
+    item: tuple[Any, str], *, config: Any, layers: Any, clip: int | None, folded: Mapping[str, bool]
+) -> ProductsResult:
     """The products of one model, with its label, and what is known about the model."""
     source, label = item
     try:
-        model = _Model(source, config, layers, label, options)
-        _compute(model)
+        model = _Model(source, label, config, layers, clip)
+        _compute(model, **folded)
     except AnatomyError as error:
         raise AnatomyError(f"{label}: {error}") from error
     checkpoint = model.checkpoint
@@ -437,16 +433,15 @@ def _products_of(config: Any, layers: Any, options: _Options, item: tuple[Any, s
     corners = {}
     for row, corner in zip(model.rows, model.corners, strict=True):
         corners[Key(*(row[key] for key in Key._fields))] = corner[: row["width"], : row["width"]]
-    return ProductsResult(model.rows, corners if options.clip else {}, [info], {})
+    return ProductsResult(model.rows, corners if clip else {}, [info], {})
 
 
-def _compute(model: _Model) -> None:
+def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
     """Compute the products of one model."""
-    options = model.options
     for part in model.parts:
-        gain = gain_before(model.tensors, part) if options.fold_norms else None
+        gain = gain_before(model.tensors, part) if fold_norms else None
         name = layer_scale(model.tensors, part)
-        scale = model.tensors.get(name).double().flatten().cpu() if name and options.fold_scales else None
+        scale = model.tensors.get(name).double().flatten().cpu() if name and fold_scales else None
         q, k = model.read(part, "q"), model.read(part, "k")  # (H, d, k), (kv, d, k)
         for heads in _batches(part, part.head_width):
             groups = [part.kv_head(head) for head in heads]

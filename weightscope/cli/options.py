@@ -136,7 +136,7 @@ def tile_logger(text: str | None) -> Any:
 
 
 def maybe_partial(source: str, partial: bool, at: int | None = None) -> Any:
-    """The source; with `--partial` the population that it names, complete or not, with `--at` at a moment."""
+    """The source; with `--partial` the population that it names, complete or not, with `--at` a snapshot of it."""
     if not partial and at is None:
         return source
     from weightscope.population import population_in
@@ -201,17 +201,6 @@ class Command(click.Command):
             self.params.append(own)
         if own is not None:
             own.is_eager, own.callback = True, _note_overwrite
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; UsageError for an empty value, and for an option that is given twice and takes one."""
-        values, _, order = self.make_parser(ctx).parse_args(list(args))
-        for param in () if ctx.resilient_parsing else dict.fromkeys(order):
-            given = values[param.name or ""]
-            if "" in (given if isinstance(given, list | tuple) else [given]):
-                raise UsageError(f"{_named(param)}: expected a value, found an empty text")
-            if order.count(param) > 1 and not param.multiple and not getattr(param, "is_flag", False):
-                raise UsageError(f"{_named(param)}: expected it once, found it {order.count(param)} times")
-        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run it."""

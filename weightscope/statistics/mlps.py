@@ -27,9 +27,7 @@ class StripeResult:
     column: StripeRatio  # of the n column means (for fc1, over the p hidden units, one for each input channel)
     row: StripeRatio  # of the p row means (over the n columns)
     overall: StripeRatio  # of the mean of all entries
-    networks: int  # N, without the excluded ones
-    excluded: int  # networks left out because they contain a non-finite number
-    shape: tuple[int, int]  # (p, n)
+    networks: int  # N, without those that contain a non-finite number
 
     @property
     def ratios(self) -> dict[str, StripeRatio]:
@@ -54,7 +52,7 @@ def stripes(matrices: Any) -> StripeResult:
 
     Args:
         matrices: (N, p, n), or (N, p, ...) whose trailing axes are flattened to columns. Non-finite networks
-            are left out and counted.
+            are left out.
     """
     array = np.asarray(matrices)
     if array.ndim < 3 or array.size == 0:
@@ -63,7 +61,7 @@ def stripes(matrices: Any) -> StripeResult:
     rows = array.reshape(len(array), -1)
     centred = array[finite_rows(rows)].astype(np.float64)
     centred -= EntryMoments(rows.shape[1], [rows]).mean.reshape(array.shape[1:])
-    return stripe_ratios(stripe_terms(centred), centred.shape[1:], len(array) - len(centred))
+    return stripe_ratios(stripe_terms(centred))
 
 
 def stripe_terms(centred: np.ndarray) -> np.ndarray:
@@ -75,7 +73,7 @@ def stripe_terms(centred: np.ndarray) -> np.ndarray:
     return np.stack([total, *means, columns.mean(axis=1) ** 2 * (p * n)], axis=1)
 
 
-def stripe_ratios(terms: np.ndarray, shape: Any, excluded: int) -> StripeResult:
+def stripe_ratios(terms: np.ndarray) -> StripeResult:
     """The ratios of all networks' `stripe_terms`."""
     if len(terms) < 3:
         raise DataError(f"stripes: expected at least 3 finite networks, found {len(terms)}")
@@ -83,7 +81,7 @@ def stripe_ratios(terms: np.ndarray, shape: Any, excluded: int) -> StripeResult:
     if not total.sum() > 0:
         raise DataError("stripes: expected matrices that vary over networks, found constant ones")
     column, row, overall = (_ratio(each, total) for each in means)
-    return StripeResult(column, row, overall, len(terms), excluded, shape)
+    return StripeResult(column, row, overall, len(terms))
 
 
 def _ratio(above: np.ndarray, below: np.ndarray) -> StripeRatio:
