@@ -428,30 +428,3 @@ def test_what_is_found_in_a_network_of_a_population_is_found_in_the_module(vits,
         code, out, _ = run("audit", f"{vits}::{number}", "--init", init, "--json", file, capsys=capsys)
         right = (number, init) == (1, "mimetic_attention")
         assert (code == 0, "FAILED" not in out, json.loads(file.read_text())["passed"]) == (right,) * 3
-
-
-REFUSED = """
-import multiprocessing, os, sys
-multiprocessing.set_start_method("spawn")  # semaphores then have names, which are reported if they are left
-from weightscope.cli import main
-try:
-    main(["collect", "folder.toml", "-o", "a.pop"])
-except SystemExit as stop:
-    sys.stdout.write(f"exit code {stop.code}")
-    sys.stdout.flush()
-os._exit(0)
-"""
-
-
-@pytest.mark.slow
-def test_a_refused_collect_leaves_no_semaphore(tmp_path):
-    """Progress bars have a lock of this process in place of tqdm's, which all processes share."""
-    for label in "ab":
-        (tmp_path / "images" / label).mkdir(parents=True)
-        for i in range(3):
-            (tmp_path / "images" / label / f"{i}.png").write_bytes(b"broken")
-    text = TINY.replace('name = "digits"', 'name = "folder"\npath = "images"\nsize = 8')
-    (tmp_path / "folder.toml").write_text(text.replace("train = 64\ntest = 40\n", ""))
-    done = subprocess.run([sys.executable, "-c", REFUSED], cwd=tmp_path, capture_output=True, text=True, timeout=100)
-    assert done.stdout == "exit code 3"
-    assert done.stderr.count("\n") == 1, done.stderr
