@@ -13,7 +13,7 @@ import numpy as np
 
 import weightscope
 from weightscope._util.environment import environment
-from weightscope.analysis.across_networks import PopulationCovariance
+from weightscope.analysis.across_networks import PopulationCovariance, covariance_across
 from weightscope.statistics.mlps import stripes
 from weightscope.statistics.samples import usable_chunks
 
@@ -78,7 +78,7 @@ def block_correlation(population: weightscope.Population, block: int) -> Populat
     """The correlation of [vec fc1, vec fc2] of one block."""
     names = [name for name in population.spec.names if name.endswith("fc1.weight")]
     prefix = sorted(names)[block].removesuffix("fc1.weight")
-    return weightscope.covariance(population, f"{prefix}fc?.weight", kind="correlation")
+    return covariance_across(population, f"{prefix}fc?.weight", kind="correlation")
 
 
 def main() -> None:
