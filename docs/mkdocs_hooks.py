@@ -19,6 +19,7 @@ PAGES = (
     "benchmarks/README.md",
     "benchmarks/results/derived-permutations.md",
     "benchmarks/results/foreign-models.md",
+    "benchmarks/results/wrapped-networks.md",
 )
 _LINK = re.compile(
     r"\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?://|mailto:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"

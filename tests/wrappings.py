@@ -1,6 +1,6 @@
 """Networks in the wrappings that are usual, and what initialisers do to them.
 
-python tests/wrappings.py            writes the table of docs/initialisers.md
+python tests/wrappings.py            writes the table of benchmarks/results/wrapped-networks.md
 python tests/wrappings.py --random N tries random initialisers on N random networks with wrapped layers
 """
 
@@ -24,7 +24,7 @@ import weightscope.init as wi
 from weightscope.errors import WeightscopeError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
-PAGE = Path(__file__).parent.parent / "docs" / "initialisers.md"
+PAGE = Path(__file__).parent.parent / "benchmarks" / "results" / "wrapped-networks.md"
 LEAVES = (nn.Linear, nn.Conv2d)
 RIGHT, REFUSED = "right", "refused"
 
@@ -294,7 +294,7 @@ def main() -> None:
         print({kind: found.count(kind) for kind in (RIGHT, REFUSED)})
         return
     page = PAGE.read_text()
-    PAGE.write_text(re.sub(r"(?<=<!-- wrappings -->\n\n).*?(?=\n\n)", lambda _: table(), page, flags=re.DOTALL))
+    PAGE.write_text(re.sub(r"(?<=<!-- wrappings -->\n\n).*", lambda _: f"{table()}\n", page, flags=re.DOTALL))
 
 
 if __name__ == "__main__":
