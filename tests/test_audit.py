@@ -305,6 +305,48 @@ def test_sawtooth_schedule_and_layer_scale():
     assert not audit(model, "layer_scale_identity", value=1e-6).passed
 
 
+# --- initialisers of one's own -------------------------------------------------------------------------------------
+
+
+def scaled_identity(module, *, factor=0.5, generator=None):
+    """Deterministic."""
+    with torch.no_grad():
+        for block in module.blocks:
+            block.attn.proj.weight.copy_(factor * torch.eye(len(block.attn.proj.weight)))
+    return module
+
+
+def noisy_identity(module, *, factor=0.5, generator=None):
+    scaled_identity(module, factor=factor)
+    with torch.no_grad():
+        for block in module.blocks:
+            weight = block.attn.proj.weight
+            weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+    return module
+
+
+@pytest.mark.parametrize("init", [scaled_identity, noisy_identity, f"{__name__}:noisy_identity"])
+def test_an_own_initialiser_is_run_on_copies(init):
+    """8 right networks pass (false alarms < 1e-4 in all), untouched and 20 % wrong ones fail."""
+    function = noisy_identity if isinstance(init, str) else init
+    untouched = audit(narrow_vit(0), init)
+    assert list(untouched.outcomes.values()) == ["failed"]
+    for seed in range(8):
+        model = function(narrow_vit(seed), generator=seeded(100 + seed))
+        before = copy.deepcopy(model.state_dict())
+        report = audit(model, init)
+        assert report.passed, str(report)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    (powers,) = report.powers.values()
+    assert min(powers.values()) > 0.999
+    assert {check.name for check in report.checks} == {"blocks.0.attn.proj.weight"}
+    wrong = function(narrow_vit(0), factor=0.6, generator=seeded(0))
+    assert audit(wrong, init).failures
+    assert audit(wrong, init, factor=0.6).passed
+    with pytest.raises(UsageError, match="expected a module, on copies of which it can be run"):
+        audit(model.state_dict(), init)
+
+
 # --- expectations of one's own -------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from weightscope.auditing import attention, baselines, filters, layers, selectio
 from weightscope.auditing.overwritten import track
 from weightscope.auditing.pretrained import expectations_of
 from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
+from weightscope.auditing.simulation import own_checks
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init import parameters as init_parameters
 from weightscope.population import open_network
@@ -47,8 +48,10 @@ def audit(
         model: a module, a mapping name -> tensor (a state dict, a `Checkpoint`), a path, `"PATH.pop::k"` (network k of
             a population), or a `NamedTensors`.
         init: the initialiser's registered name, or several joined by "+"; None tries every one with its published
-            presets. Or the artifact (.safetensors) of a fit to networks. Or expectations of your own: a function
-            `f(tensors: NamedTensors, **parameters) -> list[Check]`, or a reference to one, `"package.module:function"`.
+            presets. Or the artifact (.safetensors) of a fit to networks. Or an initialiser of your own,
+            `f(module, *, generator, **parameters) -> module`, which is run on copies of the model; or expectations of
+            your own, `f(tensors: NamedTensors, **parameters) -> list[Check]`. Both may be references to a function,
+            `"package.module:function"`.
         config: the model's config, for a mapping.
         strict: whether tensors that look like the parts and cannot be read are an error; if not, they are listed in
             the report's `unparsed`.
@@ -123,6 +126,8 @@ def _signature(init: Any) -> Signature:
 def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> Found:
     """The checks of one initialiser, or of a function with expectations."""
     function, signature = EXPECTATIONS.find(init), _signature(init)
+    if function not in EXPECTATIONS.values() and "generator" in Signature.of(function, signature.name).defaults:
+        return list(own_checks(signature.name, function, tensors, given)), []
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
     kinds = details.get("reads")
     # Initialisers of all matrices read no parts: what counts for these are weights.
