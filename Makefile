@@ -79,7 +79,7 @@ TORCHVISION = install --quiet --no-deps torchvision==0.28.0
 		*) $(BIN)/pip $(TORCHVISION) ;; \
 	esac && $(BIN)/pip install --quiet --no-deps timm==1.0.31 && \
 		$(BIN)/pip install --quiet -c constraints.txt pyyaml "transformers>=5.0"
-	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,ray,docs,onnx,tensorboard,page,s3]" onnxscript playwright "moto[s3]" flask flask-cors
+	-$(BIN)/pip install --quiet -c constraints.txt -e ".[hub,dask,ray,docs,tensorboard,page,s3]" playwright "moto[s3]" flask flask-cors
 	touch $@
 
 clean:

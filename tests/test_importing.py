@@ -496,15 +496,15 @@ def test_integers_called_weight_masks_and_an_empty_source_are_refused(tmp_path):
     assert not (tmp_path / "b.pop").exists()
 
 
-def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
-    pandas, onnx = pytest.importorskip("pandas"), pytest.importorskip("onnx")
+def test_a_table_in_parquet(tmp_path):
+    pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
     found = states(3)
     for k, state in enumerate(found):
-        tensors = [onnx.numpy_helper.from_array(v.numpy(), n) for n, v in state.items() if v.is_floating_point()]
-        graph = onnx.helper.make_graph([], "net", [], [], tensors)
-        onnx.save(onnx.helper.make_model(graph), tmp_path / f"{k}.onnx")
-    table = pandas.DataFrame({"path": [f"{k}.onnx" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3})
+        save_file(state, tmp_path / f"{k}.safetensors")
+    table = pandas.DataFrame(
+        {"path": [f"{k}.safetensors" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3}
+    )
     table.to_parquet(tmp_path / "zoo.parquet")
     for options in ((), ("--by-reference",)):
         path = tmp_path / f"{len(options)}.pop"
@@ -512,7 +512,7 @@ def test_a_table_in_parquet_and_models_in_onnx(tmp_path):
         population = Population(path)
         assert np.array_equal(population.weights(), rows_of(population, found))
         np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
-    table.assign(path=["0.onnx", None, "2.onnx"]).to_parquet(tmp_path / "zoo.parquet")
+    table.assign(path=["0.safetensors", None, "2.safetensors"]).to_parquet(tmp_path / "zoo.parquet")
     with pytest.raises(DataError, match="row 2 has no path"):
         sources_of([str(tmp_path / "zoo.parquet")])
 

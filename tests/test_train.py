@@ -1,10 +1,5 @@
 """The trainer: equal to training each network alone with torch's own parts, and the tile rule."""
 
-import ctypes
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -316,42 +311,6 @@ def test_schedules_rise_then_fall_and_stay_positive(schedule):
     assert factors[-1] == pytest.approx(1.0 if schedule in ("constant", "plateau") else 0.0, abs=1e-2)
     with pytest.raises(ValueError, match="found 'step'"):
         schedule_factor("step", 0, 10, 0.0)
-
-
-MEMORY = """
-import os
-import numpy as np
-from weightscope.training.devices import one_thread
-
-def resident():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-def freed():
-    array = np.ones(5_000_000)  # 40 MB
-    before = resident()
-    del array
-    return before - resident()
-
-print(freed())
-with one_thread():
-    print(freed())
-    before = resident()
-print(before - resident())
-print(freed())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="no glibc")
-def test_freed_memory_is_kept_while_networks_train_and_returned_after():
-    """In a process of its own: what others freed in this one may be used again."""
-    found = subprocess.check_output([sys.executable, "-c", MEMORY], text=True, cwd=Path(__file__).parent.parent)
-    without, within, at_the_end, after = (int(line) for line in found.split())
-    assert without > 3e7
-    assert within < 1e7
-    assert at_the_end > 3e7
-    assert after > 3e7
 
 
 @pytest.mark.parametrize("engine", ["batched", "loop"])

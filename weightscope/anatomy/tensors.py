@@ -108,8 +108,8 @@ class NamedTensors:
         return None
 
     def own(self, path: str, key: str) -> Any | None:
-        """The attribute `key` of the layer at `path` itself, known of modules and ONNX models; None if unknown."""
-        return getattr(self._tensors, "attributes", {}).get(path, {}).get(key)
+        """The attribute `key` of the layer at `path` itself; None if unknown, as of files."""
+        return None
 
 
 Model = nn.Module | Mapping[str, Any] | NamedTensors | str | Path

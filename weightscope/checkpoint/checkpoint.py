@@ -47,16 +47,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
     tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
-        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an `.npz` file; an ONNX model
-            (with the extra `onnx`); a model folder, sharded or not; `hf://org/name` or `hf://org/name@revision`; an
-            `nn.Module`; a mapping of tensors.
+        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an `.npz` file; a model folder,
+            sharded or not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.
         key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`).
 
     Attributes:
         source: as text, for labels.
         config: the model's `config.json`; empty if it has none.
-        metadata: free text of a safetensors file; of an ONNX model `onnx NAME` -> the name in the file, if another.
-        attributes: of an ONNX model, path of a convolution -> `groups`, `stride`, `transposed`; empty elsewhere.
+        metadata: free text of a safetensors file.
         commit: the commit at the hub that everything is read from; None elsewhere.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 
@@ -78,7 +76,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         self.source = self._store.label
         self.config: dict[str, Any] = self._store.config
         self.metadata: dict[str, str] = self._store.metadata
-        self.attributes: dict[str, dict[str, Any]] = self._store.attributes
         self.commit = self._files.commit
         self.nonfinite: dict[str, int] = {}
 

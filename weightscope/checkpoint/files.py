@@ -18,7 +18,6 @@ from typing import Any, cast
 
 from weightscope._util import npz
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
-from weightscope.checkpoint.onnx_models import open_onnx
 from weightscope.checkpoint.tensors import (
     SAFETENSORS_TYPES,
     ByteReader,
@@ -42,8 +41,8 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 # The order in which transformers and diffusers look, safetensors before pickles.
 _STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json"))
-_ONNX_SUFFIX, _NPZ_SUFFIX = ".onnx", ".npz"
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX, _ONNX_SUFFIX)
+_NPZ_SUFFIX = ".npz"
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
 _MAX_JSON = 100 << 20
 _MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
@@ -123,10 +122,7 @@ def open_path(path: Path, key: str | None) -> Store:
         raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
     if path.name != _ZOO_FILE and not path.name.endswith((".index.json", *SUFFIXES)):
         known = ", ".join(SUFFIXES[1:])
-        raise UsageError(
-            f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder; an ONNX model "
-            "of another name can be renamed"
-        )
+        raise UsageError(f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder")
     return _open(Folder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
 
 
@@ -134,7 +130,7 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     """The tensors of a model folder."""
     names, where = set(folder.names()), folder.where
     found = [name for name in CANDIDATES if name in names][:1]
-    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_ONNX_SUFFIX,), (_NPZ_SUFFIX,)):
+    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_NPZ_SUFFIX,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
         listed = f"{', '.join(found[:6])}; or make a population of all with `weightscope import`"
@@ -180,19 +176,7 @@ def _open_file(folder: Folder, name: str, key: str | None) -> Store:
     assert isinstance(file, LocalFile)
     if name.endswith(_NPZ_SUFFIX):
         return _open_npz(file)
-    if name.endswith(_ONNX_SUFFIX):
-        return open_onnx(file, lambda location: _external(folder, name, location))
     return open_torch(file, key)
-
-
-def _external(folder: Folder, name: str, location: str) -> ByteReader:
-    """A file of external data of an ONNX model."""
-    if not plain(location) or location not in set(folder.names()):
-        raise DataError(
-            f"{folder.where}: {name}: expected the plain name of a file of external data in the same folder, found "
-            f"{ascii(location)[:100]}; nothing was opened"
-        )
-    return folder.open(location)
 
 
 def _open_index(folder: Folder, name: str, key: str | None) -> Store:

@@ -41,7 +41,6 @@ from weightscope.errors import DataError, UsageError
 T = TypeVar("T")
 
 USER_AGENT = {"weightscope": __version__}
-TIMEOUT = 5.0  # seconds without an answer
 PAUSES = (0.3, 1.0)  # seconds before the second and the third try
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _SOURCE = re.compile(rf"hf://((?:{_NAME}/)?{_NAME})(?:@([\w][\w./-]{{0,200}}))?", re.ASCII)
@@ -180,7 +179,6 @@ class HubFolder(Folder):
         """Download a file into huggingface_hub's cache; removed again if it does not have its hash."""
         where = f"{self.where}: {name}"
         options: dict[str, Any] = {"revision": self.commit, "token": self.token, "user_agent": USER_AGENT}
-        options |= {"etag_timeout": TIMEOUT}
         path = Path(_tried(where, lambda: hf_hub_download(self.repository, name, **options)))
         if path.parent.name != self.commit:
             raise DataError(f"{where}: expected commit {self.commit}, found {ascii(path.parent.name)[:60]}")
@@ -221,7 +219,9 @@ class HubFolder(Folder):
         where = self.where if revision == "main" else f"{self.where}@{revision}"
         try:
             api = HfApi(constants.ENDPOINT, token=self.token, user_agent=USER_AGENT)
-            info = _tried(where, lambda: api.model_info(self.repository, revision=revision, timeout=TIMEOUT))
+            info = _tried(
+                where, lambda: api.model_info(self.repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            )
             names = [name for file in info.siblings or () if plain(name := file.rfilename)]
         except _Unreachable as error:
             if cached is None:
@@ -284,7 +284,7 @@ class HubFile:
         return f"{self.where}: {bad} cached ranges changed; {advice}" if bad else ""
 
     def _stated_size(self) -> int:
-        options: dict[str, Any] = {"token": self._folder.token, "timeout": TIMEOUT, "user_agent": USER_AGENT}
+        options: dict[str, Any] = {"token": self._folder.token, "user_agent": USER_AGENT}
         found = _tried(self.where, lambda: get_hf_file_metadata(self._url, **options))
         if found.commit_hash not in (None, self._folder.commit):
             raise DataError(
@@ -317,7 +317,9 @@ class HubFile:
         url = self._direct or self._url
         headers = build_hf_headers(token=self._folder.token if url == self._url else False, user_agent=USER_AGENT)
         headers |= {"Accept-Encoding": "identity", "Range": f"bytes={start}-{stop - 1}"}
-        with get_session().stream("GET", url, headers=headers, timeout=TIMEOUT, follow_redirects=True) as response:
+        with get_session().stream(
+            "GET", url, headers=headers, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT, follow_redirects=True
+        ) as response:
             if response.status_code >= 400 and self._direct:  # expired: the hub is asked for another address
                 self._direct = None
                 raise ConnectionError(f"the storage answered {response.status_code}")

@@ -231,8 +231,6 @@ class Store:
     unreadable: dict[str, str] = field(default_factory=dict)  # name -> why it is not among the tensors
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # free text of the files
-    # Path of a layer -> what the file says about it, under the names of torch's module (`groups`).
-    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     statistics: frozenset[str] | None = None  # names known to be buffers; None if unknown
     header: bytes | None = None  # of a safetensors file: all that is known of its tensors
     files: Any = None  # the `Folder` that they are in; None in memory

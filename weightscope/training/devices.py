@@ -1,9 +1,7 @@
-"""Devices, and the number of threads and the memory while networks train."""
+"""Devices, and the number of threads while networks train."""
 
-import ctypes
 import math
 import re
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -126,35 +124,7 @@ def one_thread() -> Iterator[None]:
     """Run `unaffected` on one CPU thread within the block: the number of threads changes the bits of reductions."""
     torch.set_flush_denormal(True)
     try:
-        with threads.one_thread(), unaffected(), freed_memory_kept():
+        with threads.one_thread(), unaffected():
             yield
     finally:
         torch.set_flush_denormal(False)
-
-
-# By default glibc returns large freed blocks to the system. A training step allocates and frees the same activations
-# over and over, and where page faults are slow (mainly in virtual machines) they can take most of its time. A notebook,
-# on the other hand, should not keep the memory of every array that it has ever freed: the setting ends with training.
-
-# From glibc's malloc.h: blocks are never mapped by themselves, which would be unmapped when freed, and never trimmed;
-# then what the thresholds grow to by themselves, which they no longer do once one of them was set.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_KEPT = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
-_RETURNED = {_M_MMAP_MAX: 65_536, _M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 64 << 20}
-
-
-@contextmanager
-def freed_memory_kept() -> Iterator[None]:
-    """Keep freed blocks for reuse within the block, if there is glibc; then they go back to the system."""
-    library: Any = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    if not hasattr(library, "gnu_get_libc_version"):
-        yield
-        return
-    for option, value in _KEPT.items():
-        library.mallopt(option, value)
-    try:
-        yield
-    finally:
-        for option, value in _RETURNED.items():
-            library.mallopt(option, value)
-        library.malloc_trim(0)
