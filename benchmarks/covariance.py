@@ -31,8 +31,6 @@ from weightscope.population import manifest as manifests
 from weightscope.recipe import Recipe
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.moments import Moments
-from weightscope.statistics.samples import ahead
-from weightscope.statistics.shrinkage import shrunk_covariance
 
 
 def make_population(path: Path, networks: int, size: int, spec: WeightSpec | None = None) -> None:
@@ -62,17 +60,6 @@ def ours(path: Path, precision: Any) -> Callable[[], np.ndarray]:
     return lambda: covariance_across(Population(path), "*", precision=precision, stripes=False).matrix
 
 
-def ours_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:
-    def work() -> np.ndarray:
-        population = Population(path)
-        moments = Moments(population.spec.size)
-        for rows in ahead(population.chunks(size=256)):
-            moments.update(rows)
-        return shrunk_covariance(moments, destroy=True)
-
-    return work
-
-
 def numpy_cov(path: Path, dtype: Any) -> Callable[[], np.ndarray]:
     array = np.load(path.with_suffix(".npy"))
     return lambda: np.cov(array, rowvar=False, dtype=dtype)
@@ -92,22 +79,13 @@ def sklearn_empirical(path: Path) -> Callable[[], np.ndarray]:
     return lambda: EmpiricalCovariance(store_precision=False).fit(array).covariance_
 
 
-def sklearn_ledoit_wolf(path: Path) -> Callable[[], np.ndarray]:
-    from sklearn.covariance import LedoitWolf
-
-    array = np.load(path.with_suffix(".npy")).astype(np.float64)  # float32 input would be computed in float32
-    return lambda: LedoitWolf(store_precision=False).fit(array).covariance_
-
-
 CONTENDERS: dict[str, Callable[[Path], Callable[[], np.ndarray]]] = {
     "ours float64": lambda path: ours(path, "float64"),
     "ours float32": lambda path: ours(path, "float32"),
-    "ours Ledoit-Wolf": ours_ledoit_wolf,
     "numpy.cov float64": lambda path: numpy_cov(path, None),
     "numpy.cov float32": lambda path: numpy_cov(path, np.float32),
     "torch.cov float32": torch_cov,
     "sklearn EmpiricalCovariance": sklearn_empirical,
-    "sklearn LedoitWolf": sklearn_ledoit_wolf,
 }
 PAIRS = [
     ("ours float64", "numpy.cov float64"),
@@ -115,7 +93,6 @@ PAIRS = [
     ("ours float32", "numpy.cov float32"),
     ("ours float32", "torch.cov float32"),
     ("ours float64", "sklearn EmpiricalCovariance"),
-    ("ours Ledoit-Wolf", "sklearn LedoitWolf"),
 ]
 
 
@@ -136,14 +113,10 @@ def worker(path: Path, name: str, check: bool) -> None:
 
 
 def error_of(path: Path, name: str, matrix: np.ndarray) -> float:
-    """The largest difference to NumPy's or scikit-learn's float64 result, in units of the standard deviations."""
-    import sklearn.covariance
-
+    """The largest difference to NumPy's float64 result, in units of the standard deviations."""
     rows = np.load(path.with_suffix(".npy")).astype(np.float64)
     if "Empirical" in name:
         expected = np.cov(rows, rowvar=False, bias=True)
-    elif "Ledoit" in name:
-        expected = sklearn.covariance.LedoitWolf(store_precision=False).fit(rows).covariance_
     else:
         expected = np.cov(rows, rowvar=False)
     scale = np.sqrt(np.diag(expected))

@@ -223,8 +223,8 @@ def test_amplification_keeps_what_is_significant_and_says_what_it_did() -> None:
     np.testing.assert_allclose(matrix.diagonal(), 1.0)
     assert 0.2 < matrix[0, 1] < 0.4 < 0.8 < matrix[1, 2] <= 0.9
     slope = (matrix[0, 1] * 0.1 + matrix[1, 2] * 0.4) / (0.1**2 + 0.4**2)
-    assert done["realised"] == pytest.approx(slope), "of 3: the larger one is clipped"
-    assert amplified(correlation, np.full((3, 3), 0.02), 1.0)[1]["realised"] == pytest.approx(1)
+    assert done["achieved"] == pytest.approx(slope), "of 3: the larger one is clipped"
+    assert amplified(correlation, np.full((3, 3), 0.02), 1.0)[1]["achieved"] == pytest.approx(1)
 
 
 def test_inflation_does_not_depend_on_the_unit_of_the_weights() -> None:

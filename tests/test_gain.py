@@ -162,7 +162,7 @@ def test_the_command_takes_a_number_or_chooses_one(
     common = ["--structure", "exchangeable", "--joint", "all", "--select", "stages.*", "-o", str(out)]
     code, text = fit_init(*common, "--gain", "12")
     assert code == 0, text
-    assert "kept (beyond 4 standard errors), times the gain, clipped at 0.9, moved by the projection" in text
+    assert "kept (beyond 4 standard errors), times the gain, clipped at 0.9, changed by the projection" in text
     assert re.search(r"channels\S* +\d+ +\S+ +\d+ of \d+ +12 +\d+ +\S+%", text)
     assert load_artifact(out).groups[0].options == {"gain": 12}
     file = tmp_path / "a.json"

@@ -14,7 +14,7 @@ from safetensors.torch import save, save_file
 from torch import nn
 from torch.nn.utils import prune
 
-from weightscope import Population, covariance, export, fit_init, inspect, load_init, verify
+from weightscope import Population, covariance, export, fit, inspect, load_init, verify
 from weightscope.analysis.attention_products import products
 from weightscope.analysis.exchangeable import covariance_exchangeable
 from weightscope.analysis.within_network import covariance_within
@@ -323,7 +323,7 @@ def test_two_hundred_state_dicts_of_a_plain_network_end_to_end(tmp_path, monkeyp
     net = load_init("init.safetensors")(population.template()[0], generator=torch.Generator().manual_seed(1))
     expected = population.weights("first.weight").std(axis=0)
     assert 0.75 < float(net.first.weight.detach().std()) / float(np.sqrt((expected**2).mean())) < 1.33
-    assert fit_init(population, "exchangeable", joint="all").table[0]["failed"] is None
+    assert fit(population, structure="exchangeable", joint="all").table[0]["failed"] is None
 
 
 def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
@@ -532,5 +532,4 @@ def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path, by_refere
     one, theirs = (covariance_within(source, part="mlp-rows").rows() for source in (f"{path}::0", folder))
     assert one
     assert [{**row, "source": ""} for row in one] == [{**row, "source": ""} for row in theirs]
-    with pytest.raises(UsageError, match=r"'diagonal' needs a population"):
-        fit_init(path, "diagonal")
+    run("fit-init", path, "--structure", "diagonal", "-o", tmp_path / "a.safetensors", code=2)

@@ -1,11 +1,9 @@
 import numpy as np
 import pytest
 import references_statistics as naive
-from sklearn.covariance import LedoitWolf
 
 from weightscope.errors import DataError, UsageError
 from weightscope.statistics.moments import BLOCK, Moments, _TorchGram, finite_rows, new_gram
-from weightscope.statistics.shrinkage import shrunk_covariance
 
 
 def relative(found, expected):
@@ -60,24 +58,17 @@ def test_chunking_does_not_change_a_bit(rows, precision):
     for other in (pieces, singles):
         np.testing.assert_array_equal(whole.covariance(), other.covariance())
         np.testing.assert_array_equal(whole.mean, other.mean)
-        assert shrunk_covariance(whole)[1] == shrunk_covariance(other)[1]
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_moments_of_parts_add_up(rows, device):
-    starts = (0, 10, 25)
     rows[700:] += 3.0
-    whole, added = (Moments(40, starts=starts, device=device) for _ in range(2))
+    whole, added = (Moments(40, device=device) for _ in range(2))
     whole.update(rows)
     for part in np.split(rows, [0, 300, 301, 1000]):
-        added += Moments(40, starts=starts, device=device).update(part).update(np.full(40, np.nan))
+        added += Moments(40, device=device).update(part).update(np.full(40, np.nan))
     assert (added.n, added.excluded) == (1500, 5)
     assert relative(added.covariance(), naive.covariance(rows)) < 1e-13
-    centre, scale = np.linspace(-1, 1, 40), np.repeat([1.0, 3.0, 0.5], [10, 15, 15])
-    found, expected = (shrunk_covariance(m, centre, scale)[1].intensity for m in (added, whole))
-    assert found == pytest.approx(expected, rel=1e-11)
-    added += Moments(40, starts=starts, device=device).update(rows[:1] + 100)
-    assert shrunk_covariance(added, centre, scale)[1].intensity != pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "most"), [("float64", 1e-10), ("float32", 1e-5)])
@@ -156,7 +147,7 @@ def test_destroy_gives_the_same_matrix_once(rows):
     moments = Moments(40).update(rows)
     kept = moments.covariance()
     np.testing.assert_array_equal(kept, moments.covariance(destroy=True))
-    for use in (moments.covariance, moments.variance, lambda: shrunk_covariance(moments), lambda: moments.update(rows)):
+    for use in (moments.covariance, moments.variance, lambda: moments.update(rows)):
         with pytest.raises(UsageError, match="destroyed by destroy=True"):
             use()
 
@@ -174,7 +165,6 @@ def test_a_torch_device_gives_the_same(rows, precision):
     bound = 1e-12 if precision == "float64" else 1e-6
     assert isinstance(found._gram, _TorchGram)
     assert relative(found.covariance(), expected.covariance()) < bound
-    assert shrunk_covariance(found)[1].intensity == pytest.approx(shrunk_covariance(expected)[1].intensity, rel=bound)
     assert isinstance(found.covariance(destroy=True), np.ndarray)
 
 
@@ -192,25 +182,3 @@ def test_bad_input(rows):
     with pytest.raises(UsageError, match=r"10,000,000 x 10,000,000 needs 800,000.0 GB, .* are available: select fewer"):
         new_gram(10_000_000, "float64", None)
     assert Moments(3).n == 0
-
-
-@pytest.mark.parametrize(("n", "size"), [(30, 80), (80, 30), (500, 20), (3, 50), (2, 5)])
-@pytest.mark.parametrize("mean", [0.0, 1e3])
-def test_equals_scikit_learn(n, size, mean):
-    rng = np.random.default_rng(n + size)
-    data = rng.standard_normal((n, size)) @ naive.random_covariance(size, rng) + mean
-    expected = LedoitWolf().fit(data)
-    moments = Moments(size).update(data)
-    matrix, shrinkage = shrunk_covariance(moments)
-    assert shrinkage.intensity == pytest.approx(expected.shrinkage_, abs=1e-10)
-    np.testing.assert_allclose(matrix, expected.covariance_, rtol=0, atol=1e-10)
-    in_place, _ = shrunk_covariance(moments, destroy=True)
-    np.testing.assert_allclose(in_place, expected.covariance_, rtol=0, atol=1e-10)
-
-
-def test_nothing_to_shrink():
-    rng = np.random.default_rng(2)
-    assert shrunk_covariance(Moments(1).update(rng.standard_normal((9, 1))))[1].intensity == 0
-    # Exactly white: S is the identity already.
-    white = np.concatenate([np.eye(4), -np.eye(4)])
-    assert shrunk_covariance(Moments(4).update(white))[1].intensity == 0

@@ -25,7 +25,7 @@ COMMANDS = {
     "audit": (["vit.safetensors"], {"--json": JSON}),
     "fit-init": (
         ["a.pop", "--structure", "diagonal", "--select", "*"],
-        {"-o": (".safetensors",), "--standalone": (".py",), "--json": JSON},
+        {"-o": (".safetensors",), "--json": JSON},
     ),
 }
 if find_spec("plotly"):  # which is optional

@@ -9,7 +9,7 @@ import torch
 from programs import run
 
 import weightscope
-from weightscope import fit_init
+from weightscope import fit
 from weightscope.errors import DataError, UsageError
 from weightscope.init import load_init
 from weightscope.population import Population, open_network
@@ -64,7 +64,7 @@ def made(tmp_path_factory):
         patch.setenv("MARK", str(folder / "mark"))
         collect(weightscope.Recipe.load("recipe.toml"), "own.pop", workers=1, device="cpu", progress=False)
         options = {"select": "*", "holdout": 0.5, "structure": "foreign:Structure"}
-        fit_init("own.pop", **options).save("own.safetensors")
+        fit("own.pop", **options).save("own.safetensors")
         torch.save(Population("own.pop", trust=True)[0].state_dict(), "digits.pt")
         forget(folder)
     return folder

@@ -195,7 +195,7 @@ DOORS: dict[str, Any] = {
     "products": weightscope.products,
     "attention_maps": lambda path: weightscope.attention_maps(path, None),
     "audit": lambda path: weightscope.audit(path, "mimetic_attention"),
-    "fit_init": lambda path: weightscope.fit_init(path, "a.safetensors"),
+    "fit": weightscope.fit,
     "load_init": weightscope.load_init,
     "Population": weightscope.Population,
     "Checkpoint": weightscope.Checkpoint,

@@ -21,8 +21,9 @@ if TYPE_CHECKING:  # for type checkers and editors; at run time, `__getattr__` i
     from weightscope.checkpoint import Checkpoint
     from weightscope.cli.catalogue import catalogue
     from weightscope.data import Dataset
-    from weightscope.fits.fitting import fit, fit_init
+    from weightscope.fits.fitting import fit
     from weightscope.fits.one_network import fit_network
+    from weightscope.fits.pretrained import fit_pretrained
     from weightscope.init import load_init
     from weightscope.population import Population, export
     from weightscope.recipe import Recipe
@@ -45,8 +46,8 @@ _HOMES = {
     "covariance": "analysis.across_networks",
     "export": "population",
     "fit": "fits.fitting",
-    "fit_init": "fits.fitting",
     "fit_network": "fits.one_network",
+    "fit_pretrained": "fits.pretrained",
     "inspect": "analysis.inspection",
     "load_init": "init",
     "permutation_spec": "anatomy.permutation_groups",

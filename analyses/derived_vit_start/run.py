@@ -117,23 +117,23 @@ def law(recipe: Recipe, work: Path, networks: int, **options: Any) -> tuple[Path
         )
         if not file.exists():
             derived.save(file)
-        found = realised(*(each.groups[0].structure for each in (derived, plain)))
+        found = achieved(*(each.groups[0].structure for each in (derived, plain)))
         notes.write_text(json.dumps({"networks": networks} | found))
     return file, json.loads(notes.read_text())
 
 
-def realised(derived: Exchangeable, plain: Exchangeable) -> dict[str, Any]:
-    """What is kept, clipped and realised, from a fit with the gain and one with gain 1."""
-    types = {k: v for k, v in derived.diagnostics.items() if isinstance(v, dict) and "realised" in v}
+def achieved(derived: Exchangeable, plain: Exchangeable) -> dict[str, Any]:
+    """What is kept, clipped and achieved, from a fit with the gain and one with gain 1."""
+    types = {k: v for k, v in derived.diagnostics.items() if isinstance(v, dict) and "achieved" in v}
     out: dict[str, Any] = {"gain": GAIN} | {key: sum(row[key] for row in types.values()) for key in ("kept", "clipped")}
     # the mean over types, by kept correlations
-    out["realised"] = sum(row["kept"] * row["realised"] for row in types.values()) / max(out["kept"], 1)
+    out["achieved"] = sum(row["kept"] * row["achieved"] for row in types.values()) / max(out["kept"], 1)
     # of what is wanted, the kept correlations times the gain and clipped, the slope of what is drawn
     products, squares = 0.0, 0.0
     for drawn, correlation in zip(derived.correlations, plain.correlations, strict=True):
         wanted = np.clip(GAIN * np.where(np.eye(len(drawn)), 0.0, correlation), -0.9, 0.9)
         products, squares = products + float((drawn * wanted).sum()), squares + float((wanted**2).sum())
-    return out | {"realised_over_wanted": products / squares if squares else 0.0, "types": types}
+    return out | {"achieved_over_wanted": products / squares if squares else 0.0, "types": types}
 
 
 def named(name: Any, **numbers: Any) -> InitConfig:

@@ -203,7 +203,7 @@ def _ratio(above: np.ndarray, below: np.ndarray) -> dict[str, Any]:
     return {"value": float(value), "ci95": [float(value - 1.96 * error), float(value + 1.96 * error)]}
 
 
-def realised(population: Population, case: Case) -> list[dict[str, Any]]:
+def achieved(population: Population, case: Case) -> list[dict[str, Any]]:
     """For each type that keeps correlations, their number, how many are clipped and what is left of each gain."""
     gains = (*GAINS[1:], 100.0)
     options = [{"gain": gain} for gain in gains]
@@ -212,8 +212,8 @@ def realised(population: Population, case: Case) -> list[dict[str, Any]]:
     for gain, one in zip(gains, fits, strict=True):
         for label, note in one.groups[0].structure.diagnostics.items():
             if isinstance(note, dict) and note.get("kept"):
-                row = rows.setdefault(label, {"type": label, "kept": note["kept"], "clipped": {}, "realised": {}})
-                row["clipped"][f"{gain:g}"], row["realised"][f"{gain:g}"] = note["clipped"], note["realised"]
+                row = rows.setdefault(label, {"type": label, "kept": note["kept"], "clipped": {}, "achieved": {}})
+                row["clipped"][f"{gain:g}"], row["achieved"][f"{gain:g}"] = note["clipped"], note["achieved"]
     return list(rows.values())
 
 
@@ -321,7 +321,7 @@ def main() -> None:
         if options.part == "table":
             merge(options.out / "table.json", name, {"networks": len(population), "rows": table(population, name)})
         if options.part == "gains":
-            merge(options.out / "gains.json", name, {"networks": len(population), "types": realised(population, case)})
+            merge(options.out / "gains.json", name, {"networks": len(population), "types": achieved(population, case)})
         if options.part == "bench":
             found = benchmarks(case, population, folder, workers=options.workers, device="cpu", data=options.data)
             merge(options.out / "results.json", name, found)

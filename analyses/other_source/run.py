@@ -19,7 +19,7 @@ from weightscope._util.environment import environment
 from weightscope.anatomy import self_attention
 from weightscope.benchmarking import BenchResult, bench
 from weightscope.benchmarking.statistics import holm, paired
-from weightscope.fits.fitting import fit_init
+from weightscope.fits.fitting import fit
 from weightscope.networks import build_for
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
@@ -68,7 +68,7 @@ def candidates(source: Population, work: Path) -> dict[str, dict[str, InitConfig
         path = (work / f"gain-{gain}.safetensors").resolve()
         if not path.exists():
             options = {"gain": gain}
-            fit_init(source, "exchangeable", options=options, select=MATRICES, joint="all").save(path)
+            fit(source, MATRICES, structure="exchangeable", options=options, joint="all").save(path)
         own[f"gain {gain}"] = InitConfig(artifact=str(path))
     return {"default": {"default": InitConfig()}, OWN: own, START: tuned_mimetic(MIMETIC)}
 

@@ -22,9 +22,11 @@ from weightscope._util.plugins import reference_to
 from weightscope.anatomy import self_attention
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.statistics import holm, paired
-from weightscope.fits.fitting import fit_init
+from weightscope.fits.fitting import fit
+from weightscope.fits.pretrained import fit_pretrained
 from weightscope.init import mimetic_attention_
 from weightscope.networks import build_for
+from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
 
@@ -72,10 +74,14 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
 def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitConfig]:
     """The arms of a setting; artifacts are fitted once and written into the working folder."""
 
-    def law(file: str, origin: Any, gain: int, **options: Any) -> InitConfig:
+    def law(file: str, origin: Any, gain: int, select: str | None = None) -> InitConfig:
         path = (work / f"{file}.safetensors").resolve()
         if not path.exists():
-            fit_init(origin, "exchangeable", options={"gain": gain}, **options).save(path)
+            if isinstance(origin, Population):
+                found = fit(origin, select, structure="exchangeable", joint="all", options={"gain": gain})
+            else:
+                found = fit_pretrained(origin, select, gain=gain)
+            found.save(path)
         return InitConfig(artifact=str(path))
 
     def control(init: InitConfig, kind: str) -> InitConfig:
@@ -88,7 +94,7 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         return gains | {"scale only": control(four, "scale")} | mimetic
     changes = {"population.networks": networks, "population.seed": POPULATION_SEED}
     population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
-    own = law("population", population, POPULATION_GAIN, select=MATRICES, joint="all")
+    own = law("population", population, POPULATION_GAIN, MATRICES)
     part = {"name": reference_to(law_parts_), "law": four.artifact}
     if SETTINGS[name][3] is POST_HOC:
         return {"law": four} | {arm: InitConfig.model_validate(part | options) for arm, options in BOTH.items()}
@@ -98,7 +104,7 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         "uncorrelated": control(four, "uncorrelated"),
         **mimetic,
         **{f"law, {key}": InitConfig.model_validate(part | options) for key, options in PARTS.items()},
-        "law, first block": law("first", source, 4, select="blocks.0.*"),
+        "law, first block": law("first", source, 4, "blocks.0.*"),
         "population": own,
         "population, uncorrelated": control(own, "uncorrelated"),
     }

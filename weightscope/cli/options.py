@@ -275,6 +275,17 @@ def _value(word: str) -> Any:
         return word
 
 
+def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
+    """Texts `name=value`, each name once, as a dictionary; values in JSON (a number, true) are decoded."""
+    out: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name or name in out:
+            raise UsageError(f"option: expected name=value, each name once, found {text!r}")
+        out[name] = _value(value)
+    return out
+
+
 def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     """Write the file of `--json`, if requested."""
     if path is None:

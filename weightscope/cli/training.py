@@ -24,6 +24,7 @@ from weightscope.cli.options import (
     maybe_partial,
     out_option,
     overwriting,
+    parsed_options,
     partial_option,
     permutations_option,
     spread_options,
@@ -234,7 +235,7 @@ def _gain(text: str) -> float | str:
 @click.option(
     "--scale",
     type=Named(files=False),
-    help="For networks with --structure exchangeable: default keeps each tensor's own deviation, source takes theirs.",
+    help="For networks with --structure exchangeable: default keeps each tensor's scale, source takes theirs.",
 )
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
@@ -256,7 +257,6 @@ def _gain(text: str) -> float | str:
 @click.option(
     "--gain-epochs", type=int, help="Training length, with --gain auto.  [default: a quarter of the recipe's]"
 )
-@click.option("--standalone", type=OutputFile(".py"), help="Also write a Python file that applies it.")
 @data_option
 @device_option
 @spread_options
@@ -270,7 +270,6 @@ def fit_init(
     structure: str,
     texts: tuple[str, ...],
     gain: float | str | None,
-    standalone: Path | None,
     at: int | None,
     partial: bool,
     json_file: Path | None,
@@ -291,7 +290,7 @@ def fit_init(
 
     \b
     Examples:
-      weightscope fit-init digits.pop -o digits-mlp.safetensors --standalone digits_mlp.py
+      weightscope fit-init digits.pop -o digits-mlp.safetensors
       weightscope fit-init digits.pop --structure exchangeable --joint all --gain auto -o digits.safetensors
       weightscope fit-init efficientnet-lite0.pth --structure filters --option kernel=5 -o filters.safetensors
       weightscope fit-init hf://facebook/dinov2-small --structure identity_product -o products.safetensors
@@ -300,58 +299,70 @@ def fit_init(
     from click.core import ParameterSource
 
     from weightscope._util import outputs
-    from weightscope.fits import PopulationFit, write_standalone
-    from weightscope.fits.fitting import fit_init as run
-    from weightscope.fits.fitting import parsed_options
-    from weightscope.fits.standalone import standalone_source
+    from weightscope._util.sources import is_population
+    from weightscope.population import Population
 
     given = {k: v for k, v in settings.items() if context.get_parameter_source(k) is not ParameterSource.DEFAULT}
     given |= {} if workers is None else {"workers": workers}
-    if len(sources) > 1 and (partial or at is not None or gain == "auto"):
-        option = "partial" if partial else "at" if at is not None else "gain auto"
-        raise UsageError(f"--{option}: expected one population, found {len(sources)} sources")
-    source: Any = sources[0] if len(sources) == 1 else list(sources)
     training = {key: given.pop(key) for key in _GAIN_TRAINING if key in given}
     if gain is not None and structure != "exchangeable":
         raise UsageError("--gain requires --structure exchangeable")
     if gain != "auto" and training:
         raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
-    picture = out.with_name(f"{out.stem}-gain.png")
-    if gain == "auto":
-        outputs.checked(picture, overwrite=overwriting(context))
-    if standalone is not None:
-        outputs.checked(standalone.with_name(out.name), overwrite=overwriting(context))  # a copy of the artifact
+    several = len(sources) > 1
+    source: Any = list(sources) if several else maybe_partial(sources[0], partial, at)
+    if not several and is_population(source):
+        source = Population(source)
+    if isinstance(source, Population) and len(source) == 1:
+        source = f"{source.path}::0"  # an imported network
+    kind = "a population"
+    if not isinstance(source, Population):
+        kind = "networks" if structure == "exchangeable" else "several networks" if several else "one network"
+    if kind not in _FITTED:
+        raise UsageError(f"--structure {structure}: expected one source, found {len(sources)}")
+    special = {"at": at is not None, "partial": partial, "gain auto": gain == "auto"}
+    used = [*given, *(name for name, holds in special.items() if holds)]
+    if others := [name for name in used if name not in _FITTED[kind]]:
+        raise UsageError(f"--{others[0]} cannot be combined with {kind} and --structure {structure}")
     options = parsed_options(texts) | ({} if gain in (None, "auto") else {"gain": gain})
     curve: dict[str, Any] = {}
     result: Any
     if gain == "auto":
         from weightscope.benchmarking.gain import choose_gain
 
+        picture = outputs.checked(out.with_name(f"{out.stem}-gain.png"), overwrite=overwriting(context))
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()} | {"workers": workers}
         select = fitting.pop("select", settings["select"])
-        choice = choose_gain(
-            maybe_partial(source, partial, at), select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training
-        )
+        choice = choose_gain(source, select, out.with_name(f"{out.stem}-gain"), fitting=fitting, **training)
         choice.plot(picture)
         click.echo(f"{choice.text()}\nwrote {picture}\n")
         result, curve = choice.fit, {"gain": choice.to_dict()}
+    elif kind == "a population":
+        from weightscope.fits.fitting import fit
+
+        result = fit(source, structure=structure, options=options or None, **given)
+    elif kind == "networks":
+        from weightscope.fits import Exchangeable, checked_options
+        from weightscope.fits.pretrained import fit_pretrained
+
+        result = fit_pretrained(source, **given, **checked_options(structure, options, Exchangeable.options))
     else:
-        result = run(maybe_partial(source, partial, at), structure, options=options or None, **given)
-    if standalone is not None:
-        if not isinstance(result, PopulationFit) or result.scale is not None:
-            raise UsageError("--standalone requires a population; apply the initialiser of networks with load_init")
-        standalone_source(result, out.name)  # what cannot be written is an error before anything is
+        from weightscope.fits.one_network import fit_network
+
+        result = fit_network(source, structure, **options)
     click.echo(result.text())
     result.save(out)
     click.echo(f"wrote {out}")
-    if standalone is not None:
-        kinds = [type(g.structure) for g in result.groups if g.structure]
-        write_standalone(out, standalone, structures=kinds, overwrite=overwriting(context))
-        click.echo(f"wrote {standalone}")
     write_json(json_file, result.to_dict() | curve)
 
 
+# What is fitted -> the options that go with it.
+_FITTED = {
+    "a population": ("select", "joint", "holdout", "seed", "permutations", "workers", "at", "partial", "gain auto"),
+    "networks": ("select", "scale"),
+    "one network": (),
+}
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 
 

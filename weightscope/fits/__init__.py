@@ -5,10 +5,10 @@ structure          the contract of a fitted distribution (`Structure`); one file
   group_means      shared random effects of rows and columns
   separable        Kronecker products, the matrix normal
   exchangeable     whole networks; `resizing` takes it to other widths and depths
-fitting            `fit`: structures fitted to a population, compared by held-out likelihood; `fit_init`
+fitting            `fit`: structures fitted to a population, compared by held-out likelihood
+pretrained         `fit_pretrained`: exchangeable, fitted to one network or to several
 one_network        `fit_network`: filters, conv_schedule (`filters`) and identity_product fitted to one network
 artifact           the file of a fit, and fits to one network; `population_fit`: those to a population, `load_artifact`
-standalone         `write_standalone`, a Python file that needs torch and safetensors only
 """
 
 from weightscope.fits.artifact import NetworkFit as NetworkFit
@@ -19,10 +19,10 @@ from weightscope.fits.population_fit import PopulationFit as PopulationFit
 from weightscope.fits.population_fit import load_artifact as load_artifact
 from weightscope.fits.resizing import resized_fit as resized_fit
 from weightscope.fits.separable import Kronecker
-from weightscope.fits.standalone import write_standalone as write_standalone
 from weightscope.fits.structure import STRUCTURES
 from weightscope.fits.structure import Accumulator as Accumulator
 from weightscope.fits.structure import Structure as Structure
+from weightscope.fits.structure import checked_options as checked_options
 from weightscope.fits.structure import structure_class as structure_class
 
 # From few parameters to many: `fit` tries them in this order, and of equally good ones takes the first.

@@ -1,6 +1,5 @@
 """Exchangeable: a distribution of whole networks that is assumed not to change when units are permuted."""
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,14 +14,12 @@ from scipy.linalg import cholesky, solve_triangular
 from weightscope._util.checks import choice, number
 from weightscope._util.names import natural
 from weightscope._util.results import text_table
-from weightscope.errors import DataError, UsageError, WeightscopeError
+from weightscope.errors import UsageError
 from weightscope.fits.structure import (
     Accumulator,
     Facts,
-    Standalone,
     Structure,
-    checked_names,
-    checked_root,
+    frozen,
     require_variation,
 )
 from weightscope.spec import WeightSpec
@@ -93,33 +90,34 @@ class Amplification:
 
 def _tables(diagnostics: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """The diagnostics of types: a table of those that were shrunk, and one of those that were multiplied by a gain."""
-    shrunk, enlarged = [], []
+    shrunk, multiplied = [], []
     for label in sorted(diagnostics, key=natural):
         notes = diagnostics[label]
-        row, moved = [label, notes["samples"], f"{notes['design_effect']:g}"], f"{notes.get('moved', 0):.1%}"
+        row = [label, notes["samples"], f"{notes['design_effect']:g}"]
+        projection = f"{notes['projection']:.1%}"
         if "gain" not in notes:
-            shrunk.append((*row, f"{notes['shrinkage_within']:g}", f"{notes['shrinkage_between']:g}", moved))
+            shrunk.append((*row, f"{notes['shrinkage_within']:g}", f"{notes['shrinkage_between']:g}", projection))
             continue
         if "eigenvalues" in notes:
             kept = f"{notes['eigenvalues']} eigenvalues beyond the noise"
         else:
             kept = f"{notes['kept']} of {notes['kept'] + notes['dropped']}"
-        numbers = f"{notes['gain']:g}", notes["clipped"], moved, f"{notes.get('realised', np.nan):.3g}"
-        enlarged.append((*row, kept, *numbers))
+        numbers = f"{notes['gain']:g}", notes["clipped"], projection, f"{notes['achieved']:.3g}"
+        multiplied.append((*row, kept, *numbers))
     head = ("type", "samples", "design effect")
     if shrunk:
-        yield "correlations shrunk within tensors and between them, and moved by the projection"
-        yield from text_table((*head, "within", "between", "moved"), shrunk).splitlines()
-    if enlarged:
-        yield "correlations kept (beyond 4 standard errors), times the gain, clipped at 0.9, moved by the projection"
-        yield from text_table((*head, "kept", "gain", "clipped", "moved", "realised gain"), enlarged).splitlines()
+        yield "correlations shrunk within tensors and between them, and changed by the projection"
+        yield from text_table((*head, "within", "between", "projection"), shrunk).splitlines()
+    if multiplied:
+        yield "correlations kept (beyond 4 standard errors), times the gain, clipped at 0.9, changed by the projection"
+        yield from text_table((*head, "kept", "gain", "clipped", "projection", "achieved"), multiplied).splitlines()
 
 
 def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
     """Correlations shrunk towards zero, those of each pair of tensors by an intensity of their own.
 
     Of a block r it is sum Var(r) / sum r^2 (block James-Stein, Cai 1999), from 1e-6, so that a matrix of rank < C is
-    regular, to 1. The nearest correlation matrix, the shares of squares removed, and how far the projection moved it.
+    regular, to 1. The nearest correlation matrix, the shares of squares removed, and what the projection changed.
     """
     off, same = ~np.eye(len(correlation), dtype=bool), np.zeros(correlation.shape, dtype=bool)
     target, parts = np.where(off, correlation, 0.0), list(found.kind.slices.values())
@@ -138,51 +136,7 @@ def _shrunk(found: TypeCovariance, correlation: np.ndarray, errors: np.ndarray) 
     matrix = target
     if np.linalg.eigvalsh(target)[0] < _FLOOR:
         matrix = nearest_correlation(target, floor=_FLOOR)
-    return matrix, removed | {"moved": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0}
-
-
-_STANDALONE = '''
-
-def _parts(group, a, randn):
-    """One sample of a group: noise for each set of renumbered axes, centred, times its factor, spread over tensors."""
-    views = json.loads(bytes(a["permutations"].tolist()))["views"]
-    sizes, types = {}, {}
-    for view in views:
-        sizes |= {x.removeprefix("~"): n for x, n in zip(view["axes"], view["shape"]) if x}
-    order = list(sizes)
-    place = lambda label: order.index(label.removeprefix("~"))
-    for view in views:
-        free = sorted({x for x in view["axes"] if x and x[0] != "~"})
-        signed = {x for x in view["axes"] if x and x[0] == "~"}
-        for some in chain.from_iterable(combinations(free, r) for r in range(len(free) + 1)):
-            types.setdefault(tuple(sorted((*signed, *some), key=place)), []).append(view)
-    out = {name: torch.zeros(*shape, dtype=torch.float64) for name, shape, _ in group["spec"]}
-    for i, key in enumerate(sorted(types, key=lambda key: (len(key), [place(x) for x in key]))):
-        factor, start = a[f"factor.{i}"], 0
-        z = randn(*(sizes[x.removeprefix("~")] for x in key), len(factor))
-        for axis, label in enumerate(key):
-            z = z if label[0] == "~" else z - z.mean(axis, keepdim=True)
-        z = z @ factor.T
-        for view in types[key]:
-            axes, shape = view["axes"], view["shape"]
-            fixed = [n for n, x in zip(shape, axes) if not x]
-            part = z[..., start : start + prod(fixed)].reshape([*z.shape[:-1], *fixed])
-            at = iter(range(len(key), part.ndim))
-            part = part.permute([key.index(x) if x else next(at) for x in axes if not x or x in key])
-            away = [j for j, x in enumerate(axes) if x and x not in key]
-            for j in away:
-                part = part.unsqueeze(j)
-            whole = out[view["tensor"]]
-            steps = whole.stride()
-            strides = view["strides"] or [(i, [(n, 1)]) for i, n in enumerate(shape)]
-            pairs = [(n, by * steps[i]) for i, along in strides for n, by in along]
-            lengths = [n for n, _ in pairs]
-            first = sum(at * by for at, by in zip(view["offset"], steps))
-            window = torch.as_strided(whole, lengths, [by for _, by in pairs], first)
-            window += (part / prod(shape[j] for j in away) ** 0.5).expand(shape).reshape(lengths)
-            start += prod(fixed)
-    return a["mean"] + torch.cat([value.flatten() for value in out.values()])
-'''
+    return matrix, removed | {"projection": float(np.linalg.norm(matrix - target)) / norm if norm else 0.0}
 
 
 class Exchangeable(Structure):
@@ -204,11 +158,9 @@ class Exchangeable(Structure):
     """
 
     name = "exchangeable"
-    form = "exchangeable"
     options = unsummed = ("gain", "denoise")
     needs_samples = False
     uses_permutations = True
-    standalone = Standalone("from itertools import chain, combinations\n", "_parts", _STANDALONE)
 
     def __init__(
         self,
@@ -222,8 +174,7 @@ class Exchangeable(Structure):
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self.permutations, self.network = permutations, network or spec
-        pairs = enumerate(zip(factors, permutations.types, strict=True))
-        self.factors = tuple(checked_root(array, f"factor.{i}", kind.copies) for i, (array, kind) in pairs)
+        self.factors = tuple(map(frozen, factors))
 
     @classmethod
     def context(
@@ -288,8 +239,8 @@ class Exchangeable(Structure):
             variances = covariance.covariance.diagonal()
             require_variation(variances, f"entries ({label})")
             correlation, notes[label] = options.correlation(covariance)
-            deviation = np.sqrt(variances)
-            factors.append(cholesky(correlation * np.outer(deviation, deviation), lower=True))
+            std = np.sqrt(variances)
+            factors.append(cholesky(correlation * np.outer(std, std), lower=True))
             parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
             if not covariance.kind.groups:
                 means = covariance.mean
@@ -301,7 +252,7 @@ class Exchangeable(Structure):
         """(*sizes of S, C) for each type."""
         return tuple((*kind.sizes, kind.copies) for kind in self.permutations.types)
 
-    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+    def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Noise projected on each type's representation, times its factor, put together: (size, D)."""
         drawn = zip(self.permutations.types, self.factors, noise, strict=True)
         parts = {kind.groups: centred(z, kind) @ factor.T for kind, factor, z in drawn}
@@ -354,12 +305,11 @@ class Exchangeable(Structure):
         cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
-        checked_names(tensors, ["permutations"], [*tensors])
-        permutations = _parsed(tensors["permutations"], spec)
-        names = [f"factor.{i}" for i in range(len(permutations.types))]
-        checked_names(tensors, ["mean", "permutations", *names], ["network"])
-        network = _network(tensors["network"], spec) if "network" in tensors else None
-        return cls(spec, tensors["mean"], permutations, [tensors[n] for n in names], parameters, diagnostics, network)
+        text = {key: tensors[key].tobytes().decode() for key in ("permutations", "network") if key in tensors}
+        permutations = PermutationSpec(tuple(map(View.from_dict, json.loads(text["permutations"])["views"])))
+        factors = [tensors[f"factor.{i}"] for i in range(len(permutations.types))]
+        network = WeightSpec.from_json(text["network"]) if "network" in text else None
+        return cls(spec, tensors["mean"], permutations, factors, parameters, diagnostics, network)
 
 
 def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
@@ -367,37 +317,3 @@ def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: Permuta
     shapes = {kind.groups: (1, *kind.sizes, kind.copies) for kind in permutations.types}
     own = {} if part is None else {(): part[None]}
     return assembled({key: np.zeros(shape) for key, shape in shapes.items()} | own, spec, permutations)[0]
-
-
-@contextlib.contextmanager
-def _stored(name: str, array: np.ndarray, what: str) -> Iterator[bytes]:
-    """The text in a stored array; what is wrong with it is a DataError."""
-    if array.ndim != 1 or array.dtype != np.uint8:
-        raise DataError(f"`{name}`: expected the shape (n,) of uint8, found {array.dtype} {array.shape}")
-    try:
-        yield array.tobytes()
-    except (ValueError, KeyError, TypeError, RecursionError, WeightscopeError) as error:
-        raise DataError(f"`{name}`: expected {what}, found something else: {error}") from error
-
-
-def _network(array: np.ndarray, spec: WeightSpec) -> WeightSpec:
-    """The stored spec of the whole network, which contains that of the structure."""
-    with _stored("network", array, "the spec of the whole network") as text:
-        network = WeightSpec.from_json(text.decode())
-        if strangers := [tensor.name for tensor in spec.tensors if tensor not in network]:
-            raise DataError(f"it lacks {strangers[:3]}")
-    return network
-
-
-def _parsed(array: np.ndarray, spec: WeightSpec) -> PermutationSpec:
-    """A stored specification, checked against the tensors that it is about."""
-    with _stored("permutations", array, "a permutation specification") as text:
-        permutations = PermutationSpec(tuple(View.from_dict(view) for view in json.loads(text)["views"]))
-        covered = {tensor.name: np.zeros(tensor.shape, dtype=np.int8) for tensor in spec.tensors}
-        for view in permutations.views:
-            if not view.fits(spec[view.tensor].shape):
-                raise DataError(f"`{view.name}`: {view.shape} is no part of {spec[view.tensor].shape}")
-            view.write(covered[view.tensor], view.of(covered[view.tensor]) + 1)
-        if wrong := [name for name, times in covered.items() if (times != 1).any()]:
-            raise DataError(f"its views do not cover {wrong[:3]}")
-    return permutations

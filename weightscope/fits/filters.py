@@ -4,10 +4,10 @@ import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from pydantic import AfterValidator, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 from scipy.interpolate import CubicSpline
 from scipy.optimize import OptimizeResult, minimize
 
@@ -17,28 +17,21 @@ from weightscope._util.threads import one_thread
 from weightscope.anatomy import DepthwisePart, Parts, depthwise
 from weightscope.anatomy.convolution import listed
 from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
+from weightscope.fits.artifact import NetworkFit, Numbers
 from weightscope.statistics.filters import Schedule, conv_covariance, covariance_root, relative_depths
 from weightscope.statistics.slices import slice_moments
 
 Psd = Literal["abs", "clip"]
 
 
-def _odd(kernel: int) -> int:
-    if kernel % 2 == 0:
-        raise ValueError(f"expected an odd filter size, found {kernel}")
-    return kernel
+class _Layer(BaseModel):
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
-
-Kernel = Annotated[int, Field(ge=1), AfterValidator(_odd)]
-
-
-class _Layer(StrictModel):
     name: str
-    stage: int = Field(ge=0)
-    depth: float = Field(ge=0, le=1)  # relative, among all depthwise layers of the network
-    kernel: Kernel  # k, the side of the square filters
-    count: int = Field(ge=2)  # C, number of filters
+    stage: int
+    depth: float  # relative, in [0, 1], among all depthwise layers of the network
+    kernel: int  # k, the side of the square filters, odd
+    count: int  # C, number of filters
 
 
 class FilterDistribution(_Layer):
@@ -51,7 +44,7 @@ class FilterDistribution(_Layer):
 
     mean: np.ndarray = Field(exclude=True)  # (k, k) float64
     covariance: np.ndarray = Field(exclude=True)  # (k*k, k*k) float64, of rank C - 1 at most
-    dead: int = Field(0, ge=0)  # number of filters whose norm is negligible; mean and covariance include them
+    dead: int = 0  # number of filters whose norm is negligible; mean and covariance include them
 
     @property
     def relative_depth(self) -> float:
@@ -68,51 +61,17 @@ class FilterDistribution(_Layer):
         """Whether all filters are equal up to the rounding of float32, so that there is no covariance to draw from."""
         return self.covariance.trace() <= (1e-6 * np.linalg.norm(self.mean)) ** 2
 
-    @model_validator(mode="after")
-    def _arrays(self) -> "FilterDistribution":
-        k, c = self.kernel, self.covariance
-        for what, array, shape in (("mean", self.mean, (k, k)), ("covariance", c, (k * k, k * k))):
-            if array.shape != shape or array.dtype != np.float64:
-                found = f"{array.dtype} {array.shape}"
-                raise DataError(f"`{self.name}`: expected float64 {shape} for its {what}, found {found}")
-            if not np.isfinite(array).all():
-                raise DataError(f"`{self.name}`: expected finite numbers in its {what}, found NaN or infinity")
-        if c.diagonal().min() < 0 or not np.allclose(c, c.T, rtol=0, atol=1e-9 * float(np.abs(c).max())):
-            raise DataError(
-                f"`{self.name}`: expected a covariance, found a matrix that is not symmetric or has negative variances"
-            )
-        return self
-
 
 class FilterFit(Numbers):
     """Distributions of the filters of every depthwise layer, in depth order; options are `covariance_transfer_`'s."""
 
     structure: Literal["filters"] = "filters"
-    layers: tuple[FilterDistribution, ...] = Field(min_length=1, strict=False)
+    layers: tuple[FilterDistribution, ...]
     kronecker: bool = False
     means: bool = False
     schedule: Literal["depth", "stage"] = "depth"
-    kernel: Kernel | None = None
+    kernel: int | None = None
     psd: Psd = "abs"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _take_arrays(cls, values: Any, info: ValidationInfo) -> Any:
-        """Put the arrays of an artifact, which are in the context, into its layers."""
-        arrays, layers = info.context, values.get("layers")
-        if arrays is None or not isinstance(layers, list):
-            return values
-
-        def taken(name: str) -> np.ndarray | None:
-            array = arrays.pop(name, None)
-            side = 0 if array is None else math.isqrt(array.size)
-            return array.reshape(side, side) if side and array.shape == (side * side,) else array
-
-        rows = [
-            row | {key: taken(f"{i}.{key}") for key in ("mean", "covariance")} if isinstance(row, dict) else row
-            for i, row in enumerate(layers)
-        ]
-        return values | {"layers": rows}
 
     @property
     def used(self) -> tuple[FilterDistribution, ...]:
@@ -179,9 +138,9 @@ _COLUMNS = {
 class ScheduleLayer(_Layer):
     """Fit of the closed form to one layer."""
 
-    sigma: float = Field(gt=0)  # the schedule's at this depth
-    sigma_alone: float = Field(gt=0)  # the best for this layer alone
-    scale: float = Field(ge=0)  # the layer's own, the root of `s = <C, S> / |S|^2`
+    sigma: float  # the schedule's at this depth
+    sigma_alone: float  # the best for this layer alone
+    scale: float  # of the layer alone, the root of `s = <C, S> / |S|^2`
     r2: float  # `1 - |C - s S|^2 / |C|^2` with the schedule's sigma
     r2_alone: float  # the same with `sigma_alone`
     attainable: float  # expected r2 of as many filters drawn from the closed form itself
@@ -194,17 +153,11 @@ class ScheduleFit(Numbers):
     sigma0: float
     v: float
     a: float
-    scale: float = Field(gt=0)
+    scale: float
     psd: Psd = "abs"
     schedule: Literal["depth", "sawtooth"] = "depth"
     r2: float
-    layers: tuple[ScheduleLayer, ...] = Field(min_length=1, strict=False)
-
-    @model_validator(mode="after")
-    def _positive(self) -> "ScheduleFit":
-        if not (least := _least(Schedule(self.sigma0, self.v, self.a))) > 0:
-            raise ValueError(f"expected sigma > 0 at every depth, found {least:g}")
-        return self
+    layers: tuple[ScheduleLayer, ...]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -281,8 +234,8 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
         )
     assert found.covariance is not None  # every size is kept
     place = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
-    moments = {"mean": found.mean.reshape(k, k), "covariance": found.covariance}
-    return FilterDistribution.model_validate(place | moments | {"count": found.n, "dead": dead})
+    mean = found.mean.reshape(k, k)
+    return FilterDistribution(**place, mean=mean, covariance=found.covariance, count=found.n, dead=dead)
 
 
 def filter_fit(
@@ -302,8 +255,8 @@ def filter_fit(
     choice("psd", psd, get_args(Psd))
     if kernel is not None:
         odd("kernel", kernel)
-    options = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel, "psd": psd}
-    fit = FilterFit.model_validate({"layers": layers, "left_out": left_out, **options})
+    options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel}
+    fit = FilterFit(layers=tuple(layers), left_out=tuple(left_out), psd=psd, **options)
     fit.checked()
     return fit
 
@@ -385,10 +338,10 @@ def fit_conv_schedule(
         "psd": psd,
         "schedule": schedule,
         "r2": float(np.average([layer.r2 for layer in layers], weights=weights)),
-        "layers": layers,
-        "left_out": _left_out(parts),
+        "layers": tuple(layers),
+        "left_out": tuple(_left_out(parts)),
     }
-    return NetworkFit(ScheduleFit.model_validate(numbers))
+    return NetworkFit(ScheduleFit(**numbers))
 
 
 def _left_out(parts: Parts[DepthwisePart]) -> list[str]:

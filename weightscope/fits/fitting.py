@@ -1,40 +1,31 @@
 """`fit`: structures fitted to the weights of a population, chosen by the likelihood of held-out networks."""
 
 import contextlib
-import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, TypeVar, get_args
 
 import numpy as np
 
 from weightscope._util.checks import choice
 from weightscope._util.environment import available_memory
-from weightscope._util.names import listing
-from weightscope._util.plugins import underscored
 from weightscope._util.seeding import Purpose, numpy_generator
-from weightscope._util.sources import is_population
 from weightscope._util.threads import one_thread
-from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers
 from weightscope._version import __version__
 from weightscope.errors import AnatomyError, DataError, UsageError, WeightscopeError
-from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.population_fit import Group, PopulationFit, structure_label, varying_spec
-from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, structure_class
+from weightscope.fits.structure import STRUCTURES, Accumulator, Structure, checked_options, structure_class
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import CENTRE, centre_of
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import LEAF, Sums, WeightSamples, literal, over_parts, parts_of, usable_chunks
-
-if TYPE_CHECKING:
-    from weightscope.population import Population
 
 Joint = Literal["tensor", "block", "all"]
 Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of a block, and rows (n, D) float64
@@ -49,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 @one_thread()
 def fit(
-    source: WeightSamples,
+    source: WeightSamples | str | Path,
     select: str | Sequence[str] | None = None,
     *,
     structure: str | type[Structure] | Sequence[str | type[Structure]] = "auto",
@@ -67,14 +58,14 @@ def fit(
     reason. Entries with one value in all networks (frozen filters) keep that value and are counted in the result; the
     density is that of the others. Diverged and non-finite networks are excluded and counted.
 
-    Memory: structures that follow from sums over networks (isotropic, group_means, diagonal, dense, exchangeable) are
-    fitted and scored on a stream; of a population of more than 4,096 networks by workers, part by part. Of fewer,
-    selected weights of up to 256 MiB are held and read once; more are read again for each pass. Structures that need
-    samples (kronecker, low_rank) hold one group in float64, in this process. What does not fit into memory is a
+    Memory: structures that follow from sums over networks (isotropic, group_means, diagonal, exchangeable) are fitted
+    and scored on a stream; of a population of more than 4,096 networks by workers, part by part. Of fewer, selected
+    weights of up to 256 MiB are held and read once; more are read again for each pass. Structures that need samples
+    (kronecker, low_rank, dense) hold one group in float64, in this process. What does not fit into memory is a
     candidate that cannot be fitted, or an error, before anything is read.
 
     Args:
-        source: a `Population` or a `WeightArray`.
+        source: a `Population`, its path, or a `WeightArray`.
         select: patterns as in `WeightSpec.select`, the tensors that the initialiser will set; by default the matrices
             of MLPs (`*.mlp.fc?.weight`), or of a network without such names all tensors with two axes or more.
         structure: `"auto"` for all structures, or one or several: registered names, `"package.module:Class"`, classes.
@@ -98,6 +89,10 @@ def fit(
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
         >>> result.save("digits-mlp.safetensors")
     """
+    if isinstance(source, str | Path):
+        from weightscope.population import open_source  # h5py
+
+        source = open_source(source)
     several = None if options is None else [options]
     further: dict[str, Any] = {"holdout": holdout, "seed": seed, "permutations": permutations, "workers": workers}
     return fit_each(source, select, structure, several, joint=joint, each=False, **further)[0]
@@ -215,9 +210,7 @@ def _classes(
     if options is not None:
         if len(classes) != 1:
             raise UsageError(f"options {dict(options)} need one structure by name, found {', '.join(names)}")
-        if unknown := set(options) - set(classes[0].options):
-            known = ", ".join(classes[0].options) or "none"
-            raise UsageError(f"{names[0]} has no option {', '.join(sorted(unknown))}; its options are {known}")
+        checked_options(names[0], options, classes[0].options)
     return classes
 
 
@@ -506,81 +499,3 @@ def _differences(scores: np.ndarray, best: np.ndarray) -> dict[str, float]:
     means = {"log_prob": scores, "difference": scores - best}
     out = {key: float(values.mean()) for key, values in means.items()}
     return out | {f"{key}_se": float(values.std(ddof=1) / np.sqrt(len(values))) for key, values in means.items()}
-
-
-@one_thread()
-def fit_init(
-    source: "str | Path | Population | Sequence[str | Path]",
-    structure: Any = "auto",
-    *,
-    options: dict[str, Any] | None = None,
-    trust: bool = False,
-    **settings: Any,
-) -> PopulationFit | NetworkFit:
-    """Fit an initialiser to a population (`fit`) or to networks (`fit_network`, `fit_pretrained`).
-
-    Args:
-        source: a population or its folder, or a checkpoint: a file, a model folder, `hf://org/name`; for the structure
-            "exchangeable" also a list of checkpoints.
-        structure: as in `fit` or `fit_network`.
-        options: the structure's.
-        trust: run the code of one's own that `structure`, or the recipe of a population, names by a text
-            (docs/what-runs-when.md).
-        settings: of `fit`: `select`, `joint`, `holdout`, `seed`, `permutations`, `workers`; or of `fit_pretrained`:
-            `select`, `scale`.
-
-    Raises:
-        UsageError: if the structure is for the other kind of source, or `settings` are given for one network.
-        DataError: as `fit` and `fit_network`.
-
-    Example:
-        >>> fit_init("efficientnet-lite0.pth", "filters", options={"kernel": 5}).save("filters.safetensors")
-    """
-    from weightscope.fits.one_network import NETWORK_FITS, fit_network  # torch
-    from weightscope.population import Population, open_source  # h5py
-
-    with trusting(trust):
-        name = underscored(structure) if isinstance(structure, str) else None
-        if isinstance(source, list | tuple) and len(source) == 1:
-            (source,) = source
-        if isinstance(source, Population) or is_population(source):
-            population = open_source(source)
-            source = f"{population.path}::0" if len(population) == 1 else population
-        if isinstance(source, Population):
-            if "scale" in settings:
-                raise UsageError(f"scale: for checkpoints, and {source} is a population, whose scale is always kept")
-            if name in NETWORK_FITS:
-                known = ", ".join(("auto", *STRUCTURES))
-                raise UsageError(f"structure: {name!r} is fitted to one network; for a population ({source}): {known}")
-            return fit(source, structure=structure, options=options, **settings)
-        if name == "exchangeable":
-            from weightscope.fits.pretrained import fit_pretrained
-
-            if odd := settings.keys() - {"select", "scale"}:
-                raise UsageError(f"{listing(sorted(odd))}: for populations; networks take select and scale")
-            _classes("exchangeable", options)
-            return fit_pretrained(source, **settings, **(options or {}))
-        if isinstance(source, list | tuple):
-            raise UsageError(
-                f"{structure}: expected one source, found {len(source)}; exchangeable takes several networks"
-            )
-        if name == "auto" or name in STRUCTURES or isinstance(structure, type):
-            shown, known = name or structure.__name__, ", ".join((*NETWORK_FITS, "exchangeable"))
-            raise UsageError(f"structure: {shown!r} needs a population (`import`); for one network ({source}): {known}")
-        if settings:
-            raise UsageError(f"{', '.join(settings)}: for populations; {structure} of one network takes options only")
-        return fit_network(source, structure, **(options or {}))
-
-
-def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
-    """Texts `name=value`, each name once, as a dictionary; values in JSON (a number, true) are decoded."""
-    out: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name or name in out:
-            raise UsageError(f"option: expected name=value, each name once, found {text!r}")
-        try:
-            out[name] = json.loads(value)
-        except ValueError:
-            out[name] = value
-    return out

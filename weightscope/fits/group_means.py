@@ -6,13 +6,12 @@ from typing import Self
 
 import numpy as np
 
-from weightscope.errors import DataError
 from weightscope.fits.structure import (
     Accumulator,
     Facts,
     Structure,
-    checked,
     choose_mean,
+    frozen,
     matrix_shapes,
     require_variation,
 )
@@ -44,7 +43,7 @@ class GroupMeans(Structure):
     r"""w_ij = mean_ij + g + r_i + c_j + e_ij for each tensor as a matrix (p, n); tensors are independent.
 
     The covariance s_e I + s_r I (x) 11^T + s_c 11^T (x) I + s_g 11^T (x) 11^T has four eigenspaces, those of the
-    two-way layout: the residual, the rows' and the columns' contrasts and the grand mean, with eigenvalues
+    two-way layout: the residual, the rows' and the columns' contrasts and the overall mean, with eigenvalues
 
         l_e = s_e,   l_r = s_e + n s_r,   l_c = s_e + p s_c,   l_g = s_e + n s_r + p s_c + p n s_g.
 
@@ -57,7 +56,6 @@ class GroupMeans(Structure):
     """
 
     name = "group_means"
-    form = "group_means"
     stored = ("eigenvalues",)
     needs_samples = False
 
@@ -70,11 +68,8 @@ class GroupMeans(Structure):
         diagnostics: Facts = None,
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
-        self._shapes = matrix_shapes(spec)
-        self.eigenvalues = checked(eigenvalues, "eigenvalues", (len(spec), 4))
+        self.eigenvalues, self._shapes = frozen(eigenvalues), matrix_shapes(spec)
         self._dimensions = _dimensions(self._shapes)
-        if (self.eigenvalues[self._dimensions > 0] <= 0).any():
-            raise DataError("`eigenvalues`: expected positive numbers, found numbers <= 0")
 
     @classmethod
     def accumulator(cls, spec: WeightSpec) -> Accumulator:
@@ -101,12 +96,12 @@ class GroupMeans(Structure):
         """(p, n) for each tensor."""
         return self._shapes
 
-    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+    def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Noise split into the four spaces, each scaled by the root of its eigenvalue."""
         parts = []
         for roots, z in zip(np.sqrt(self.eigenvalues), noise, strict=True):
-            residual, row, column, grand = _split(z)
-            part = roots[0] * residual + roots[1] * row + roots[2] * column + roots[3] * grand
+            residual, row, column, overall = _split(z)
+            part = roots[0] * residual + roots[1] * row + roots[2] * column + roots[3] * overall
             parts.append(part.reshape(len(z), -1))
         return np.concatenate(parts, axis=1)
 
@@ -132,10 +127,10 @@ class GroupMeans(Structure):
 
 
 def _split(z: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Projections of matrices (N, p, n): residual (N, p, n), row (N, p, 1), column (N, 1, n), grand (N, 1, 1)."""
+    """Projections of matrices (N, p, n): residual (N, p, n), row (N, p, 1), column (N, 1, n), overall (N, 1, 1)."""
     rows, columns = z.mean(axis=2, keepdims=True), z.mean(axis=1, keepdims=True)
-    grand = rows.mean(axis=1, keepdims=True)
-    return z - rows - columns + grand, rows - grand, columns - grand, grand
+    overall = rows.mean(axis=1, keepdims=True)
+    return z - rows - columns + overall, rows - overall, columns - overall, overall
 
 
 def _squares(z: np.ndarray) -> np.ndarray:
@@ -153,14 +148,14 @@ def _dimensions(shapes: Sequence[tuple[int, int]]) -> np.ndarray:
 def _components(eigenvalues: np.ndarray, shape: tuple[int, int]) -> dict[str, float]:
     """Variance components of the additive model; those that are not identifiable (one row, one column) are omitted."""
     p, n = shape
-    residual, row, column, grand = (float(v) for v in eigenvalues)
+    residual, row, column, overall = (float(v) for v in eigenvalues)
     if p == 1 or n == 1:
-        # One of the contrasts is the residual; the other effect is the grand mean's.
+        # One of the contrasts is the residual; the other effect is the overall mean's.
         residual = column if p == 1 else row
-        return {"residual": residual, "grand": (grand - residual) / (p * n)} if p * n > 1 else {"grand": grand}
+        return {"residual": residual, "overall": (overall - residual) / (p * n)} if p * n > 1 else {"overall": overall}
     return {
         "residual": residual,
         "row": (row - residual) / n,
         "column": (column - residual) / p,
-        "grand": (grand - row - column + residual) / (p * n),
+        "overall": (overall - row - column + residual) / (p * n),
     }

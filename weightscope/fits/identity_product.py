@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from pydantic import Field
+from pydantic import BaseModel
 from torch import Tensor
 
 from weightscope._util.checks import choice
@@ -17,34 +17,34 @@ from weightscope.anatomy import named_tensors, self_attention
 from weightscope.anatomy.attention_modules import PartName, layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import DataError
-from weightscope.fits.artifact import NetworkFit, Numbers, StrictModel
+from weightscope.fits.artifact import NetworkFit, Numbers
 
 
-class ProductNumbers(StrictModel):
+class ProductNumbers(BaseModel):
     """Numbers of `mimetic_attention_` for the product M of one layer, mean over its heads.
 
     `beta` has the product's own sign, as `weightscope products` shows it; `beta_vo` of `mimetic_attention_` is minus
     that of V/O.
     """
 
-    alpha: float = Field(ge=0)  # of the noise
+    alpha: float  # of the noise
     beta: float  # of the diagonal
-    beta_std: float = Field(ge=0)  # standard deviation of the heads' beta
+    beta_std: float  # standard deviation of the heads' beta
     diagonal: float  # the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank
-    noise: float = Field(ge=0)  # the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`
-    r2: float = Field(ge=0, le=1)  # `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d
-    attainable: float = Field(gt=0, le=1)  # rank / d
+    noise: float  # the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`
+    r2: float  # `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d
+    attainable: float  # rank / d
     # `|s - s'| / |s|` between the singular values of M and those of the initialiser's products
-    residual: float = Field(ge=0)
+    residual: float
 
 
-class ProductLayer(StrictModel):
+class ProductLayer(BaseModel):
     """One self-attention module; `depth` is relative, in [0, 1]."""
 
     name: str
-    depth: float = Field(ge=0, le=1)
-    width: int = Field(ge=1)
-    heads: int = Field(ge=1)
+    depth: float
+    width: int
+    heads: int
     qk: ProductNumbers
     vo: ProductNumbers
 
@@ -69,7 +69,7 @@ class ProductFit(Numbers):
     signs: Literal["products"]  # beta has the sign of the product, also for values and outputs
     parts: Literal["both", "qk", "vo"] = "both"  # the products that the initialiser sets
     layer_scale: Literal["none", "folded", "left out"] = "none"  # after the attention; folded into W_V W_O, or not
-    layers: tuple[ProductLayer, ...] = Field(min_length=1, strict=False)
+    layers: tuple[ProductLayer, ...]
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and product: `name`, `depth`, `width`, `heads`, `part` and the product's numbers."""
@@ -147,8 +147,8 @@ def fit_identity_product(
         depth, sizes = known.index(part.layer) / max(1, len(known) - 1), {"width": part.width, "heads": part.heads}
         layers.append(ProductLayer(name=part.name, depth=depth, **sizes, qk=_joined(qk), vo=_joined(vo)))
     state = "none" if not any(scales) else "folded" if fold_scales else "left out"
-    numbers = {"parts": parts, "layer_scale": state, "layers": layers, "left_out": left_out}
-    return NetworkFit(ProductFit.model_validate({"signs": "products", **numbers}))
+    numbers: dict[str, Any] = {"parts": parts, "layer_scale": state, "left_out": tuple(left_out)}
+    return NetworkFit(ProductFit(signs="products", layers=tuple(layers), **numbers))
 
 
 def _finite(name: str, value: Tensor) -> Tensor:

@@ -8,20 +8,20 @@ identity_product   alpha and beta of `mimetic_attention_`, layer by layer
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import nn
 
 from weightscope._util.plugins import Registry, underscored
 from weightscope._util.threads import one_thread
 from weightscope._version import __version__
-from weightscope.errors import DataError, UsageError
-from weightscope.fits.artifact import NetworkFit, StrictModel, checked_header
+from weightscope.errors import UsageError
+from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import FilterFit, ScheduleFit, fit_conv_schedule, fit_filters
 from weightscope.fits.identity_product import ProductFit, fit_identity_product
+from weightscope.fits.structure import STRUCTURES, checked_options
 from weightscope.population import open_network
 
 # Functions `f(source, *, ...options) -> NetworkFit`.
@@ -49,17 +49,17 @@ def fit_network(source: Any, structure: str | Callable[..., NetworkFit], **optio
     Example:
         >>> fit_network("hf://timm/convnext_atto.d2_in1k", "conv_schedule").save("schedule.safetensors")
     """
-    fit = NETWORK_FITS.find(underscored(structure))
-    parameters = list(inspect.signature(fit).parameters.values())[1:]
-    known = [p.name for p in parameters]
-    unknown = [] if any(p.kind is p.VAR_KEYWORD for p in parameters) else [key for key in options if key not in known]
-    if unknown:
-        raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known)}")
+    name = underscored(structure)
+    if name in ("auto", *STRUCTURES):
+        known = ", ".join((*NETWORK_FITS, "exchangeable"))
+        raise UsageError(f"structure: {name!r} needs a population (`import`); for one network ({source}): {known}")
+    fit = NETWORK_FITS.find(name)
+    _, *parameters = inspect.signature(fit).parameters.values()
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
+        checked_options(name, options, [parameter.name for parameter in parameters])
     source = open_network(source)
     with torch.no_grad():
         found = fit(source, **options)
-    if not isinstance(found, NetworkFit):
-        raise UsageError(f"{structure}: expected a NetworkFit, found {type(found).__name__}")
     return NetworkFit(found.numbers, {"weightscope": __version__, **origin(source)})
 
 
@@ -73,19 +73,12 @@ def origin(source: Any) -> dict[str, Any]:
     return out
 
 
-class _Header(StrictModel):
-    format: Literal["weightscope-network-initialiser"]
-    version: Literal[1]
-    numbers: Annotated[FilterFit | ScheduleFit | ProductFit, Field(discriminator="structure")]
-    provenance: dict[str, Any]
-
-
-def network_fit_of(values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
-    """The fit that a header and arrays describe; errors as `load_artifact`."""
-    left = dict(arrays)
-    header = checked_header(values, _Header, left)
-    if left:
-        raise DataError(
-            f"its arrays are not those of {len(header.numbers.layers)} layers: {', '.join(sorted(left)[:3])}"
-        )
-    return NetworkFit(header.numbers, header.provenance)
+def network_fit_of(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
+    """The fit that a header and arrays describe."""
+    numbers = header["numbers"]
+    kind = {"filters": FilterFit, "conv_schedule": ScheduleFit, "identity_product": ProductFit}[numbers["structure"]]
+    for name, array in arrays.items():  # `i.mean` and `i.covariance` of filters
+        i, key = name.split(".")
+        layer = numbers["layers"][int(i)]
+        layer[key] = array.reshape(layer["kernel"], -1) if key == "mean" else array
+    return NetworkFit(kind.model_validate(numbers), header["provenance"])

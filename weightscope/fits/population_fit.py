@@ -1,35 +1,26 @@
 """`PopulationFit`: structures fitted to a population, and their artifact; `load_artifact` reads any artifact."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from weightscope._util.names import listing
 from weightscope._util.plugins import imported, is_reference, source_hash
-from weightscope._util.trust import trusted
+from weightscope._util.trust import require_trust, trusting
 from weightscope.errors import DataError
-from weightscope.fits.artifact import (
-    NETWORK_FORMAT,
-    VERSION,
-    Artifact,
-    NetworkFit,
-    StrictModel,
-    checked_header,
-    read_contents,
-)
-from weightscope.fits.structure import STRUCTURES, Structure, checked, matrix_shapes, structure_reference
+from weightscope.fits.artifact import NETWORK_FORMAT, Artifact, NetworkFit, read_contents
+from weightscope.fits.structure import STRUCTURES, Structure, structure_reference
 from weightscope.spec import TensorSpec, WeightSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-FORMAT = "weightscope-initialiser"
+FORMAT, VERSION = "weightscope-initialiser", 2
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class Group:
         return out
 
     def describe(self) -> dict[str, Any]:
-        """The group's part of the header; `form` and `matrices` are what a standalone file needs."""
+        """The group's part of the header."""
         kind = self.structure
         reference = None if kind is None else structure_reference(type(kind))
         out: dict[str, Any] = {
@@ -81,8 +72,6 @@ class Group:
             "spec": json.loads(self.spec.to_json()),
             "structure": reference,
             "options": dict(self.options),
-            "form": "fixed" if kind is None else kind.form,
-            "matrices": [] if kind is None else [list(shape) for shape in matrix_shapes(kind.spec)],
             "parameters": 0 if kind is None else kind.parameters,
             "diagnostics": {} if kind is None else kind.diagnostics,
             "fixed": self.fixed,
@@ -196,162 +185,83 @@ def varying_spec(spec: WeightSpec, varying: np.ndarray) -> WeightSpec:
     return WeightSpec(tensors)
 
 
-class _GroupHeader(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)  # what else is there must be as `Group.describe` says
-
-    name: str
-    spec: list[Any]
-    structure: str | None
-    options: dict[str, Any]
-    parameters: int = Field(ge=0)
-    diagnostics: dict[str, Any]
-    source_hash: str = ""  # only of structures that are not part of weightscope
-
-
-class _Row(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    group: str
-    structure: str
-    parameters: int = Field(ge=0)
-    log_prob: float | None
-    difference: float | None
-    difference_se: float | None
-    chosen: bool
-    failed: str | None
-
-    @model_validator(mode="after")
-    def _scores(self) -> Self:
-        if self.failed is None and None in (self.log_prob, self.difference, self.difference_se):
-            raise ValueError("expected log_prob, difference and difference_se of a candidate that was fitted")
-        return self
-
-
-class _Header(StrictModel):
-    format: Literal["weightscope-initialiser"]
-    version: Literal[1]
-    spec: list[Any]
-    groups: list[_GroupHeader] = Field(min_length=1)
-    table: list[_Row]
-    networks: int = Field(ge=0)
-    excluded: int = Field(ge=0)
-    settings: dict[str, Any]
-    provenance: dict[str, Any]
-
-
-def population_fit_of(
-    values: Any, arrays: Mapping[str, np.ndarray], structures: Sequence[str | type[Structure]] = ()
-) -> PopulationFit:
+def population_fit_of(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> PopulationFit:
     """The fit that a header and arrays describe; errors as `load_artifact`."""
-    header = checked_header(values, _Header)
-    spec = _spec(header.spec)
-    groups, left = [], dict(arrays)
-    for i, described in enumerate(header.groups):
-        own = {name.removeprefix(f"{i}."): left.pop(name) for name in arrays if name.startswith(f"{i}.")}
-        try:
-            groups.append(_group(described, own, structures))
-        except DataError as error:
-            raise DataError(f"group `{described.name}`: {error}") from error
-    claimed = sorted(name for group in groups for name in group.spec.names)
-    if claimed != sorted(spec.names) or any(spec[t.name] != t for group in groups for t in group.spec.tensors):
-        raise DataError("its groups do not cover the tensors of its spec exactly")
-    if left:
-        raise DataError(f"found arrays that belong to no group: {list(left)[:3]}")
-    facts = header.networks, header.excluded, header.settings, header.provenance
-    return PopulationFit(spec, tuple(groups), tuple(row.model_dump() for row in header.table), *facts)
+    if header["version"] == 1:  # two diagnostics had other names
+        text = json.dumps(header).replace('"realised":', '"achieved":').replace('"moved":', '"projection":')
+        header = json.loads(text)
+    groups = []
+    for i, described in enumerate(header["groups"]):
+        own = {name.removeprefix(f"{i}."): array for name, array in arrays.items() if name.startswith(f"{i}.")}
+        groups.append(_group(described, own))
+    facts = (header[key] for key in ("networks", "excluded", "settings", "provenance"))
+    return PopulationFit(_spec(header["spec"]), tuple(groups), tuple(header["table"]), *facts)
 
 
-def _group(
-    described: _GroupHeader, arrays: dict[str, np.ndarray], structures: Sequence[str | type[Structure]]
-) -> Group:
-    spec = inner = _spec(described.spec)
-    values = varying = structure = None
-    if "varying" in arrays or described.structure is None:
-        # Arrays of the stated length must be in the file before anything of that length is allocated.
-        values, flags = (_of_length(arrays, name, spec.size) for name in ("values", "varying"))
-        values, varying = checked(values, "values", (spec.size,)), flags.astype(bool)
-        if not np.isin(flags, (0, 1)).all() or (described.structure is None) != (not varying.any()):
-            raise DataError("`varying`: expected zeros and ones that agree with the structure")
+def _group(described: Mapping[str, Any], arrays: dict[str, np.ndarray]) -> Group:
+    spec = inner = _spec(described["spec"])
+    values, varying, structure = arrays.pop("values", None), arrays.pop("varying", None), None
+    if varying is not None:
+        varying = varying.astype(bool)
         inner = varying_spec(spec, varying)
-        arrays = {name: array for name, array in arrays.items() if name not in ("values", "varying")}
-    if described.structure is not None:
-        cls = _class(described, structures)
-        _of_length(arrays, "mean", inner.size)
-        structure = cls.from_tensors(arrays, inner, described.parameters, described.diagnostics)
-    elif arrays:
-        raise DataError(f"fixed tensors with the arrays {list(arrays)[:3]}")
-    group = Group(described.name, spec, structure, described.options, values, varying)
-    if group.describe() != described.model_dump(exclude_unset=True):
-        raise DataError("its header does not match its arrays")
-    return group
+    if described["structure"] is not None:
+        cls = _class(described)
+        structure = cls.from_tensors(arrays, inner, described["parameters"], described["diagnostics"])
+    return Group(described["name"], spec, structure, described["options"], values, varying)
 
 
-def _class(described: _GroupHeader, structures: Sequence[str | type[Structure]]) -> type[Structure]:
+def _class(described: Mapping[str, Any]) -> type[Structure]:
     """The structure's class; one that is not part of weightscope is imported only if the user trusts it."""
-    name = described.structure or ""
-    if name in STRUCTURES:
-        return STRUCTURES[name]
+    name = described["structure"]
     if not is_reference(name):
-        raise DataError(f"no structure {name!r}; there are {', '.join(STRUCTURES)}")
-    names = [known if isinstance(known, str) else structure_reference(known) for known in structures]
-    if name not in names and not trusted():
+        if name not in STRUCTURES:
+            raise DataError(f"no structure {name!r}; there are {', '.join(STRUCTURES)}")
+        return STRUCTURES[name]
+    require_trust([name], f"group `{described['name']}`")
+    found: type[Structure] = imported(name)
+    if (now := source_hash(name)) != described["source_hash"]:
         raise DataError(
-            f"its structure {name} is not part of weightscope and is not imported because a file says so; if you trust "
-            f"it, pass structures=[{name!r}], or --trust"
-        )
-    found = imported(name)
-    if not (isinstance(found, type) and issubclass(found, Structure)):
-        raise DataError(f"{name}: expected a subclass of weightscope.fits.Structure, found {found!r}")
-    if (now := source_hash(name)) != described.source_hash:
-        raise DataError(
-            f"{name}: its source changed since the fit (hash {described.source_hash or 'none'}, now {now}); "
+            f"{name}: its source changed since the fit (hash {described['source_hash']}, now {now}); "
             "restore that version or fit again"
         )
     return found
 
 
-def _of_length(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
-    if name not in arrays or arrays[name].shape != (size,):
-        found = arrays[name].shape if name in arrays else "none"
-        raise DataError(f"`{name}`: expected ({size},), found {found}")
-    return arrays[name]
-
-
 def _spec(rows: list[Any]) -> WeightSpec:
-    spec = WeightSpec.from_json(json.dumps(rows))
-    if not spec.tensors or not all(tensor.size for tensor in spec.tensors):
-        raise DataError("its spec has no tensors, or empty ones")
-    return spec
+    return WeightSpec.from_json(json.dumps(rows))
 
 
-def load_artifact(path: str | Path, *, structures: Sequence[str | type[Structure]] = ()) -> PopulationFit | NetworkFit:
-    """Read an artifact that `PopulationFit.save` or `NetworkFit.save` wrote; everything that it states is checked.
+def load_artifact(path: str | Path, *, trust: bool = False) -> PopulationFit | NetworkFit:
+    """Read an artifact that `PopulationFit.save` or `NetworkFit.save` wrote, after comparing its SHA-256.
 
     `hf://org/name[@revision]` is one that `publish` uploaded; it is downloaded once, into huggingface_hub's cache.
 
     An artifact whose structure is not part of weightscope names it as `"package.module:Class"`, with the hash of its
-    source. A file cannot make weightscope import anything: such an artifact is read only if the caller lists the
-    structure in `structures` (as the class or that text), and only if its source is unchanged.
+    source. It is imported only with `trust`, and only if its source is unchanged.
 
     Raises:
-        DataError: if the file is missing, not an artifact or of another version, its arrays do not match the header
-            or are not finite, or its structure is not one of weightscope and not listed.
+        DataError: if the file is missing, cut off or changed, not an artifact, or of another version, or if its
+            structure is not known.
+        UsageError: if its structure is not one of weightscope and not trusted.
 
     Example:
         >>> load_artifact("mlp.safetensors").groups[0].label
         'dense'
-        >>> load_artifact("own.safetensors", structures=[MyStructure])
     """
     if str(path).startswith("hf://"):
         from weightscope.checkpoint.hub import artifact_file  # imports huggingface_hub
 
-        return load_artifact(artifact_file(str(path)), structures=structures)
+        return load_artifact(artifact_file(str(path)), trust=trust)
     header, arrays = read_contents(path)
-    try:
-        if isinstance(header, dict) and header.get("format") == NETWORK_FORMAT:
-            from weightscope.fits.one_network import network_fit_of  # imports torch
+    kind, version = header["format"], header["version"]
+    if (kind, version) not in ((NETWORK_FORMAT, 1), (FORMAT, 1), (FORMAT, VERSION)):
+        raise DataError(f"{path}: version {version} of {kind} is not known; use a newer weightscope")
+    if kind == NETWORK_FORMAT:
+        from weightscope.fits.one_network import network_fit_of  # imports torch
 
-            return network_fit_of(header, arrays)
-        return population_fit_of(header, arrays, structures)
+        return network_fit_of(header, arrays)
+    try:
+        with trusting(trust):
+            return population_fit_of(header, arrays)
     except DataError as error:
         raise DataError(f"{path}: {error}") from error

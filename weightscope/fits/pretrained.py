@@ -23,7 +23,7 @@ from weightscope.fits.one_network import origin
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.fits.resizing import (
     block_of,
-    default_deviations,
+    default_stds,
     depths,
     in_blocks,
     resized_fit,
@@ -37,7 +37,7 @@ from weightscope.statistics.permutations import InvariantType, PermutationSpec, 
 
 
 class _Measured(NamedTuple):
-    """The covariances of one network's weights, in units of their default deviations."""
+    """The covariances of one network's weights, in units of their default stds."""
 
     where: str
     spec: WeightSpec
@@ -77,8 +77,8 @@ def fit_pretrained(
         sources: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`; or a list of those.
         select: patterns of places in timm's scheme; by default all matrices and filters of the repeated blocks.
             Vectors (biases, norms) are never set.
-        scale: of the network that is initialised: "default", each tensor keeps the deviation that it has, and only
-            correlations and ratios between parts come from the sources; or "source", deviations are those of the
+        scale: of the network that is initialised: "default", each tensor keeps the std that it has, and only
+            correlations and ratios between parts come from the sources; or "source", stds are those of the
             sources in units of 1 / sqrt(3 fan_in), and gains that are multiplied in become one.
         gain: factor of the correlations that are kept, as of `Exchangeable`.
         denoise: as of `Exchangeable`.
@@ -124,16 +124,16 @@ def placed(fit: PopulationFit, model: Source) -> PopulationFit:
         raise SpecError(f"expected tensors like {listing(fit.spec.names)}, found {listing(every.names)}")
     if fit.scale == "source":
         return resized_fit(fit, spec)
-    deviations = {}
+    stds = {}
     for view in permutation_spec(spec).views:
         values = view.of(whole[view.tensor].double().numpy())
-        deviations[view.name] = float(np.sqrt(np.square(values).mean()))
-        if not 0 < deviations[view.name] < np.inf:
+        stds[view.name] = float(np.sqrt(np.square(values).mean()))
+        if not 0 < stds[view.name] < np.inf:
             raise DataError(
                 f"`{view.name}`: expected weights whose scale is kept, found {'zeros' if not values.any() else 'NaN'}; "
                 "initialise it otherwise first, or fit with scale='source'"
             )
-    return resized_fit(fit, spec, deviations)
+    return resized_fit(fit, spec, stds)
 
 
 def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
@@ -149,8 +149,8 @@ def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
         if not value.std() > 0:
             raise DataError(f"{where}: `{name}`: expected trained weights, found {value.size} equal ones")
     spec = WeightSpec(TensorSpec(name, value.shape) for name, value in folded.items())
-    permutations, deviations = permutation_spec(spec), default_deviations(spec)
-    units = {name: value / (deviations[name] or 1.0) for name, value in folded.items()}
+    permutations, stds = permutation_spec(spec), default_stds(spec)
+    units = {name: value / (stds[name] or 1.0) for name, value in folded.items()}
     squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.views}
     parts = invariant_parts(spec.pack(units, np.float64)[None], spec, permutations)
     types = [_covariance(kind, part[0], squares) for kind, part in zip(permutations.types, parts, strict=True)]
@@ -195,10 +195,10 @@ def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measu
                     products[pair] += found.samples * correlations[at][a, b]
                     noise[pair] += (found.samples * np.nan_to_num(found.errors[a, b])) ** 2
     known = np.where(weight > 0, weight, np.nan)
-    units = default_deviations(reference.spec)
-    deviation = np.sqrt(variances / weight.diagonal())
-    deviation *= np.concatenate([np.full(view.copies, units[view.tensor] or 1.0) for view in kind.views])
-    covariance = np.nan_to_num(products / known) * np.outer(deviation, deviation)
+    units = default_stds(reference.spec)
+    std = np.sqrt(variances / weight.diagonal())
+    std *= np.concatenate([np.full(view.copies, units[view.tensor] or 1.0) for view in kind.views])
+    covariance = np.nan_to_num(products / known) * np.outer(std, std)
     samples = round(float(weight.diagonal().max()))
     # `networks` is 1: the errors are not estimated from how networks differ
     return TypeCovariance(kind, samples, covariance, np.zeros(c), np.sqrt(noise) / known, 1)

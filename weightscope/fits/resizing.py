@@ -19,7 +19,7 @@ from weightscope.statistics.exchangeable import invariant_parts
 from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed
 
 _BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
-_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default deviation 1 at any width
+_EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class _Plan:
     structure: Exchangeable
     permutations: PermutationSpec  # of the other network's tensors
     origins: dict[str, View]  # view of the other network -> view of the fitted one
-    ratios: dict[str, float]  # view -> its default deviation over that of its origin, or 1
+    ratios: dict[str, float]  # view -> its default std over its origin's, or 1
 
 
-def default_deviations(network: WeightSpec) -> dict[str, float]:
+def default_stds(network: WeightSpec) -> dict[str, float]:
     """Standard deviation of the entries of each tensor in torch's default initialisation, or 0 where it is constant.
 
-    Weights of linear and convolutional layers and their biases are uniform in +-1 / sqrt(fan_in), of deviation
+    Weights of linear and convolutional layers and their biases are uniform in +-1 / sqrt(fan_in), of std
     1 / sqrt(3 fan_in). Norms, LayerScales, positions and tokens count as 0: what they start from does not depend on
-    the width. Takes all tensors of the network, since the fan-in of a bias is that of its layer's weight.
+    the width. Takes all tensors of the network, since a bias has the fan-in of its layer's weight.
     """
     out = {}
     for name in network.names:
@@ -67,23 +67,23 @@ def tensors_by_depth(source: WeightSpec, target: WeightSpec) -> dict[str, str]:
 
 
 def resized(
-    structure: Exchangeable, network: WeightSpec, deviations: Mapping[str, float] | None = None
+    structure: Exchangeable, network: WeightSpec, stds: Mapping[str, float] | None = None
 ) -> tuple[Exchangeable | None, dict[str, str]]:
     """The structure for the tensors of another network, all of whose tensors are given.
 
-    A part of a tensor, which is a covariance's row, keeps its deviation in units of that of the default initialisation
-    (`default_deviations`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of
-    n - 1. The mean, one number for each fixed entry of a tensor, is kept in the same units. With `deviations`,
-    view -> root mean square of its entries in the other network, each view has that of the other network instead, and
-    only the ratios between its parts are those of the structure.
+    A part of a tensor, which is a covariance's row, keeps its std in units of the std of the default initialisation
+    (`default_stds`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of n - 1.
+    The mean, one number for each fixed entry of a tensor, is kept in the same units. With `stds`, view -> root mean
+    square of its entries in the other network, each view keeps that number, and only the ratios between its parts are
+    the structure's.
 
-    Blocks take the distribution of the block of nearest relative depth. Where m blocks take that of one, their
+    Blocks take the distribution of the block of nearest relative depth. Where m blocks take the same one, their
     normalised sum has its distribution, and so has each of their contrasts, independently of everything else:
 
         T = U C U^T + sum_a (I - u_a u_a^T) (x) C_aa,   u_a = (1, ..., 1) / sqrt(m_a)
 
     which is positive definite whenever C is: covariances between blocks are divided by sqrt(m_a m_b), those between
-    blocks that took that of one block are zero, and the sum of the branches is as strongly correlated with the rest of
+    blocks that took the same block are zero, and the sum of the branches is as strongly correlated with the rest of
     the network as it was.
 
     Returns the structure of the tensors that could be resized (None if there are none), with what was rescaled, taken
@@ -100,17 +100,17 @@ def resized(
         return None, problems
     permutations = permutations.restrict(spec.names)
     origins = {v.name: origin for v in permutations.views if (origin := found[v.name]) is not None}
-    mine, theirs = default_deviations(structure.network), default_deviations(network)
+    mine, theirs = default_stds(structure.network), default_stds(network)
     ratios = {}
     for view in permutations.views:
-        if deviations is not None:
-            now, before = deviations[view.name], _root_mean_square(structure, permutations, view, origins[view.name])
+        if stds is not None:
+            now, before = stds[view.name], _root_mean_square(structure, permutations, view, origins[view.name])
         else:
             before, now = mine[tensors[view.tensor]], theirs[view.tensor]
         ratios[view.name] = now / before if now and before else 1.0
     plan = _Plan(structure, permutations, origins, ratios)
     factors, apart = _factors(plan)
-    notes = _notes(plan, own=deviations is not None)
+    notes = _notes(plan, kept=stds is not None)
     if apart:
         notes.append(f"no covariance between {listing(apart, 2)}, which do not share units in the fitted network")
     diagnostics = structure.diagnostics | {"resized": notes}
@@ -183,7 +183,7 @@ def depths(network: WeightSpec) -> dict[str, int]:
 
 
 def _permutations(structure: Exchangeable, network: WeightSpec, tensors: Mapping[str, str]) -> PermutationSpec:
-    """The specification of the other network's tensors: that of its names, or the structure's own axes."""
+    """The specification of the other network's tensors: by its names, or with the structure's axes."""
     from weightscope.anatomy.permutation_groups import permutation_spec  # imports torch
 
     try:
@@ -192,9 +192,9 @@ def _permutations(structure: Exchangeable, network: WeightSpec, tensors: Mapping
         known = False
     if known:
         return permutation_spec(network).restrict(tensors)
-    if moved := [new for new, old in tensors.items() if new != old]:
+    if renamed := [new for new, old in tensors.items() if new != old]:
         raise SpecError(
-            f"`{moved[0]}`: another depth needs the permutation specification of a known architecture, found one of "
+            f"`{renamed[0]}`: another depth needs the permutation specification of a known architecture, found one of "
             "the user's own; other widths do not"
         )
     views = []
@@ -235,7 +235,7 @@ def block_of(name: str) -> str:
 
 
 def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
-    """The mean (D,): each fixed entry's, times the ratio of deviations."""
+    """The mean (D,): each fixed entry's, times the ratio of stds."""
     structure, new = plan.structure, plan.permutations.types[0]
     if new.groups:  # signed tensors only
         return np.zeros(spec.size)
@@ -249,25 +249,25 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
 
-def _notes(plan: _Plan, own: bool) -> list[str]:
-    """Which axes and deviations changed, and which block is distributed as which, as lines of a report."""
+def _notes(plan: _Plan, kept: bool) -> list[str]:
+    """Which axes and stds changed, and which block is distributed as which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
     for view in plan.permutations.views:
-        ratios.setdefault("own" if own else f"{plan.ratios[view.name]:.3g}", []).append(view.name)
+        ratios.setdefault("kept" if kept else f"{plan.ratios[view.name]:.3g}", []).append(view.name)
         for axis, n, before in zip(view.axes, view.shape, plan.origins[view.name].shape, strict=True):
             if axis is not None and n != before:
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
-    notes += ["each tensor keeps its own deviation"] if ratios.pop("own", []) else []
-    kept = ratios.pop("1", [])
-    notes += [f"deviations x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
-    notes += [f"deviations kept: {listing(kept)}"] if kept and ratios else []
-    moved = {block_of(v.tensor): block_of(plan.origins[v.name].tensor) for v in plan.permutations.views}
-    moved.pop("", None)
-    times = Counter(moved.values())
+    notes += ["each tensor keeps its std"] if ratios.pop("kept", []) else []
+    same = ratios.pop("1", [])
+    notes += [f"stds x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
+    notes += [f"stds kept: {listing(same)}"] if same and ratios else []
+    taken = {block_of(v.tensor): block_of(plan.origins[v.name].tensor) for v in plan.permutations.views}
+    taken.pop("", None)
+    times = Counter(taken.values())
     left = [name for name in dict.fromkeys(map(block_of, plan.structure.spec.names)) if name and name not in times]
-    if any(new != old for new, old in moved.items()):
-        notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in moved.items()))
+    if any(new != old for new, old in taken.items()):
+        notes.append("blocks by relative depth: " + ", ".join(f"{new} from {old}" for new, old in taken.items()))
     if many := [f"{old} {n} times" for old, n in times.items() if n > 1]:
         notes.append(
             f"taken more than once: {', '.join(many)}; covariances across blocks are divided by the square roots of "
@@ -276,15 +276,13 @@ def _notes(plan: _Plan, own: bool) -> list[str]:
     return notes + ([f"blocks left out: {', '.join(left)}"] if left else [])
 
 
-def resized_fit(
-    result: PopulationFit, network: WeightSpec, deviations: Mapping[str, float] | None = None
-) -> PopulationFit:
+def resized_fit(result: PopulationFit, network: WeightSpec, stds: Mapping[str, float] | None = None) -> PopulationFit:
     """A fit for a network of another width or depth, all of whose tensors are given; see `resized`.
 
-    Groups with the structure `exchangeable` are resized, unless they fit already and no `deviations` are given; others
-    stay as they are. The result can be saved and exported like any other fit; its `problems` and `resized` say what
+    Groups with the structure `exchangeable` are resized, unless they fit already and no `stds` are given; others
+    stay as they are. The result can be saved like any other fit; its `problems` and `resized` say what
     could not be resized, and what was rescaled, taken from another depth, and dropped. A SpecError if the depth differs
-    and the permutation specification is not that of a known architecture.
+    and the permutation specification does not follow from the names of a known architecture.
 
     Example:
         >>> wide = resized_fit(load_artifact("digits.safetensors"), WeightSpec.of(network))
@@ -295,10 +293,10 @@ def resized_fit(
         structure, made = group.structure, None
         if isinstance(structure, Exchangeable) and group.varying is None:
             taken = tensors_by_depth(structure.network, network).items()
-            own = [(new, old) for new, old in taken if old in structure.spec]
-            if deviations is not None or any(n != o or network[n].shape != structure.spec[o].shape for n, o in own):
+            pairs = [(new, old) for new, old in taken if old in structure.spec]
+            if stds is not None or any(n != o or network[n].shape != structure.spec[o].shape for n, o in pairs):
                 try:
-                    made, why = resized(structure, network, deviations)
+                    made, why = resized(structure, network, stds)
                     problems |= why
                 except AnatomyError as error:
                     problems |= dict.fromkeys(structure.spec.names, f"cannot be resized: {error}")

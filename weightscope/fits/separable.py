@@ -13,9 +13,8 @@ from weightscope.fits.structure import (
     Facts,
     Structure,
     checked_data,
-    checked_names,
-    checked_root,
     fit_mean,
+    frozen,
     matrix_shapes,
     require_variation,
 )
@@ -34,7 +33,6 @@ class Kronecker(Structure):
     """
 
     name = "kronecker"
-    form = "kronecker"
 
     def __init__(
         self,
@@ -47,10 +45,7 @@ class Kronecker(Structure):
     ) -> None:
         super().__init__(spec, mean, parameters, diagnostics)
         self._shapes = _shapes(spec)
-        self.roots = tuple(
-            (checked_root(a, f"rows.{i}", shape[0]), checked_root(b, f"columns.{i}", shape[1]))
-            for i, (a, b, shape) in enumerate(zip(rows, columns, self._shapes, strict=True))
-        )
+        self.roots = tuple((frozen(a), frozen(b)) for a, b in zip(rows, columns, strict=True))
 
     @classmethod
     def fit(cls, data: np.ndarray, spec: WeightSpec) -> Self:
@@ -74,7 +69,7 @@ class Kronecker(Structure):
         """(p, n) for each tensor."""
         return self._shapes
 
-    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+    def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """A Z B^T, tensor by tensor."""
         out = np.empty((len(noise[0]), self.spec.size))
         for part, roots, z in zip(self.spec.slices.values(), self.roots, noise, strict=True):
@@ -109,9 +104,7 @@ class Kronecker(Structure):
         cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
-        keys = [[f"{axis}.{i}" for i in range(len(spec))] for axis in ("rows", "columns")]
-        checked_names(tensors, ["mean", *keys[0], *keys[1]])
-        rows, columns = ([tensors[key] for key in names] for names in keys)
+        rows, columns = ([tensors[f"{axis}.{i}"] for i in range(len(spec))] for axis in ("rows", "columns"))
         return cls(spec, tensors["mean"], rows, columns, parameters, diagnostics)
 
 

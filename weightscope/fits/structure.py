@@ -35,21 +35,12 @@ class _Samples:
         self.held.append(rows.copy())
 
 
-class Standalone(NamedTuple):
-    """How a Python file that needs torch only samples a form: a function (group, arrays, randn) -> x (D',)."""
-
-    imports: str
-    function: str  # its name
-    text: str
-
-
 class Structure(ABC):
     """A fitted distribution over vectors of D weights: a mean, and a covariance of some form.
 
     All structures fit the mean in the same way (see `choose_mean`) and differ in their covariance only. A structure is
     immutable; its arrays are float64. Sampling is a fixed linear map of standard normal noise, so that any generator,
-    NumPy's or torch's, can drive it. Constructors and `from_tensors` raise DataError if an array is missing, unknown,
-    misshapen or not finite.
+    NumPy's or torch's, can drive it.
 
     A subclass with `needs_samples = True` implements `fit`; one with `needs_samples = False` implements `accumulator`
     and is fitted from a stream in memory that does not depend on the number of networks; what takes more than multiples
@@ -63,15 +54,11 @@ class Structure(ABC):
     """
 
     name: ClassVar[str]  # short, in tables; by default that of the class
-    # How noise becomes a vector: "affine", "kronecker" or "group_means", which the template of standalone initialisers
-    # samples, a name of one's own with `standalone`, or "custom".
-    form: ClassVar[str] = "custom"
     options: ClassVar[tuple[str, ...]] = ()  # names of the arguments of `fit` after data and spec
     unsummed: ClassVar[tuple[str, ...]] = ()  # those of which the sums of `accumulator` are independent
     stored: ClassVar[tuple[str, ...]] = ()  # arrays beside the mean: attributes and arguments of the constructor
     needs_samples: ClassVar[bool] = True  # whether fitting needs all samples at once
     uses_permutations: ClassVar[bool] = False  # whether `context` takes a permutation specification of the user's own
-    standalone: ClassVar[Standalone | None] = None  # samples the form in a standalone file, where its template does not
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -80,7 +67,7 @@ class Structure(ABC):
 
     def __init__(self, spec: WeightSpec, mean: np.ndarray, parameters: int = 0, diagnostics: Facts = None) -> None:
         self.spec = spec
-        self.mean = checked(mean, "mean", (spec.size,))
+        self.mean = frozen(mean)
         self.parameters = parameters
         self.diagnostics = dict(diagnostics or {})
 
@@ -91,8 +78,6 @@ class Structure(ABC):
         A UsageError if the structure is not for tensors of these shapes or an option is invalid, a DataError if there
         are too few networks.
         """
-        if cls.needs_samples:
-            raise NotImplementedError(f"{cls.__name__} with needs_samples = True must implement `fit`")
         sums, made = cls.accumulator(spec, *args, **options)
         sums.update(checked_data(data, spec))
         return made(sums)
@@ -128,8 +113,8 @@ class Structure(ABC):
         """Shapes of the standard normal arrays that one sample takes, in the order in which they are drawn."""
 
     @abstractmethod
-    def deviation(self, noise: Sequence[np.ndarray]) -> np.ndarray:
-        """Map noise arrays (size, *shape) to deviations from the mean (size, D)."""
+    def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
+        """Apply a root R of the covariance, R R^T = Cov, to noise arrays (size, *shape): (size, D)."""
 
     def log_prob(self, x: np.ndarray) -> np.ndarray:
         """Natural logarithm of the density at vectors (..., D), shape (...); by default the normal one."""
@@ -139,7 +124,7 @@ class Structure(ABC):
 
     def squares(self, deviations: np.ndarray) -> np.ndarray:
         """`e^T C^-1 e + log det C` of deviations e (N, D) from the mean, (N,); unused where `log_prob` is defined."""
-        raise NotImplementedError(f"{type(self).__name__} must implement `log_prob` or `squares`")
+        raise NotImplementedError
 
     @abstractmethod
     def covariance(self) -> np.ndarray:
@@ -157,7 +142,6 @@ class Structure(ABC):
         cls, tensors: Mapping[str, np.ndarray], spec: WeightSpec, parameters: int = 0, diagnostics: Facts = None
     ) -> Self:
         """The inverse of `to_tensors`."""
-        checked_names(tensors, ["mean", *cls.stored])
         return cls(spec, **tensors, parameters=parameters, diagnostics=diagnostics)
 
     def notes(self) -> list[str]:
@@ -166,7 +150,7 @@ class Structure(ABC):
 
     def transform(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Map standard normal arrays (size, *shape), one for each of `noise_shapes`, to samples (size, D)."""
-        return self.mean + self.deviation(noise)
+        return self.mean + self.apply_root(noise)
 
     def sample(self, rng: np.random.Generator, size: int) -> np.ndarray:
         """Independent samples (size, D)."""
@@ -185,6 +169,13 @@ def structure_class(wanted: str | type[Structure]) -> type[Structure]:
     if not (isinstance(found, type) and issubclass(found, Structure)):
         raise UsageError(f"structure: expected a subclass of weightscope.fits.Structure, found {wanted!r}")
     return found
+
+
+def checked_options(structure: str, options: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
+    """The options of a structure; a UsageError if it has no such option."""
+    if unknown := [name for name in options if name not in known]:
+        raise UsageError(f"{structure} has no option {unknown[0]!r}; its options are {', '.join(known) or 'none'}")
+    return dict(options)
 
 
 def structure_reference(cls: type[Structure]) -> str:
@@ -234,33 +225,12 @@ def checked_data(data: Any, spec: WeightSpec) -> np.ndarray:
     return rows
 
 
-def checked(array: Any, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
-    """An array as read-only float64; a DataError if its shape differs (None: any length) or a number is not finite."""
+def frozen(array: Any) -> np.ndarray:
+    """An array as read-only float64."""
     # One memory order, because BLAS rounds differently in another, and a stored structure must give the same bits.
     values = np.array(array, dtype=np.float64, order="C")
-    fits = values.ndim == len(shape) and all(e is None or n == e for n, e in zip(values.shape, shape, strict=True))
-    if not fits:
-        raise DataError(f"`{name}`: expected the shape {shape}, found {values.shape}")
-    if not np.isfinite(values).all():
-        raise DataError(f"`{name}`: expected finite numbers, found NaN or infinity")
     values.flags.writeable = False
     return values
-
-
-def checked_root(array: Any, name: str, size: int) -> np.ndarray:
-    """A triangular root (n, n) of a covariance, as `checked`: lower triangular with a positive diagonal."""
-    root = checked(array, name, (size, size))
-    if (np.diag(root) <= 0).any() or np.triu(root, 1).any():
-        raise DataError(f"`{name}`: expected a lower triangular matrix with a positive diagonal")
-    return root
-
-
-def checked_names(tensors: Mapping[str, np.ndarray], required: Sequence[str], optional: Sequence[str] = ()) -> None:
-    """Raise DataError unless the names of stored arrays are those that a structure stores."""
-    missing = [name for name in required if name not in tensors]
-    unknown = [name for name in tensors if name not in (*required, *optional)]
-    if missing or unknown:
-        raise DataError(f"unexpected arrays of a structure: missing {missing}, unknown {unknown}")
 
 
 def matrix_shapes(spec: WeightSpec) -> tuple[tuple[int, int], ...]:

@@ -88,7 +88,7 @@ class UncorrelatedControl:
     """An initialiser's distribution without its correlations: the same means and variances of every part.
 
     Parts are the invariant ones of `weightscope.statistics.exchangeable`: a depthwise filter has its mean and variance
-    at each pixel, a matrix those of its column means, row means, grand mean and the rest. It is what the structure
+    at each pixel, a matrix those of its column means, row means, overall mean and the rest. It is what the structure
     "exchangeable" draws from with gain 0. The difference between an initialiser and this control is what correlations
     add; that between it and `ScaleControl`, what moments finer than a tensor's add. Default weights are kept as by
     `ScaleControl`. A pattern that is equal in all networks and not invariant counts as variance.
@@ -97,7 +97,7 @@ class UncorrelatedControl:
     spec: WeightSpec  # of the tensors that the initialiser changes
     permutations: PermutationSpec  # of the views that it changes
     mean: np.ndarray  # (D,), invariant
-    deviations: tuple[np.ndarray, ...]  # (C,) for each type
+    stds: tuple[np.ndarray, ...]  # (C,) for each type
     added: frozenset[str]  # names of views
 
     @classmethod
@@ -132,8 +132,8 @@ class UncorrelatedControl:
             moments.update(row)
         found = moments.covariances("zero")
         means = next((one.mean for one in found if not one.kind.groups), None)
-        deviations = tuple(np.sqrt(np.maximum(one.covariance.diagonal(), 0)) for one in found)
-        return cls(spec, own, mean_vector(means, spec, own), deviations, frozenset(added))
+        stds = tuple(np.sqrt(np.maximum(one.covariance.diagonal(), 0)) for one in found)
+        return cls(spec, own, mean_vector(means, spec, own), stds, frozenset(added))
 
     @one_thread()
     @torch.no_grad()
@@ -143,9 +143,9 @@ class UncorrelatedControl:
 
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
-            for kind, deviation in zip(self.permutations.types, self.deviations, strict=True):
+            for kind, std in zip(self.permutations.types, self.stds, strict=True):
                 z = normal(1, *kind.sizes, kind.copies, generator=generator).numpy()
-                parts[kind.groups] = centred(z, kind) * deviation
+                parts[kind.groups] = centred(z, kind) * std
             row = _row(inner, self.spec)
             drawn = self.spec.unpack(assembled(parts, self.spec, self.permutations) + self.mean)
             tensors = self.spec.unpack(row)

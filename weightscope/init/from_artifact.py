@@ -1,6 +1,5 @@
 """`load_init`: a fitted artifact as an initialiser."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.checks import flag
 from weightscope._util.names import listing, unwrapped
 from weightscope._util.threads import one_thread
-from weightscope._util.trust import trusting
 from weightscope.anatomy import depthwise, self_attention
 from weightscope.anatomy.effective import writable
 from weightscope.anatomy.places import Source
 from weightscope.errors import DataError, SpecError, UsageError
-from weightscope.fits import Structure
 from weightscope.fits.artifact import NetworkFit
 from weightscope.fits.filters import ScheduleFit
 from weightscope.fits.identity_product import ProductFit
@@ -63,7 +59,6 @@ class FittedInit:
         With `strict=False`, tensors that are missing or misshapen are listed in the report, otherwise an error.
         """
         check_generator(generator)
-        flag("strict", strict)
         if not isinstance(module, nn.Module):
             raise UsageError(f"load_init: expected a module, found {type(module).__name__}")
         with running("load_init"), writable(module, "load_init") as inner:
@@ -176,14 +171,12 @@ class NetworkInit(FittedInit):
 
 
 @one_thread()
-def load_init(
-    path: str | Path, *, structures: Sequence[str | type[Structure]] = (), trust: bool = False
-) -> PopulationInit | NetworkInit:
+def load_init(path: str | Path, *, trust: bool = False) -> PopulationInit | NetworkInit:
     """The initialiser in an artifact that `weightscope fit-init` wrote: a file, or `hf://org/name[@revision]`.
 
     A `PopulationInit` for networks of the population's architecture, or a `NetworkInit` for any network that has the
-    part, if it was fitted to one network; both are called alike. `structures` are trusted ones of other packages, as in
-    `load_artifact`; with `trust`, whatever structure the artifact names. An invalid artifact is a DataError.
+    part, if it was fitted to one network; both are called alike. With `trust`, an artifact may name a structure
+    of another package, as in `load_artifact`. An invalid artifact is a DataError.
 
     Example:
         >>> init = load_init("digits-mlp.safetensors")
@@ -192,8 +185,7 @@ def load_init(
         >>> print(init.report)
         set 8 tensors: `stages.0.blocks.0.mlp.fc1.weight`, ...; left alone 23 tensors: ...
     """
-    with trusting(trust):
-        found = load_artifact(path, structures=structures)
+    found = load_artifact(path, trust=trust)
     return PopulationInit(found) if isinstance(found, PopulationFit) else NetworkInit(found)
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import mmap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
@@ -47,11 +47,6 @@ class _BlasGram:
     def merge(self, other: Any) -> None:
         """`G += H`."""
         self._matrix += other._matrix
-
-    def times(self, columns: np.ndarray) -> np.ndarray:
-        """G x for x (D, T)."""
-        symm = blas.dsymm if self._matrix.dtype == np.float64 else blas.ssymm
-        return symm(1.0, self._matrix, columns)
 
     def take(self, factor: float, *, copy: bool) -> np.ndarray:
         """`factor * G`, full, scaled and mirrored tile by tile; without a copy in the accumulator's own memory."""
@@ -107,10 +102,6 @@ class _TorchGram:
         """`G += H`."""
         self._matrix += other._matrix
 
-    def times(self, columns: np.ndarray) -> np.ndarray:
-        """G x for x (D, T)."""
-        return (self._matrix @ self._matrix.new_tensor(columns)).cpu().numpy()
-
     def take(self, factor: float, *, copy: bool) -> np.ndarray:
         """`factor * G` in host memory."""
         return (self._matrix * factor if copy else self._matrix.mul_(factor)).cpu().numpy()
@@ -135,7 +126,6 @@ class EntryMoments:
     def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
         self.n = self.excluded = 0
         self.mean, self.squares = np.zeros(size), np.zeros(size)
-        self.block_mean = self.mean  # of the last block
         for rows in chunks:
             good = rows[finite_rows(rows)]
             self.excluded += len(rows) - len(good)
@@ -156,8 +146,7 @@ class EntryMoments:
         z -= start
         shift = z.mean(axis=0)
         z -= shift
-        self.block_mean = start + shift
-        deviations[-1] = self._moved(self.block_mean, n)
+        deviations[-1] = self._moved(start + shift, n)
         self.squares += np.einsum("ij,ij->j", deviations, deviations)
         return deviations
 
@@ -218,7 +207,6 @@ class Moments:
         size: D.
         device: None for the CPU (BLAS), or a torch device on which to accumulate; results are NumPy.
         precision: `"float64"` or `"float32"`.
-        starts: first coordinates of T parts that a shrunk covariance may scale differently (`shrunk_covariance`).
 
     Raises:
         UsageError: if the size is not positive or the precision unknown.
@@ -230,18 +218,15 @@ class Moments:
         (3, array([0.33333333, 0.33333333, 0.33333333]))
     """
 
-    summed = ("excluded", "_gram", "_entries", "fourth")
+    summed = ("excluded", "_gram", "_entries")
 
-    def __init__(
-        self, size: int, *, device: Any = None, precision: Precision = "float64", starts: Sequence[int] = (0,)
-    ) -> None:
+    def __init__(self, size: int, *, device: Any = None, precision: Precision = "float64") -> None:
         if size < 1:
             raise UsageError(f"Moments: expected a vector length >= 1, found {size}")
         choice("precision", precision, get_args(Precision))
         self.size, self.precision, self.excluded = size, precision, 0
         self._gram: Gram | None = new_gram(size, precision, device)
         self._entries = EntryMoments(size)
-        self.fourth = FourthMoments(size, starts)
         self._pending, self._waiting = np.empty((0, size)), 0
         self._work: np.ndarray | None = None
 
@@ -274,15 +259,11 @@ class Moments:
         return self
 
     def __iadd__(self, other: "Moments") -> Self:
-        """Take the rows of other moments of the same size, precision and parts (Chan et al. 1983, Eq. 2.1b)."""
+        """Take the rows of other moments of the same size and precision (Chan et al. 1983, Eq. 2.1b)."""
         self.flush()
         theirs, gram, added = other.entries(0), self._alive(), other._alive()
         self.excluded += other.excluded
         if theirs.n:
-            shift = theirs.mean - (self.fourth.pilot if self.fourth.n else other.fourth.pilot)
-            self.fourth.merge(
-                other.fourth, theirs.mean, lambda x: added.times(x) + theirs.n * np.outer(shift, shift @ x)
-            )
             gram.merge(added)
             gram.add(self._entries.merge(theirs)[None].astype(self.precision, copy=False))
         return self
@@ -343,78 +324,11 @@ class Moments:
             self._work = np.empty((BLOCK + 1, self.size))
         deviations = self._entries.update(rows, self._work)
         self._alive().add(deviations.astype(self.precision, copy=False))
-        self.fourth.update(deviations[:-1], self._entries.block_mean)
 
     def _alive(self) -> Gram:
         if self._gram is None:
             raise UsageError("these Moments were destroyed by destroy=True; create new ones")
         return self._gram
-
-
-class FourthMoments:
-    """Sums that give sum_k |(x_k - c) / s|^4 for any centre c (D,) and one scale s for each of T parts of x.
-
-    With z = x - pilot and q_t = |z_t|^2 over part t, these are sum q q^T (T, T), sum q z^T (T, D) and sum q (T,);
-    sum z and sum z z^T come from mean and covariance. The pilot is the mean of the first block.
-    """
-
-    summed = ("n", "pilot", "_qq", "_qz", "_q")
-
-    def __init__(self, size: int, starts: Sequence[int]) -> None:
-        self._starts, self.n, self.pilot = np.array(starts), 0, np.zeros(size)
-        t = len(self._starts)
-        self._qq, self._qz, self._q = np.zeros((t, t)), np.zeros((t, size)), np.zeros(t)
-
-    def update(self, z: np.ndarray, mean: np.ndarray) -> None:
-        """Take rows about their mean, z (n, D), which are overwritten."""
-        if not self.n:
-            self.pilot = mean
-        z += mean - self.pilot
-        q = np.einsum("ij,ij->i", z, z)[:, None] if len(self._qq) == 1 else np.add.reduceat(z**2, self._starts, axis=1)
-        self.n += len(z)
-        self._qq += q.T @ q
-        self._qz += blas.dgemm(1.0, z.T, q).T
-        self._q += q.sum(axis=0)
-
-    def about(self, centre: np.ndarray, scale: np.ndarray, mean: np.ndarray, products: np.ndarray) -> float:
-        """The sum, from the mean of x and `products` = sum_k (x_k - centre) (x_k - centre)^T."""
-        weight = 1.0 / scale[self._starts] ** 2
-        return float(weight @ self._about(centre, mean, products.__matmul__)[0] @ weight)
-
-    def merge(self, other: "FourthMoments", mean: np.ndarray, times: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Take the vectors of others, from their mean and the product of sum z z^T, z = x - pilot, with a matrix."""
-        if not self.n:
-            self.pilot = other.pilot
-        self._qq, self._qz, self._q = (
-            a + b for a, b in zip((self._qq, self._qz, self._q), other._about(self.pilot, mean, times), strict=True)
-        )
-        self.n += other.n
-
-    def _about(
-        self, centre: np.ndarray, mean: np.ndarray, times: Callable[[np.ndarray], np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The three sums about a centre; `times` multiplies sum_k (x_k - centre) (x_k - centre)^T by a matrix.
-
-        With e = pilot - centre, |x_t - centre_t|^2 = q_t + 2 u_t + |e_t|^2, u_t = z_t . e_t. The columns of E (D, T)
-        are e cut into parts.
-        """
-        e, n = self.pilot - centre, self.n
-        blocks = np.zeros((len(e), len(self._starts)))
-        owner = np.searchsorted(self._starts, np.arange(len(e)), side="right") - 1
-        blocks[np.arange(len(e)), owner] = e
-        c = np.add.reduceat(e**2, self._starts)
-        sums = n * (mean - self.pilot)  # sum z
-        total = n * (blocks.T @ (mean - self.pilot))  # sum u
-        mixed = self._qz @ blocks  # sum q u^T
-        # sum z z^T = products - e (sum z)^T - (sum z) e^T - n e e^T
-        multiplied = times(blocks)
-        cross = np.outer(blocks.T @ e, total)
-        uu = blocks.T @ multiplied - cross - cross.T - n * np.outer(c, c)
-        linear = np.outer(self._q + 2 * total, c)
-        qq = self._qq + 2 * (mixed + mixed.T) + 4 * uu + linear + linear.T + n * np.outer(c, c)
-        q = self._q + 2 * total + n * c
-        zu = multiplied - np.outer(e, total) - np.outer(sums, c) - n * np.outer(e, c)  # sum z u^T
-        return qq, self._qz + 2 * zu.T + np.outer(c, sums) + np.outer(q, e), q
 
 
 def finite_rows(rows: np.ndarray) -> np.ndarray:
