@@ -233,7 +233,7 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
             "a covariance needs a network that did not diverge"
         )
     assert found.covariance is not None  # every size is kept
-    place = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
+    place: dict[str, Any] = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
     mean = found.mean.reshape(k, k)
     return FilterDistribution(**place, mean=mean, covariance=found.covariance, count=found.n, dead=dead)
 
@@ -255,8 +255,8 @@ def filter_fit(
     choice("psd", psd, get_args(Psd))
     if kernel is not None:
         odd("kernel", kernel)
-    options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule, "kernel": kernel}
-    fit = FilterFit(layers=tuple(layers), left_out=tuple(left_out), psd=psd, **options)
+    options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule, "psd": psd}
+    fit = FilterFit(layers=tuple(layers), left_out=tuple(left_out), kernel=kernel, **options)
     fit.checked()
     return fit
 

@@ -89,13 +89,14 @@ def fit(
         >>> result = fit(Population("digits.pop"), "*.mlp.fc?.weight")
         >>> result.save("digits-mlp.safetensors")
     """
+    opened: Any = source
     if isinstance(source, str | Path):
         from weightscope.population import open_source  # h5py
 
-        source = open_source(source)
+        opened = open_source(source)
     several = None if options is None else [options]
     further: dict[str, Any] = {"holdout": holdout, "seed": seed, "permutations": permutations, "workers": workers}
-    return fit_each(source, select, structure, several, joint=joint, each=False, **further)[0]
+    return fit_each(opened, select, structure, several, joint=joint, each=False, **further)[0]
 
 
 @one_thread()

@@ -76,7 +76,8 @@ def origin(source: Any) -> dict[str, Any]:
 def network_fit_of(header: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NetworkFit:
     """The fit that a header and arrays describe."""
     numbers = header["numbers"]
-    kind = {"filters": FilterFit, "conv_schedule": ScheduleFit, "identity_product": ProductFit}[numbers["structure"]]
+    kinds = {"filters": FilterFit, "conv_schedule": ScheduleFit, "identity_product": ProductFit}
+    kind: Any = kinds[numbers["structure"]]
     for name, array in arrays.items():  # `i.mean` and `i.covariance` of filters
         i, key = name.split(".")
         layer = numbers["layers"][int(i)]
