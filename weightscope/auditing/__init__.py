@@ -20,7 +20,6 @@ from weightscope.anatomy.probing import find_attention
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
-from weightscope.auditing.pretrained import expectations_of
 from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
 from weightscope.auditing.simulation import own_checks
 from weightscope.errors import AnatomyError, DataError, UsageError
@@ -88,11 +87,17 @@ def audit(
                 raise UsageError(f"audit: the parameters {', '.join(parameters)} need the name of an initialiser")
             return _every(tensors, strict)
         wanted: list[Any] = [name.strip() for name in init.split("+")] if isinstance(init, str) else [init]
-        wanted = [expectations_of(one) if str(one).endswith(".safetensors") else one for one in wanted]
+        wanted = [_of_artifact(one) if str(one).endswith(".safetensors") else one for one in wanted]
         shares = distribute([_signature(one) for one in wanted], parameters)
         return _report(
             tensors, (_checks(tensors, one, given, strict) for one, given in zip(wanted, shares, strict=True))
         )
+
+
+def _of_artifact(path: Any) -> Callable[..., Iterable[Check]]:
+    from weightscope.auditing.pretrained import expectations_of  # fits take half a second to import
+
+    return expectations_of(path)
 
 
 def _report(tensors: NamedTensors, found: Iterable[Found], skipped: Mapping[str, str] | None = None) -> AuditReport:

@@ -27,7 +27,6 @@ from weightscope.anatomy import (
 )
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
-from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.auditing.intervals import (
     DRAWS,
     LEVEL,
@@ -50,23 +49,23 @@ from weightscope.init.attention import PARTS, numbers, query_key, table_codes
 _LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
 _SEED = 0x5EED  # of the simulation, so that an audit is reproducible
 
-# Statistic of a check -> its name in `FactoredProduct.statistics`.
-_STATISTICS = {
-    "diagonal mean": "diagonal_mean",
-    "diagonal std": "diagonal_std",
-    "off-diagonal": "offdiagonal_norm",
-    "alpha": "alpha",
-    "asymmetry": "asymmetry",
-}
-
 
 # --- mimetic attention ------------------------------------------------------------------------------------------------
 
 
 def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
-    """The statistics of `M = A B^T` that are checked, for A, B (d, r), by the names of the checks."""
-    found = FactoredProduct(a, b).statistics()
-    return {check: float(found[name]) for check, name in _STATISTICS.items()}
+    """The statistics of `M = A B^T` that are checked, for A, B (d, r); `FactoredProduct.statistics` defines them."""
+    m = a.double() @ b.double().T
+    diagonal, energy, d = m.diagonal(), m.square().sum(), len(m)
+    beta = diagonal.mean()
+    found = {
+        "diagonal mean": beta,
+        "diagonal std": diagonal.std(correction=0),
+        "off-diagonal": ((energy - diagonal.square().sum()).clamp_min(0) / d).sqrt(),
+        "alpha": ((energy - d * beta.square()).clamp_min(0) / d).sqrt(),
+        "asymmetry": ((energy - (m * m.T).sum()).clamp_min(0) / energy).sqrt(),
+    }
+    return {name: float(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy import signal, special, stats
+from scipy import special, stats
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -187,6 +187,8 @@ def _mean_z(rho: float, sizes: tuple[int, ...]) -> Law:
     For the correlation r of independent normal samples, r sqrt((n - 2) / (1 - r^2)) has Student's distribution of n - 2
     degrees of freedom. `correlated` makes (rho + sqrt(1 - rho^2) r) / sqrt(1 + 2 rho sqrt(1 - rho^2) r) of it.
     """
+    from scipy import signal  # takes a while to import, and few audits need it
+
     levels = special.expit(np.linspace(-28, 28, 2 * _BINS + 1))
     samples, s = [], math.sqrt(1 - rho**2)
     for n in sizes:
