@@ -63,7 +63,7 @@ def read_contents(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarra
             arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if KEY in metadata else {}  # noqa: SIM118
     except FileNotFoundError:
         raise DataError(f"{path}: expected an initialiser's artifact, found no file") from None
-    except (DataError, SafetensorError, OSError) as error:
+    except (DataError, SafetensorError, OSError, ValueError) as error:  # a path with a NUL is a ValueError
         raise DataError(
             f"{path}: expected an initialiser's artifact, found an invalid safetensors file: {error}"
         ) from error
