@@ -54,11 +54,10 @@ bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/agreement.py --device cuda --json benchmarks/results/agreement_gpu.json
 
 # What takes too long for each change, so nightly: long series of kills and failures of clusters, studies and benchmarks at their
-# smallest size, other processors by proxy; then mutated files of every kind, each read or refused with one line.
+# smallest size, other processors by proxy.
 torture: $(INSTALLED) .venv/.peers
 	TORTURE=1 $(BIN)/python -m pytest -q tests/test_spread.py tests/test_crash.py tests/test_stores.py tests/test_permutation_graph.py tests/torture/studies.py tests/torture/analyses.py
 	$(BIN)/python -m pytest -q tests/torture/other_machines.py
-	$(BIN)/python tests/torture/mutate.py --count 100000 --workers 2 --json tests/torture/results.json
 
 install: $(INSTALLED)
 

@@ -15,24 +15,20 @@ NETWORKS = {
     "convnext-large-image": lambda: ConvNeXt(4, 1, 7, 1, 5, in_channels=1, layer_scale=None),
     "convmixer": lambda: ConvMixer(8, 2, 5, 2, 5, in_channels=1),
     "convmixer-sizes-by-depth": lambda: ConvMixer(8, 3, (3, 4, 5), 1, 5, in_channels=1),
-    "convmixer-dilated": lambda: ConvMixer(8, 4, 3, 1, 5, in_channels=1, dilations="D"),
     "convmixer-none": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="none", norm="layer"),
     "convmixer-both": lambda: ConvMixer(8, 2, 3, 2, 5, in_channels=1, residual="both"),
     "convmixer-relu": lambda: ConvMixer(8, 2, 8, 2, 5, in_channels=1, activation="relu"),
-    "convmixer-growing": lambda: ConvMixer(8, 3, (3, 4, 7), 1, 5, in_channels=1),
     "convmixer-even-dilated": lambda: ConvMixer(4, 4, 4, 2, 5, in_channels=1, dilations="D"),
     "convnext-even": lambda: ConvNeXt(8, 2, 4, 2, 5, expansion=2, in_channels=1, layer_scale=0.5),
     "convnext-sum": lambda: ConvNeXt((8, 12), (1, 1), 3, 2, 5, in_channels=1, layer_scale=None, learned_sum=0.2),
     "vit": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1),
     "vit-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, pool="token", positions="learned", layer_scale=0.3),
-    "vit-gpsa": lambda: ViT(16, 4, 8, 2, 4, 5, in_channels=1, attention="gpsa"),
     "vit-gpsa-token": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="gpsa", pool="token"),
     "vit-conv-logits": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-logits", pool="token"),
     "vit-conv-map": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-map", qkv_bias=False),
     "vit-conv-softmax-map": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, attention="conv-softmax-map", filter_size=1),
     "vit-layer-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="attention"),
     "vit-skip-scale": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, layer_scale=0.3, layer_scale_on="skip"),
-    "vit-sum": lambda: ViT(16, 4, 8, 2, 2, 5, in_channels=1, learned_sum=0.2),
     "cnn": lambda: nn.Sequential(  # what a tutorial trains
         *(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
         *(nn.Conv2d(6, 8, 3, stride=2), nn.LeakyReLU(0.1), nn.AvgPool2d(2, padding=1), nn.Flatten()),
@@ -156,9 +152,7 @@ class _Scaled(nn.Module):
     ("layer", "message"),
     [
         (nn.LSTM(2, 2), r"`1` \(LSTM\) has no batched version"),
-        (nn.Dropout(), r"`1` \(Dropout\) has no batched version"),
         (_MyLinear(2, 2), r"`1` \(_MyLinear\) has no batched version"),
-        (nn.ParameterList([torch.ones(2)]), r"`1` \(ParameterList\) has no batched version"),
         (nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), "`1`: Conv2d.* pads with zeros"),
         (nn.BatchNorm2d(2, affine=False), "`1`: BatchNorm2d.* needs a weight and a bias"),
         (nn.LayerNorm((2, 2)), "`1`: LayerNorm.* one axis"),
@@ -177,7 +171,7 @@ def test_running_statistics_of_networks_for_sequences_are_refused():
         StackedNetworks(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)), 2)
 
 
-@pytest.mark.parametrize("at_once", [1, 100, 10_000])
+@pytest.mark.parametrize("at_once", [1, 100])
 @pytest.mark.parametrize("rates_too", [False, True])
 def test_scans_of_many_networks_run_in_any_parts(at_once, rates_too, monkeypatch):
     """`vmap` of the scan against one scan after the other, with cuts of any size; gradients too."""

@@ -28,7 +28,6 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
-from weightscope.training import network_check
 from weightscope.training.collection import TileResult
 from weightscope.training.planning import TileCost, tile_costs
 
@@ -237,22 +236,6 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
         assert plan.cells[0]["seconds"] == 100 * evaluations
 
 
-def test_the_plan_compares_the_kernels_of_a_cell_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison is not a part of each tile, nor of each arm."""
-    chosen, asked = network_check._choose, []
-
-    def counted(recipe: Recipe, *rest: Any) -> Any:
-        asked.append(recipe)
-        return chosen(recipe, *rest)
-
-    monkeypatch.setattr(network_check, "_choose", counted)
-    monkeypatch.setattr(network_check, "_choices", {})
-    recipe = RECIPE.replace({"data.test": 39})  # not compared in another test
-    given: dict[str, Any] = {"epochs": (1, 2, 3), "seeds": 2, "workers": 1, "device": "cpu", "measure": False}
-    plan_bench(recipe, ["default", "mimetic_mlp"], tmp_path, **given)
-    assert len(asked) == 1
-
-
 @pytest.fixture
 def fitted(tmp_path: Path) -> tuple[PopulationFit, Path]:
     write_population(tmp_path / "old.pop", RECIPE.replace({"population.networks": 24, "population.tile": 8}))
@@ -324,19 +307,9 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
         plots.metric_along(swept.arms, "network.depth")
 
 
-def test_bars_of_one_value_do_not_cover_each_other_and_names_are_not_joined(swept: BenchResult) -> None:
-    ax = plots.metric_along(swept.arms, "mimetic_attention.alpha_qk")
-    places = [float(x) for bar in ax.containers for x in bar.lines[0].get_xdata()]
-    assert len({round(x, 6) for x in places}) == len(places)
-    assert {bar.lines[0].get_linestyle() == "None" for bar in ax.containers} == {False}
-    named = [row | {"cell": {"network": str(row["cell"])}, "numbers": {}} for row in swept.arms]
-    ax = plots.metric_along([row for row in named if row["init"] == "default"], "network")
-    assert [bar.lines[0].get_linestyle() for bar in ax.containers] == ["None"]
-
-
 def test_ticks_are_where_their_labels_say() -> None:
     """Ticks at 7.5, 10 and 12.5 % had the labels 8, 10 and 12."""
-    for low, high in np.random.default_rng(0).uniform(0, 1, (12, 2)):
+    for low, high in np.random.default_rng(0).uniform(0, 1, (3, 2)):
         runs = rows_of("default", [low] * 2) + rows_of("default", [high] * 2, epochs=9)
         ax = plots.convergence(summarise(runs))
         ax.figure.draw_without_rendering()
@@ -401,19 +374,6 @@ def test_curves_have_paired_bands_and_stay_below_100_per_cent() -> None:
         mean_curves(runs + runs_of("x", {"a.b": 1}, {}, base))
     with pytest.raises(UsageError, match="after each epoch"):
         mean_curves([run | {"curve": []} for run in runs])
-
-
-def test_arms_without_the_parameter_are_told_apart_by_cell() -> None:
-    """Two dashed lines of one colour, one for each cell, had one style."""
-    row = {"init": "default", "epochs": 1, "n": 2, "numbers": {}}
-    rows: list[dict[str, Any]] = [
-        {**row, "cell": {"network.learned_sum": value}, "mean": 0.5 + 0.1 * i} for i, value in enumerate((None, 0.0))
-    ]
-    swept = [{**each, "init": f"mimetic_mlp (b={b})", "numbers": {"mimetic_mlp.b": b}} for each in rows for b in (0, 1)]
-    ax = plots.metric_along([*rows, *swept], "mimetic_mlp.b")
-    flat = [line for line in ax.lines if line.get_gid() == "without the parameter"]
-    assert len({line.get_color() for line in flat}) == 1
-    assert len({str(line._dash_pattern) for line in flat}) == 2
 
 
 def test_tables_are_like_those_of_the_papers(swept: BenchResult) -> None:

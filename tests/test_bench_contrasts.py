@@ -55,16 +55,6 @@ def minus(init: str, other: str, **fields: Any) -> list[dict[str, Any]]:
             {"a": -0.075, "default": 0.075},
             "-mean(a) / 2 + mean(default) * 0.3 + mean(a) / 5",
         ),
-        (
-            [{"init": "a"}, {"init": "a", "network.width": 8, "weight": -1}],
-            {"a": -0.25},
-            "mean(a) - mean(a, width=8)",
-        ),
-        (
-            [{"init": "a"}, {"weight": -1}],
-            {"a": 1 / 6, "default": -1 / 12, "a (scale only)": -1 / 12},
-            "mean(a) - mean()",
-        ),
     ],
 )
 def test_weights_of_arms(terms: list[dict[str, Any]], weights: dict[str, float], text: str) -> None:
@@ -81,7 +71,6 @@ def test_weights_of_arms(terms: list[dict[str, Any]], weights: dict[str, float],
         (minus("a", "defualt"), "no arm 'defualt'"),
         (minus("a", "default", width=9), "expected mean(a, width=9) among the cells width=8, epochs=3"),
         ([{"init": "a"}], "add up to zero, found a sum of 1"),
-        (minus("a", "a"), "found none that is not zero"),
         ([], "found none that is not zero"),
     ],
 )

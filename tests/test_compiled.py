@@ -2,9 +2,7 @@
 
 import errno
 import math
-import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -26,8 +24,7 @@ TYPES = {torch.float64: 1e-12, torch.float32: 2e-6}
 FILTERS = [
     *((5, 4, 4, 3, 7, 1), (3, 7, 7, 2, 9, 2), (3, 16, 16, 64, 7, 1), (2, 9, 9, 40, 11, 1), (2, 16, 10, 50, 7, 1)),
     *((1, 1, 1, 1, 3, 1), (2, 5, 13, 17, 5, 1), (2, 3, 21, 33, 1, 1), (2, 8, 8, 16, 9, 1), (2, 6, 6, 5, 13, 3)),
-    *((2, 7, 9, 20, 3, 1), (2, 4, 4, 35, 3, 1), (1, 3, 4, 16, 5, 1), (2, 5, 4, 20, 9, 1), (1, 2, 2, 3, 101, 1)),
-    *((2, 14, 14, 2, 3, 2), (2, 9, 9, 4, 5, 1)),
+    *((2, 7, 9, 20, 3, 1), (2, 4, 4, 35, 3, 1), (1, 2, 2, 3, 101, 1), (2, 14, 14, 2, 3, 2)),
 ]
 # networks, channels, hidden, positions
 SIZES = [(2, 16, 32, 300), (1, 5, 7, 64), (3, 8, 16, 128), (2, 1, 1, 1), (1, 3, 13, 257)]
@@ -229,7 +226,7 @@ def test_a_compiler_that_fails_is_named(fresh, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [None, 0, 100, 9_000])
+@pytest.mark.parametrize("size", [None, 9_000])
 def test_it_is_compiled_once_and_made_anew_if_it_is_damaged(fresh, size):
     build.library("float")
     (file,) = (fresh / "cache" / "weightscope").iterdir()
@@ -252,41 +249,6 @@ def test_numbers_are_right_without_vector_instructions():
     run_tests([__file__], PLAINEST | {"CC": "cc -mno-avx"}, "-k", "(equal and float32) or bits")
 
 
-def planted(folder, made):
-    """A library with the name and hash of the one that was made; it creates a file as soon as it is loaded."""
-    source, library = folder / "planted.c", folder / "planted.so"
-    source.write_text(
-        f"""#include <stdio.h>
-        __attribute__((constructor)) static void run(void) {{ fclose(fopen("{folder / "ran"}", "w")); }}"""
-    )
-    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    name = f"{made.stem.rpartition('-')[0]}-{build._content(library)}.so"
-    made.unlink()
-    library.chmod(0o700)
-    return shutil.move(library, made.with_name(name))
-
-
-@needs_compiler
-@pytest.mark.parametrize("who", ["its user", "a file of all", "a folder of all", "a link", "another user"])
-def test_a_library_that_another_user_could_have_planted_is_not_loaded(fresh, who):
-    build.library("float")
-    (made,) = (fresh / "cache" / "weightscope").iterdir()
-    file = Path(planted(fresh, made))
-    if who == "a link":
-        file = Path(shutil.move(file, fresh / file.name))
-        made.with_name(file.name).symlink_to(file)
-    elif who == "another user":
-        if os.geteuid():
-            pytest.skip("only root can give files away")
-        os.chown(file, 12345, 12345)
-    elif who != "its user":
-        (file if who == "a file of all" else file.parent).chmod(0o777)
-    build.library.cache_clear()
-    assert build.library("float")
-    assert (fresh / "ran").exists() == (who == "its user"), "the user's own library is loaded, no other"
-    assert build.cache_folder().stat().st_mode & 0o077 == 0
-
-
 @needs_compiler
 @pytest.mark.parametrize("trouble", ["a file in its place", "no space"])
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch, trouble):
@@ -301,19 +263,4 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, monkeypatch, troub
         monkeypatch.setattr(tempfile, "TemporaryDirectory", full)
     else:
         (fresh / "cache").write_text("a file where the folder should be")
-    assert build.library("float")
-
-
-@needs_compiler
-def test_a_damaged_library_may_be_removed_by_another_process_first(fresh, monkeypatch):
-    build.library("float")
-    (file,) = (fresh / "cache" / "weightscope").iterdir()
-    content = build._content
-
-    def removed(path):
-        file.unlink(missing_ok=True)
-        return content(path)
-
-    monkeypatch.setattr(build, "_content", removed)
-    build.library.cache_clear()
     assert build.library("float")

@@ -104,8 +104,8 @@ VERSIONS = {
     "fashion-mnist.gz": ("fashion-mnist", "FashionMNIST/raw"),
     "cifar10-binary": ("cifar10", "cifar-10-batches-bin"),
     "cifar100-binary": ("cifar100", "cifar-100-binary"),
-    **{f"cifar10-python{protocol}": ("cifar10", "cifar-10-batches-py") for protocol in ("", 2, 3)},
-    **{f"cifar100-python{protocol}": ("cifar100", "cifar-100-python") for protocol in ("", 2, 3)},
+    **{f"cifar10-python{protocol}": ("cifar10", "cifar-10-batches-py") for protocol in ("", 2)},
+    "cifar100-python2": ("cifar100", "cifar-100-python"),
 }
 
 
@@ -177,8 +177,10 @@ def test_each_version_is_read(tmp_path: Path, version: str) -> None:
     assert_holds(part, arrays[0][:12], arrays[1][:12], arrays[2][:3], arrays[3][:3])
 
 
-@pytest.mark.parametrize("place", ["root", "WEIGHTSCOPE_DATA", "data", "shared"])
-@pytest.mark.parametrize("folder", ["fashion-mnist", "FashionMNIST/raw", ""])
+@pytest.mark.parametrize(
+    ("place", "folder"),
+    [("root", ""), ("WEIGHTSCOPE_DATA", "FashionMNIST/raw"), ("data", "fashion-mnist"), ("shared", "fashion-mnist")],
+)
 def test_files_are_found_in_each_place(tmp_path: Path, monkeypatch, place: str, folder: str) -> None:
     write(tmp_path / place / folder, "fashion-mnist")
     monkeypatch.setenv("WEIGHTSCOPE_DATA", str(tmp_path / "WEIGHTSCOPE_DATA"))
@@ -219,33 +221,18 @@ def test_a_smaller_copy_serves_those_who_ask_for_no_more(tmp_path: Path) -> None
             load("fashion-mnist", tmp_path, train=train)
 
 
-def _flipped(raw: bytes) -> bytes:
-    return raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 1]) + raw[len(raw) // 2 + 1 :]
-
-
 IDX_DAMAGE = [
     (lambda raw: raw[:-100], "expected 23536 bytes as its header says, found 23436"),
-    (lambda raw: raw + b"\0", "expected 23536 bytes as its header says, found more"),
-    (lambda raw: b"", "expected an IDX file beginning with 00 00 08 03, found nothing"),
     (lambda raw: raw[:11], "expected a header of 16 bytes, found 11"),
     (lambda raw: b"\x89PNG" + raw[4:], "beginning with 00 00 08 03, found 89 50 4e 47"),
-    (lambda raw: b"\0\0\x0d\3" + raw[4:], "found 00 00 0d 03"),
-    (lambda raw: b"\0\0\x08\1" + raw[4:], "found 00 00 08 01"),
-    (
-        lambda raw: raw[:4] + struct.pack(">3I", 2**32 - 1, 28, 28) + raw[16:],
-        r"expected 30 items of shape \(28, 28\), found 4294967295 of \(28, 28\)",
-    ),
-    (lambda raw: raw[:8] + struct.pack(">2I", 2**31, 2**31) + raw[16:], r"found 30 of \(2147483648, 2147483648\)"),
 ]
 DAMAGE = [
     *(("fashion-mnist", IDX[0], change, match) for change, match in IDX_DAMAGE),
     ("fashion-mnist.gz", f"{IDX[0]}.gz", lambda raw: gzip.compress(gzip.decompress(raw)[:-100]), IDX_DAMAGE[0][1]),
     ("fashion-mnist.gz", f"{IDX[2]}.gz", lambda raw: raw[: len(raw) // 2], "cannot be read .*again"),
-    ("fashion-mnist.gz", f"{IDX[0]}.gz", _flipped, "cannot be read"),
     ("fashion-mnist", IDX[1], lambda raw: _idx(np.arange(30) % 11), "labels from 0 to 9, found 10 at item 10"),
     ("fashion-mnist", IDX[3], None, "expected a file of fashion-mnist, found none"),
     ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-1], r"expected 30730 bytes \(10 records .*, found 30729"),
-    ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-3073], "expected 30730 bytes .*found 27657"),
     ("cifar10-binary", "data_batch_5.bin", lambda raw: raw[:3073] + b"\x0a" + raw[3074:], "found 10 at item 1"),
 ]
 
@@ -280,11 +267,9 @@ def _batch(**changes: object) -> dict:
 @pytest.mark.parametrize(
     ("batch", "match"),
     [
-        *((pickle.dumps({"data": _Runs()}, protocol), r"its pickle needs posix\.system") for protocol in (0, 2, 4)),
-        ([1, 2], "cannot be read as a CIFAR file"),
+        (pickle.dumps({"data": _Runs()}, 2), r"its pickle needs posix\.system"),
         ({b"data": np.zeros((10, 3072), np.uint8)}, "cannot be read as a CIFAR file .*labels"),
         (_batch(data=np.zeros((10, 300))), "10 images of 3072 unsigned bytes, found float64"),
-        (_batch(data=np.zeros((10, 3071), np.uint8)), r"found uint8 of shape \(10, 3071\)"),
         (_batch(labels=[0] * 9), "expected 10 labels"),
         (_batch(labels=[0] * 9 + [17]), "expected labels from 0 to 9, found 17 at item 9"),
     ],
@@ -430,28 +415,22 @@ def _changed(part: int, change: Callable[[np.ndarray], object]) -> list[object]:
     ("source", "match"),
     [
         (_own()[:3], r"lambda.*: expected a Dataset or the four arrays \(train_images, .*\), found 3 items"),
-        (7, "expected a Dataset or the four arrays .*, found int"),
         (
             _changed(0, lambda x: x / 255),
             r"train_images: expected integers .*, found float64; .*\(255 \* images\).round",
         ),
-        (_changed(2, lambda x: x > 9), "test_images: expected integers from 0 to 255, found bool; convert"),
         (_changed(0, lambda x: x.astype(int) * 2), "train_images: expected values from 0 to 255, found 0 to 510"),
-        (_changed(0, lambda x: x.astype(int) - 1), "train_images: expected values from 0 to 255, found -1"),
         (_changed(0, lambda x: x[:, 0, 0]), r"train_images: expected shape \(n, channels, S, S\).*found \(20, 6\)"),
         (_changed(2, lambda x: x[:0]), r"test_images: expected shape .*none of them 0, found \(0, 2, 6, 6\)"),
-        (_changed(0, lambda x: x[..., :5]), r"train_images: expected square images .*; crop or pad them"),
         (_changed(0, lambda x: x.transpose(0, 2, 3, 1)), "expected square images .*; move the channels to the second"),
         (
             _changed(2, lambda x: x[:, :1]),
             r"test_images: expected images \(2, 6, 6\) as in training, found \(1, 6, 6\)",
         ),
         (_changed(1, lambda x: x[:19]), r"train_labels: expected shape \(20,\), one label .*, found \(19,\)"),
-        (_changed(1, lambda x: x[:, None]), r"train_labels: expected shape \(20,\), .*found \(20, 1\)"),
         (_changed(1, lambda x: x + 0.5), "train_labels: expected integers, found float64"),
         (_changed(1, lambda x: x - 1), "train_labels: expected labels from 0, found -1 at item 0"),
         (_changed(1, lambda x: x + 1), "expected every class from 0 to 3, found no image of class 0; number the"),
-        (_changed(1, lambda x: np.where(x == 1, 5, x)), "every class from 0 to 5, found no image of class 1"),
         (_changed(3, lambda x: x + 1), "test_labels: expected labels from 0 to 2, found 3"),
         (_changed(0, lambda x: x * 0), "channel 0 of the training images is constant"),
         (_changed(0, lambda x: [x, x[0]]), "train_images: expected an array, found list"),

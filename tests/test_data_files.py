@@ -78,9 +78,7 @@ def test_a_folder_is_split_by_its_seed_within_each_class(tmp_path: Path) -> None
         load(config(), train=25)
 
 
-@pytest.mark.parametrize(
-    ("train", "test"), [("train", "test"), ("train", "val"), ("Train", "testing"), ("TRAINING", "Validation")]
-)
+@pytest.mark.parametrize(("train", "test"), [("train", "test"), ("TRAINING", "Validation")])
 def test_a_folder_may_have_its_own_parts(tmp_path: Path, train: str, test: str) -> None:
     """As ImageNet has; images may lie in folders below those of the classes, and hidden folders are skipped."""
     pets = tmp_path / "pets"
@@ -118,18 +116,17 @@ def test_a_class_of_several_folders_is_refused(tmp_path: Path) -> None:
     assert load(config(path="nested")).train_labels.bincount().tolist() == [4, 4, 4]
 
 
-@pytest.mark.parametrize("values", [{"test_share": 0.5}, {"split_seed": 0}, {"test_share": 0.2, "split_seed": 3}])
+@pytest.mark.parametrize("values", [{"test_share": 0.5}, {"split_seed": 0}])
 def test_a_split_of_data_with_a_test_part_is_refused(tmp_path: Path, values: dict[str, Any]) -> None:
     classes_in(tmp_path / "pets" / "train")
     classes_in(tmp_path / "pets" / "test")
     pixels, labels = arrays()
     np.savez(tmp_path / "a.npz", **dict(zip(PARTS, (pixels, labels, pixels, labels), strict=True)))
-    named = " or ".join(f"data.{name}" for name in values)
+    (named,) = values
     for path in ("pets", "a.npz"):
         assert len(load(config(path=path)).test_labels) > 0
-        for classes in (None, 3):
-            with pytest.raises(DataError, match=f"expected no {named}, as there are training and test images"):
-                load(config(path=path, classes=classes, **values))
+        with pytest.raises(DataError, match=f"expected no data.{named}, as there are training and test images"):
+            load(config(path=path, **values))
 
 
 def write_modes(folder: Path) -> dict[str, np.ndarray]:
@@ -191,12 +188,6 @@ def test_unreadable_images_are_counted_and_named(tmp_path: Path) -> None:
     assert message.count("/b/") == 3
     assert "and 1 more; repair or remove them" in message
     assert len(message.splitlines()) == 1
-
-
-def test_pixels_that_do_not_fit_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(images, "available_memory", lambda: 4096)
-    with pytest.raises(DataError, match=r"22 images of 3 x 8 x 8.*a smaller data\.size"):
-        images.read_images([tmp_path / "x.png"] * 22, 8, 3, "pets")
 
 
 @pytest.mark.parametrize(
@@ -348,9 +339,7 @@ def test_the_classes_of_a_sorted_npz_are_interleaved(tmp_path: Path) -> None:
     ("labels", "match"),
     [
         (np.arange(29) % 3, r"a\.npz: labels: expected shape \(30,\), .*found \(29,\)"),
-        (np.arange(31) % 3, r"a\.npz: labels: expected shape \(30,\), .*found \(31,\)"),
         (np.eye(10, dtype=int)[np.arange(30) % 10], r"a\.npz: labels: expected shape \(30,\), .*found \(30, 10\)"),
-        (np.int64(1), r"a\.npz: labels: expected shape \(30,\), .*found \(\)"),
         (np.arange(30) % 3 / 1.0, r"a\.npz: labels: expected integers, found float64"),
         (np.r_[np.arange(29) % 2, 2], r"expected at least 2 images of each class, .* found 1 of class 2"),
     ],

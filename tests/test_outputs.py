@@ -13,23 +13,19 @@ from safetensors.torch import save_file
 
 from weightscope.networks import ViT
 
-FIGURES, JSON = (".png", ".pdf", ".svg"), (".json", ".txt", "")
-# Command -> its arguments, and its options that take a file to write with the suffixes.
+# Command -> its arguments, and its options that take a file to write with its suffix.
 COMMANDS = {
-    "inspect": (["a.pop"], {"--json": JSON}),
-    "verify": (["a.pop"], {"--json": JSON}),
-    "list": (["recipes"], {"--json": JSON}),
-    "export": (["a.pop"], {"-o": (".h5", ".hdf5")}),
-    "covariance": (["a.pop", "--select", "*"], {"-o": FIGURES, "--matrix": (".npz",), "--json": JSON}),
-    "products": (["vit.safetensors", "--num-heads", "2"], {"-o": FIGURES, "--json": JSON}),
-    "audit": (["vit.safetensors"], {"--json": JSON}),
-    "fit-init": (
-        ["a.pop", "--structure", "diagonal", "--select", "*"],
-        {"-o": (".safetensors",), "--json": JSON},
-    ),
+    "inspect": (["a.pop"], {"--json": ".json"}),
+    "verify": (["a.pop"], {"--json": ".txt"}),
+    "list": (["recipes"], {"--json": ""}),
+    "export": (["a.pop"], {"-o": ".h5"}),
+    "covariance": (["a.pop", "--select", "*"], {"-o": ".png", "--matrix": ".npz", "--json": ".json"}),
+    "products": (["vit.safetensors", "--num-heads", "2"], {"-o": ".pdf", "--json": ".json"}),
+    "audit": (["vit.safetensors"], {"--json": ".json"}),
+    "fit-init": (["a.pop", "--structure", "diagonal", "--select", "*"], {"-o": ".safetensors", "--json": ".json"}),
 }
 if find_spec("plotly"):  # which is optional
-    COMMANDS["report"] = (["a.pop"], {"-o": (".html",)})
+    COMMANDS["report"] = (["a.pop"], {"-o": ".html"})
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +45,10 @@ def other_file(path: Path) -> Path:
     """A file of somebody else, with the beginning that its suffix suggests."""
     if path.suffix == ".npz":  # with the names of ours
         np.savez(path, matrix=np.zeros((3, 3)), mean=np.zeros(3), names=np.array(["a"]), stops=np.array([3]))
-    elif path.suffix == ".npy":
-        np.save(path, np.zeros((3, 3)))
     elif path.suffix == ".safetensors":
         save_file({"w": torch.zeros(2)}, path, metadata={"format": "pt"})
     else:
-        first = {".png": b"\x89PNG\r\n\x1a\n a photograph", ".py": b'"""Initialise tensors."""\nimport os\n'}
-        path.write_bytes(first.get(path.suffix, b'{"model_type": "vit"}'))
+        path.write_bytes(b'{"model_type": "vit"}')
     return path
 
 
@@ -76,7 +69,7 @@ TAKEN: dict[str, Callable[[Path, Path], Path]] = {
 
 
 @pytest.mark.parametrize("way", TAKEN)
-@pytest.mark.parametrize("command", ["inspect", "covariance", "products", "fit-init"])
+@pytest.mark.parametrize("command", ["covariance", "fit-init"])
 def test_what_cannot_be_written_is_refused_before_anything_is(
     command: str,
     way: str,
@@ -87,7 +80,7 @@ def test_what_cannot_be_written_is_refused_before_anything_is(
 ) -> None:
     monkeypatch.chdir(folder)
     given, options = COMMANDS[command]
-    paths = {name: tmp_path / f"out{i}{suffixes[0]}" for i, (name, suffixes) in enumerate(options.items())}
+    paths = {name: tmp_path / f"out{i}{suffix}" for i, (name, suffix) in enumerate(options.items())}
     last = list(paths)[-1]
     paths[last] = TAKEN[way](folder, paths[last])
     before = contents(folder), contents(tmp_path)
@@ -102,22 +95,18 @@ def test_what_cannot_be_written_is_refused_before_anything_is(
 def test_what_a_command_wrote_it_may_replace(
     command: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With all options, twice: the same files with the same bytes, and no other. An .npy cannot say whose it is."""
+    """With all options, twice: the same files with the same bytes, and no other."""
     monkeypatch.chdir(folder)
     given, options = COMMANDS[command]
     before = contents(folder)
-    for suffix in range(max(map(len, options.values()))):
-        paths = [f for n, s in options.items() for f in (n, tmp_path / f"out{len(n)}{s[suffix % len(s)]}")]
-        written = []
-        for _ in range(2):
-            code, _, err = run(command, *given, *paths, capsys=capsys)
-            if code and any(path.suffix == ".npy" for path in written[0:1] and paths[1::2]):
-                assert "nothing in it says" in err
-                code, _, err = run(command, *given, *paths, "--overwrite", capsys=capsys)
-            assert code == 0, err
-            written.append(contents(tmp_path))
-        assert written[0] == written[1]
-        assert {tmp_path / name for name in written[0]} >= set(paths[1::2])
+    paths = [part for name, suffix in options.items() for part in (name, tmp_path / f"out{len(name)}{suffix}")]
+    written = []
+    for _ in range(2):
+        code, _, err = run(command, *given, *paths, capsys=capsys)
+        assert code == 0, err
+        written.append(contents(tmp_path))
+    assert written[0] == written[1]
+    assert {tmp_path / name for name in written[0]} >= set(paths[1::2])
     assert contents(folder) == before
 
 

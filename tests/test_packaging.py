@@ -33,14 +33,6 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     assert pins["torch"] == _pins("constraints.txt")["torch"]
 
 
-def test_users_are_never_told_to_install_another_project_of_this_name() -> None:
-    assert PROJECT["name"] != "weightscope"
-    assert PROJECT["scripts"] == {"weightscope": "weightscope.cli:main"}
-    for folder in ("weightscope/data", "weightscope/population", "weightscope/_util"):
-        for file in (ROOT / folder).rglob("*.py"):
-            assert not re.search(r"pip install [\"']?weightscope\b", file.read_text()), file
-
-
 @pytest.mark.slow
 def test_a_wheel_holds_the_recipes_and_the_other_files(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools 77")

@@ -11,7 +11,7 @@ from costs import benchmark_cost, command_cost, forward_cost, planned_command, t
 
 from weightscope import init as initialisers
 from weightscope._util.sources import recipes
-from weightscope.benchmarking import bench, linear_probe
+from weightscope.benchmarking import bench
 from weightscope.benchmarking.run import Design
 from weightscope.data.image_section import dataset_info
 from weightscope.data.sequence_config import SequenceConfig
@@ -100,7 +100,7 @@ def _write_text(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
 def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(kind, tmp_path, monkeypatch):
-    """The commands of analyses/papers.md for two cores: teacher, benchmark and linear probe."""
+    """The commands of analyses/papers.md for two cores: teacher and benchmark."""
     _write_data(tmp_path)
     monkeypatch.chdir(tmp_path)
     given = {"data": tmp_path, "device": "cpu"}
@@ -111,11 +111,6 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(k
     result = bench(recipe, out="out", seeds=2, epochs=[1], workers=1, progress=False, **given)
     losses = {(run["init"], run["cell"]["distillation.alpha"], run["seed"]): run["loss"] for run in result.runs}
     assert len(losses) == len(set(losses.values())) == 8
-    select = f'select_weights(teacher="selection-{kind}-teacher.pop::0")'
-    rules = ["uniform", "random"]
-    given |= {"grid": {"select_weights.elements": rules}}
-    probed = linear_probe(recipe, ["trunc_normal", select], "probe", seeds=2, **given)
-    assert [arm["n"] for arm in probed.arms] == [2, 2, 2]
 
 
 @pytest.mark.slow
@@ -125,8 +120,9 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
     _write_text(tmp_path)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
-    depth = [1] * len(stages) if isinstance(stages, tuple) else 1
-    smaller = {"network.depth": depth}
+    smaller = {"network.depth": [1] * len(stages) if isinstance(stages, tuple) else 1}
+    if isinstance(recipe.network.width, tuple):
+        smaller |= {"network.width": [8] * len(stages)}
     if isinstance(recipe.data, SequenceConfig):  # the networks at the papers' width take long on any length
         smaller |= {"network.width": 32, "data.length": 4}
         if getattr(recipe.data, "context", None):
@@ -143,11 +139,9 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
     assert not np.array_equal(tile.weights[0], tile.weights[1])
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_loaded_by_its_name(name, tmp_path, monkeypatch):
+def test_recipes_are_loaded_by_their_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert Recipe.load(name) == Recipe.load(FOLDER / f"{name}.toml")
-    assert recipes()[name].read_bytes() == (FOLDER / f"{name}.toml").read_bytes()
+    assert Recipe.load("digits-convnext") == Recipe.load(FOLDER / "digits-convnext.toml")
 
 
 def test_a_name_that_is_no_recipe_gives_the_nearest_or_all():
@@ -155,7 +149,6 @@ def test_a_name_that_is_no_recipe_gives_the_nearest_or_all():
     for name, message in (
         ("digits-convnet", r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"),
         ("mine", r"no recipe 'mine'; there are attention-ablations.* and \d+ more; "),
-        ("mine.toml", "cannot read the recipe mine.toml"),
         ("folder/mine", "cannot read the recipe folder/mine"),
     ):
         with pytest.raises(RecipeError, match=message):
@@ -176,13 +169,6 @@ def _paper_rows():
 
 def _commands(row):
     return re.findall(r"`(bench .*?)`", row[1])
-
-
-def _kinds(command):
-    """The types of the networks that a command trains."""
-    if "network.type" in command:
-        return {arm.recipe.network.type for arm in planned_command(command)[1]}
-    return {Recipe.load(command.split()[1]).network.type}
 
 
 def _narrow(network, times=1):
@@ -251,20 +237,3 @@ def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands():
     assert {name for name in RECIPES if Recipe.load(name).bench} <= named, "every benchmark has a row"
     for row in rows:
         assert float(row[2]) == pytest.approx(sum(map(command_cost, _commands(row))), rel=0.06), row[1]  # two digits
-
-
-def test_the_times_in_the_table_of_the_papers_follow_from_its_rates():
-    """Multiply-adds over the page's rate of the network, which is that of narrow or of wide networks."""
-    text = (FOLDER.parent / "analyses" / "papers.md").read_text()
-    found = re.findall(
-        r"^\| (ConvMixer|ConvNeXt|ViT|Mamba|Mamba-2|Transformer) \| ([\d.e+]+) \| ([\d.e+]+) \|", text, re.MULTILINE
-    )
-    rates = {name.lower().replace("-", ""): (float(narrow), float(wide)) for name, narrow, wide in found}
-    assert len(rates) == 6
-    units = {"s": 1, "min": 60, "h": 3600, "days": 86400, "years": 365.25 * 86400}
-    for row in _paper_rows():
-        number, unit = row[3].split()
-        pairs = {(kind, command.split()[1]) for command in _commands(row) for kind in _kinds(command)}
-        chosen = [rates[kind][not name.endswith(("two-cores", "small"))] for kind, name in pairs]
-        time = float(row[2]) / float(number) / units[unit]
-        assert 0.8 * min(chosen) < time < 1.25 * max(chosen), row[:4]

@@ -40,28 +40,20 @@ NETWORK = "[network]\ntype = 'convnext'\nwidth = 16\ndepth = 4"
 DATA, TRAINING = "[data]\nname = 'digits'", "[training]\nepochs = 1"
 WRONG = [
     ("[training]\nepochs = -1", "training.epochs: input should be greater than or equal to 1, found -1"),
-    ("[training]\nepochs = 3.5", "training.epochs: input should be a valid integer"),
     ("[training]\nepochs = 1\nlearning_rate = nan", "training.learning_rate: expected a finite number >= 0"),
-    ("[training]\nepochs = 1\nlearning_rate = -0.1", "training.learning_rate: expected a finite number >= 0"),
-    ("[training]\nepochs = 1\nlearning_rate = []", "training.learning_rate: expected a finite number >= 0"),
     ("[training]\nepochs = 1\nlearning_rate = {low = 2.0, high = 1.0}", "low must not exceed high"),
-    ("[training]\nepochs = 1\nlearning_rate = {lo = 1}", "training.learning_rate.lo: unknown key, did you mean 'low'"),
     ("[training]\nepoch = 1", "training.epoch: unknown key, did you mean 'epochs'"),
-    ("[training]\nepochs = 1\nspeed = 3", "training.speed: unknown key"),
     ("[training]\nepochs = 1\nengine = 'jit'", "training.engine: input should be 'batched' or 'loop'"),
     ("[training]\nepochs = 1\nengine = 'loop'\nkernels = 'compiled'", "engine 'loop' runs plain PyTorch"),
     ("[data]\nname = 'digit'", "data.name: no data set 'digit'; did you mean 'digits'"),
     ("[data]\nname = 'copyy'\nlength = 4", "'copy'.*'package.module:name'[^;]*$"),
-    ("[population]\nnetworks = 0", "population.networks: input should be greater"),
     ("[population]\nlr = 0", "population.lr: unknown key, there are networks, seed, tile"),
     ("[init]\nname = 'default'\nb = inf", "init.0: b must be finite"),
     ("[populations]", "populations: unknown key, did you mean 'population'"),
-    ("[extra]", "extra: unknown key"),
     ("[training", "not TOML"),
     ("[network]\ntype = 'resnet'", "network: no network type 'resnet'; there are convmixer, .*package.module:factory"),
     ("[network]\nwidth = 3", "network: type is missing; expected one of 'convmixer'"),
     ("[network]\ntype = 'my_nets:Net'\nwidths = [1, nan]", r"network: widths\[1\] must be finite"),
-    ("[network]\ntype = 'my_nets:Net'\nsizes = {a = 1}", "network: sizes: expected a number, a text"),
     (f"{NETWORK}\npatch_size = 3", "must divide digits's 8 pixels"),
     (
         "[network]\ntype = 'convnext'\nwidth = [8, 16]\ndepth = [1, 1]\npatch_size = 8",
@@ -70,9 +62,7 @@ WRONG = [
     ("[network]\ntype = 'convnext'\nwidth = [8, 16]\ndepth = 4", "one entry per stage"),
     ("[network]\ntype = 'vit'\nwidth = 10\ndepth = 1\nheads = 3", "heads must divide width"),
     ("[network]\ntype = 'convmixer'\nwidth = 4\ndepth = 2\nheads = 1", "network.heads: unknown key"),
-    ("[network]\ntype = 'vit'\nwidth = 8\ndepth = 1\nheads = -4", "network.heads: .*found -4"),
     ("[network]\ntype = 'convnext'\nwidth = 100000000\ndepth = 1", "network.width: .* 65536, found 100000000"),
-    ("[population]\nnetworks = 1000000000", "population.networks: .*less than or equal to 10000000"),
 ]
 
 

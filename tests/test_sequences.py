@@ -54,8 +54,8 @@ def _with_gradients(function, inputs: list[Tensor], **options) -> list[Tensor]:
     return [y, *torch.autograd.grad((y * weights).sum(), inputs)]
 
 
-SCANS = [(selective_scan, reference.selective_scan, _scan_inputs, {"segments": n}) for n in (None, 1, 3, 8, 100)]
-SCANS += [(block_scan, reference.heads_scan, _block_inputs, {"block": n}) for n in (1, 4, 64)]
+SCANS = [(selective_scan, reference.selective_scan, _scan_inputs, {"segments": n}) for n in (None, 3, 100)]
+SCANS += [(block_scan, reference.heads_scan, _block_inputs, {"block": n}) for n in (4, 64)]
 
 
 @pytest.mark.parametrize(("scan", "recurrence", "make", "option"), SCANS)
@@ -69,20 +69,9 @@ def test_scans_and_their_gradients_are_those_of_the_recurrence(tokens, scan, rec
 @pytest.mark.parametrize(
     ("scan", "place", "shape"),
     [
-        (selective_scan, 0, (1, 6, 6)),
-        (selective_scan, 1, (2, 6, 1)),
-        (selective_scan, 2, (1, 4)),
         (selective_scan, 3, (2, 6, 1)),
-        (selective_scan, 3, (2, 9, 4)),
-        (selective_scan, 4, (2, 1, 4)),
-        (selective_scan, 4, (6, 4)),
-        (block_scan, 0, (2, 6, 6, 3)),
         (block_scan, 1, (2, 6, 1)),
-        (block_scan, 2, (1,)),
-        (block_scan, 3, (1, 6, 2, 5)),
         (block_scan, 3, (2, 6, 1, 5)),
-        (block_scan, 4, (2, 6, 1, 5)),
-        (block_scan, 4, (2, 6, 2, 1)),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused_and_not_broadcast(scan, place, shape):

@@ -83,14 +83,6 @@ def test_the_study_of_attention_products(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.glob("figure*.png"))) == 4
 
 
-def test_the_committed_figures_of_attention_products_draw(tmp_path: Path) -> None:
-    counts = json.loads((ROOT / "analyses/attention_products/results.json").read_text())["counts"]
-    assert counts["ViT-S"]["qk_heads"]["positive"] == 65
-    assert counts["ViT-S"]["vo_layers"]["negative"] == 8
-    script("figures/attention_products.py").main(out=tmp_path / "figure.png")
-    assert len(list(tmp_path.glob("figure*.png"))) == 4
-
-
 def test_the_study_of_filter_covariances(tmp_path: Path) -> None:
     model = families.FAMILIES["timm-efficientnet"].build()
     torch.save(model.state_dict(), tmp_path / "lite0.pth")
@@ -100,12 +92,6 @@ def test_the_study_of_filter_covariances(tmp_path: Path) -> None:
     assert (len(result["rows"]), result["filters"]) == (48, {"3": 2624, "5": 6336})
     script("figures/filter_covariances.py").main(tmp_path, tmp_path / "a.png")
     assert len(list(tmp_path.glob("a*.png"))) == 4
-
-
-def test_the_committed_figures_of_filter_covariances_draw(tmp_path: Path) -> None:
-    script("figures/filter_covariances.py").main(out=tmp_path / "a.png")
-    for name in ("", "_depth", "_samples", "_compared"):
-        assert (tmp_path / f"a{name}.png").stat().st_size > 50_000
 
 
 def test_the_study_of_attention_maps(tmp_path: Path) -> None:
