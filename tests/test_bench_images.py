@@ -32,8 +32,9 @@ def intervals(hits: np.ndarray, level: float = 0.05) -> tuple[list[float], list[
     return over_networks, over_images(hits[0].astype(float) - hits[1], over_networks, level)
 
 
-@pytest.mark.parametrize("networks", [8, 32])
-@pytest.mark.parametrize(("own", "alone"), [(0.0, (0.93, 0.97)), (0.7, (0.3, 0.9))])
+@pytest.mark.parametrize(
+    ("networks", "own", "alone"), [(8, 0.0, (0.93, 0.97)), (32, 0.0, (0.93, 0.97)), (8, 0.7, (0.3, 0.9))]
+)
 def test_both_intervals_of_two_equal_arms_and_which_of_them_covers_zero(
     networks: int, own: float, alone: tuple[float, float]
 ) -> None:
@@ -59,8 +60,7 @@ def squares(d: np.ndarray) -> tuple[float, float, float]:
     return a, b, rest / (n * m * (n - 1) * (m - 1))
 
 
-@pytest.mark.parametrize("own", [0.0, 0.7, 2.0])
-@pytest.mark.parametrize("level", [0.05, 0.01])
+@pytest.mark.parametrize(("own", "level"), [(0.0, 0.05), (0.7, 0.05), (2.0, 0.01)])
 def test_the_interval_equals_the_naive_one(own: float, level: float) -> None:
     hits = drawn(np.random.default_rng(1), 6, own)[:, :, :50]
     d = hits[0].astype(float) - hits[1]

@@ -354,7 +354,6 @@ def vits(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("products", "-o", "out.png"), "of 4 heads"),
         (("covariance", "-o", "out.png"), "fc1"),
         (("fit-init", "--structure", "identity-product", "-o", "out.safetensors"), "alpha"),
-        (("attention-maps", "-o", "out.png"), "head"),
     ],
 )
 def test_a_network_of_a_population_is_a_source(vits, tmp_path, arguments, expected, capsys, monkeypatch):

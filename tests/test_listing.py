@@ -10,7 +10,6 @@ from weightscope.cli.catalogue import catalogue
 from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SEQUENCE_NAMES
 from weightscope.fits import STRUCTURES
-from weightscope.recipe import Recipe
 from weightscope.recipe.networks import SECTIONS
 
 
@@ -47,15 +46,6 @@ def test_parameters_are_those_of_the_function() -> None:
     assert network.required == ("width", "depth", "heads")
     assert network.parameters["pool"] == "average"
     assert network.signature.startswith("vit(width, depth, heads, patch_size=4")
-
-
-def test_recipes_show_their_settings_and_first_sentence() -> None:
-    entry = catalogue("recipes")["digits-convnext"]
-    shipped = Recipe.load(Path(__file__).parent.parent / "populations" / "digits-convnext.toml")
-    assert entry.parameters["networks"] == shipped.population.networks
-    assert entry.parameters["network"] == "convnext"
-    assert entry.description.startswith("Tiny ConvNeXts on scikit-learn's handwritten digits")
-    assert catalogue("recipes")["cifar10-convnext-tiny"].description.endswith("trained with RandAugment.")
 
 
 def test_the_catalogue_is_a_result() -> None:

@@ -23,7 +23,6 @@ from weightscope.training.engine import train_tile
 
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
-TINY = ("digits-convnext", "fashion-convnext", "cifar10-convnext-tiny", "cifar10-convnext-3", "cifar10-vit-tiny")
 SMALLEST = {"data.train": 8, "data.test": 4, "training.epochs": 1, "training.batch_size": 4}
 TWO = {"population.networks": 2, "population.tile": 2}
 
@@ -63,11 +62,6 @@ def test_a_benchmark_names_its_table_and_every_initialiser_exists(name):
     if name.endswith("-two-cores"):
         assert said(r"networks, # multiply-adds", name)[0] < 3e14, "hours, not days, on two cores"
         assert all(arm.recipe.population.networks >= 4 for arm in arms)
-
-
-def test_the_tiny_populations_have_about_ten_thousand_parameters():
-    for name in (*TINY, "cifar10-convmixer"):
-        assert 5_000 < forward_cost(Recipe.load(FOLDER / f"{name}.toml"))[0] < 20_000, name
 
 
 def _write_data(folder):
