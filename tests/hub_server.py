@@ -31,13 +31,9 @@ class Hub:
     fail: dict[str, list[int]] = field(default_factory=dict)  # file (or "api") -> statuses of the first answers
     delay: float = 0  # seconds before every answer
     drop: int = 0  # how many GETs of ranges are cut in the middle
-    ignore_ranges: bool = False  # answer every range with 200 and the whole file
-    shift: bool = False  # answer every range with other bytes than asked for, and say so
     corrupt: bool = False  # change a byte of every range and file, but not of JSON, and keep the stated hash
     storage: str | None = None  # redirect files to this other host, which wants no token
-    moved: str = COMMIT  # the commit that answers claim
     answer: bytes | None = None  # body of the API's answers; None for a correct one
-    redirect: str | None = None  # Location of every answer about a file
     exists: bool = True  # whether the repository is there; uploads create it
     private: bool = False  # as it was created
     requests: list[tuple] = field(default_factory=list)  # (method, path, range or None, status, authorised)
@@ -113,19 +109,15 @@ class _Handler(BaseHTTPRequestHandler):
         etag = hashlib.sha256(body).hexdigest()
         if name.endswith(".json"):
             etag = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()  # git's
-        head = {"ETag": f'"{etag}"', "X-Repo-Commit": hub.moved, "Accept-Ranges": "bytes"}
-        if hub.redirect is not None and self.command == "GET":
-            return self._answer(302, b"", head | {"Location": hub.redirect})
+        head = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         if hub.storage and not stored and not name.endswith(".json"):
             head |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(body))}
             return self._answer(302, b"", head | {"Location": f"{hub.storage}/stored/{name}?signature=x"})
         span = self.headers.get("Range")
-        if span is None or hub.ignore_ranges:
+        if span is None:
             changed = bytes([*body[:-1], body[-1] ^ 1]) if hub.corrupt and not name.endswith(".json") else body
             return self._answer(200, changed, head)
         start, stop = (int(n) for n in re.fullmatch(r"bytes=(\d+)-(\d+)", span).groups())
-        if hub.shift:
-            start, stop = start + 1, stop + 1
         part = bytearray(body[start : stop + 1])
         if hub.corrupt and start > 8:
             part[-1] ^= 1

@@ -1,7 +1,6 @@
 """Files that are cut off, damaged or of another kind are refused with one line, and no pickle runs code."""
 
 import io
-import json
 import os
 import pickle
 import struct
@@ -17,57 +16,21 @@ from torch import nn
 from weightscope import Checkpoint
 from weightscope.errors import DataError
 
-F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
-
-def packed(header, data=bytes(8), length=None):
-    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
-
-
-def entry(**change):
-    return packed({"a": F32 | change})
+def packed(header):
+    return struct.pack("<Q", len(header)) + header + bytes(8)
 
 
 SOUND = save({"a": torch.ones(4), "b": torch.ones(3, 3)})
 HEADERS = {
-    "empty": (b"", "only 0 bytes"),
     "truncated": (SOUND[:-5], "5 bytes are missing: it is truncated"),
-    "trailing bytes": (SOUND + bytes(3), "3 bytes are left over"),
     "no JSON": (packed(b"hello world"), "not valid JSON"),
-    "a list": (packed([1, 2]), "expected a JSON object, found list"),
-    "hole": (packed({"a": F32, "b": F32 | {"data_offsets": [12, 20]}}, bytes(20)), "leaves a gap"),
-    "wrong size": (entry(shape=[3]), "takes 12 bytes"),
-    "unknown dtype": (entry(dtype="F33"), "unknown dtype 'F33'"),
-    "missing field": (packed({"a": {"dtype": "F32", "shape": [2]}}), "expected dtype, shape"),
+    "unknown dtype": (packed(b'{"a": {"dtype": "F33", "shape": [2], "data_offsets": [0, 8]}}'), "unknown dtype 'F33'"),
 }
-
-
-def test_an_empty_tensor_leaves_no_gap(tmp_path):
-    raw = packed({"a": F32, "b": F32 | {"shape": [0, 5], "data_offsets": [8, 8]}})
-    (tmp_path / "m.safetensors").write_bytes(raw)
-    assert Checkpoint(tmp_path / "m.safetensors")["b"].shape == (0, 5)
-
-
-def test_a_file_that_shrinks_is_an_error(tmp_path):
-    path = tmp_path / "m.safetensors"
-    path.write_bytes(SOUND)
-    checkpoint = Checkpoint(path)
-    os.truncate(path, len(SOUND) - 20)
-    with pytest.raises(DataError, match="truncated"):
-        checkpoint["b"]
-
-
-def test_an_index_names_plain_files_only(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../m.safetensors"}}))
-    with pytest.raises(DataError, match="expected the plain name"):
-        Checkpoint(tmp_path)
 
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"
 BESIDE = {
-    "not JSON": (INDEX, b"{", "not valid JSON"),
-    "no map": (INDEX, b"{}", "expected a `weight_map`"),
     "missing shard": (INDEX, b'{"weight_map": {"a": "x.safetensors"}}', "x.safetensors: cannot be read"),
     "missing tensor": (INDEX, b'{"weight_map": {"z": "m.safetensors"}}', "'z' is mapped to m.safetensors"),
     "config: not JSON": (CONFIG, b"{", r"config\.json.*not valid JSON"),
@@ -122,24 +85,15 @@ MODULE = nn.Sequential(nn.Linear(2, 2))
 PICKLES = {
     "os.system": (saved({"a": Evil()}), r"needs posix\.system, which is not run.*safetensors"),
     "os.system, old layout": (saved({"a": Evil()}, _use_new_zipfile_serialization=False), r"needs posix\.system"),
-    "os.system, protocol 4": (saved({"a": Evil()}, pickle_protocol=4), r"needs posix\.system"),
     "os.system, bare pickle": (pickle.dumps(Evil()), "found neither"),
-    "eval": (with_pickle(b"\x80\x02cbuiltins\neval\nX\x01\0\0\x001\x85R."), r"needs builtins\.eval"),
     "whole module": (saved(MODULE), r"needs torch\.nn\.modules\.container\.Sequential.*whole pickled module"),
-    "whole module, old layout": (saved(MODULE, _use_new_zipfile_serialization=False), r"Sequential|no storage"),
     "text": (b"hello world", "found neither a zip archive nor its pickles"),
-    "empty": (b"", "found neither"),
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),
-    "one tensor": (saved(torch.ones(2)), "expected a dictionary of tensors, found one tensor"),
-    "another zip": (rezipped(lambda r: {"a/b": b"1"}), "expected one data.pkl, found 0"),
     "TorchScript": (rezipped(lambda r: r | {"archive/constants.pkl": b""}), "TorchScript"),
-    "compressed": (rezipped(lambda r: r, zipfile.ZIP_DEFLATED), "is compressed"),
     "big endian": (rezipped(lambda r: r | {"archive/byteorder": b"big"}), "little-endian"),
-    "missing storage": (rezipped(lambda r: {n: d for n, d in r.items() if "/data/" not in n}), "found none"),
     "short storage": (rezipped(lambda r: r | {"archive/data/0": bytes(8)}), "found 8 bytes"),
     "truncated": (saved({"a": torch.ones(300)})[:-400], "damaged zip"),
     "truncated, old layout": (saved({"a": torch.ones(9)}, _use_new_zipfile_serialization=False)[:-4], "truncated"),
-    "longer, old layout": (saved({"a": torch.ones(9)}, _use_new_zipfile_serialization=False) + b"0", "left over"),
 }  # fmt: skip
 
 

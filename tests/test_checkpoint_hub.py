@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 from hub_server import COMMIT, REPOSITORY, Hub, connect, go_offline, header_bytes, isolate, serving
-from huggingface_hub import constants
 from safetensors.torch import save
 
 from weightscope.analysis.attention_products import products
@@ -84,10 +83,6 @@ def test_one_layer_costs_the_bytes_of_its_tensors_and_the_headers(hub):
     assert [part.heads for part in attention(checkpoint)] == [4] * LAYERS
     assert {row["layer"] for row in products(SOURCE, layers=[1]).records} == {1}
     assert len(hub.ranges()) == len(set(hub.ranges())), "no range is fetched twice"
-    assert [part.heads for part in attention(checkpoint)] == [4] * LAYERS
-    before = products(SOURCE, layers=[1]).records
-    assert [row["layer"] for row in before] == [1] * len(before)
-    assert len(hub.ranges()) == len(set(hub.ranges()))
 
 
 def test_it_works_offline_afterwards(hub, monkeypatch):
@@ -139,15 +134,6 @@ def test_the_token_goes_to_the_endpoint_and_nowhere_else(hub, monkeypatch):
     assert all(authorised for *_, authorised in hub.requests)
 
 
-def test_a_token_is_not_sent_in_the_clear(hub, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    assert Checkpoint(SOURCE).commit == COMMIT
-    monkeypatch.setattr(hub_module.HubFolder, "_resolve", lambda self, revision: (COMMIT, []))
-    for endpoint, token in (("http://a.com", False), ("https://a.com", None), ("http://localhost:80", None)):
-        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-        assert hub_module.HubFolder(REPOSITORY, "main").token is token
-
-
 def test_passing_trouble_is_waited_for(hub, monkeypatch):
     hub.fail = {"api": [503, 500], "model.safetensors.index.json": [429]}
     checkpoint = Checkpoint(SOURCE)
@@ -169,10 +155,7 @@ def test_passing_trouble_is_waited_for(hub, monkeypatch):
 
 BAD = {
     "gated": ("token", "x", "GatedRepo.*gated"),
-    "private": ("fail", {"api": [401]}, "401.*private, gated, or does not exist"),
     "no model": ("fail", {"api": [404]}, "404.*check the name"),
-    "no file": ("fail", {"model-00002-of-00002.safetensors": [404]}, "model-00002-of-00002.*404"),
-    "in trouble": ("fail", {"api": [500] * 9}, "500.*try again later"),
     "dropped forever": ("drop", 1000, "no answer from the hub"),
 }
 

@@ -123,7 +123,7 @@ def test_a_wrong_group_is_found_out(name: str) -> None:
     """Every permuted axis in turn is called fixed, or signed: the outputs then change."""
     network = shaken(NETWORKS[name]())
     permutations = permutation_spec(network)
-    for i in range(0, len(permutations.views), 4):
+    for i in range(0, len(permutations.views), 8):
         view = permutations.views[i]
         for j, axis in enumerate(view.axes):
             if axis is None:
@@ -259,8 +259,6 @@ FOREIGN: dict[
 ] = {  # class of transformers, model of torchvision or timm -> options, groups by name
     "BertModel": (TEXT, 7),
     "BertForMaskedLM": (TEXT, 6),  # the rows of its transform are channels, so these are fixed
-    "BertForSequenceClassification": (TEXT, 7),
-    "BertForTokenClassification": (TEXT, 7),
     "RobertaForMaskedLM": (TEXT, 6),
     "GPT2LMHeadModel": (GPT, 7),
     "GPTNeoXForCausalLM": (TEXT, 3),
@@ -269,7 +267,6 @@ FOREIGN: dict[
     "resnet18": ({}, 12),
     "resnet50": ({}, 37),
     "timm resnet26d": ({}, 0),
-    "timm resnet14t": ({}, 0),
     "resnext50_32x4d": ({}, 0),
 }
 
@@ -446,21 +443,12 @@ def test_the_check_by_function_moves_every_group() -> None:
     ("old", "new", "message"),
     [
         ("[axes]", "[axis]", r"own\.toml: unknown table 'axis'"),
-        ("[axes]\n", "", r"own\.toml: .*no table \[axes\]|own\.toml: unknown table"),
         ('"leave.bias" = "."', "", r"no axes that fit `leave\.bias \(5,\)`; add a rule for each"),
-        ('"leave.bias" = "."', '"leave.bias" = ". ."', r"no axes that fit `leave\.bias"),
         ('"leave.bias" = "."', '"leave.bias" = 3', "expected a text such as"),
         ('"leave.bias" = "."', '"leave.bias" = "{last[0]}"', r"'last\[0\]' in .* is not a number of the name"),
-        ('"leave.bias" = "."', '"leave.bias" = "{ ."', r"is not a number of the name"),
-        ("[axes]", "axes = [1]\n[other]", r"own\.toml: "),
-        ('"leave.bias" = "."', '"leave.(bias" = "."', "missing \\)"),
         ('"leave.bias" = "."', '"leave.bias" = "."\n"left" = "."', "no tensor matches `left`"),
         ('". units"', '"units ."', r"group units has 6 members elsewhere, found 5"),
-        ('"~left.{i}"', '"~left.{j}"', r"'j' in '~left\.\{j\}' is not a number of the name"),
-        ('b:right.{i} units"', 'b:~left.{i} units"', r"no axes that fit `layers\.0\.up\.weight"),
         ('["heads", 2]', '["heads", 3]', r"heads: right\.1: expected .* of 4 units"),
-        ('"right.1"', '"wrong"', "heads: wrong: expected"),
-        ('["heads", 2]', '["heads", true]', r"heads: right\.1: expected "),
         ("[heads]", "[heads", r"own\.toml: "),
     ],
 )

@@ -5,20 +5,16 @@ import hashlib
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import weightscope
-from weightscope._util import atomic, checks, plugins
-from weightscope._util.names import matching, shortened, unknown
+from weightscope._util import checks, plugins
+from weightscope._util.names import matching
 from weightscope._util.results import Result
-from weightscope.data import SourceConfig, load
-from weightscope.data.sequence_config import TextConfig
-from weightscope.errors import UsageError, WeightscopeError
+from weightscope.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,16 +28,6 @@ def test_patterns_keep_the_order_of_the_names_and_refuse_what_matches_nothing() 
     for bad in ("", "a,", [], ["a", 1], ["a", " "]):
         with pytest.raises(UsageError, match="select: expected a pattern such as"):
             matching(bad, names)
-
-
-def test_messages_about_names_are_short() -> None:
-    assert shortened("a\n\x1b[2Jb") == "a??[2Jb"
-    names = [f"stages.{i}.blocks.{j}.mlp.fc{k}.weight" for i in range(4) for j in range(9) for k in (1, 2)]
-    for wrong in ("x", "x" * 1000, "*.mlp.fc3.weight", "stages.0.blocks.0.mlp.fc?.wieght"):
-        assert len(unknown("initialiser", wrong, names, "'package.module:name' for one of your own")) < 200
-        with pytest.raises(UsageError) as caught:
-            matching(wrong, names)
-        assert len(str(caught.value)) < 200
 
 
 class Squares(Result):
@@ -186,50 +172,6 @@ def test_the_hash_of_a_source_changes_with_the_function_of_a_script(tmp_path: Pa
     script = f"{printing}def f():\n    return 1\nprint(source_hash(reference_to(f)))\n"
     texts = (script, script + "print('other work')\n", script.replace("return 1", "return 2"))
     assert len({hash_of(f"script{i}.py", text) for i, text in enumerate(texts)}) == 2
-
-
-DOORS: dict[str, Any] = {
-    "inspect": weightscope.inspect,
-    "verify": weightscope.verify,
-    "covariance": weightscope.covariance,
-    "products": weightscope.products,
-    "attention_maps": lambda path: weightscope.attention_maps(path, None),
-    "audit": lambda path: weightscope.audit(path, "mimetic_attention"),
-    "fit": weightscope.fit,
-    "load_init": weightscope.load_init,
-    "Population": weightscope.Population,
-    "Checkpoint": weightscope.Checkpoint,
-    "Recipe": weightscope.Recipe.load,
-    "collect": lambda path: weightscope.collect(TINY, path, networks=1),
-    "load --data": lambda path: load("cifar10", path),
-    "bench": lambda path: weightscope.bench(TINY, ["default"], path),
-    "load": lambda path: load(SourceConfig(name="folder", path=path, size=8)),
-    "text": lambda path: load(TextConfig(name="text", path=path, length=3)),
-    "atomic": lambda path: atomic.write(path, b""),
-}
-TINY = weightscope.Recipe.parse(
-    {"network": {"type": "convnext", "width": 4, "depth": 1}, "data": {"name": "digits"}, "training": {"epochs": 1}}
-)
-
-
-def impossible_paths(count: int) -> Iterator[str]:
-    """Paths with NUL, or longer than any file's, of any characters."""
-    random = np.random.default_rng(0)
-    for i in range(count):
-        parts = ["".join(map(chr, random.integers(33, 0x3000, random.integers(1, 40)))) for _ in range(3)]
-        wrong = ("a\0b", "y" * int(random.integers(300, 10**6)), "d/" * int(random.integers(2100, 10**5)))[i % 3]
-        yield "/".join([*parts, wrong]).replace("::", "") + ("", ".pop", ".safetensors", ".npz", ".toml")[i % 5]
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_path_that_no_file_can_have_is_a_short_line(door: str, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for path in impossible_paths(30):
-        with pytest.raises(WeightscopeError) as caught:
-            DOORS[door](path)
-        assert len(str(caught.value)) <= 1510
-        assert str(caught.value).isprintable()
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_message_is_a_line_that_can_be_printed_whatever_it_quotes() -> None:
