@@ -1,9 +1,8 @@
-"""Multiply-adds of recipes and of the benchmarks that commands ask for."""
+"""Multiply-adds of recipes, and the arms of the benchmarks that commands ask for."""
 
 import copy
 import shlex
 import tomllib
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -97,9 +96,9 @@ def training_cost(recipe: Recipe, forward: int) -> int:
     return 3 * forward * (recipe.data.train or dataset_info(recipe.data).train) * recipe.training.epochs
 
 
-def benchmark_cost(recipe: Recipe, arms: Sequence[Arm] | None = None) -> tuple[int, int, int]:
-    """Arms, networks and multiply-adds of a recipe's benchmark, or of its arms that are given."""
-    arms = planned_arms(recipe) if arms is None else arms
+def benchmark_cost(recipe: Recipe) -> tuple[int, int, int]:
+    """Arms, networks and multiply-adds of a recipe's benchmark."""
+    arms = planned_arms(recipe)
     total = sum(training_cost(arm.recipe, forward_cost(arm.recipe)[1]) * arm.recipe.population.networks for arm in arms)
     return len(arms), sum(arm.recipe.population.networks for arm in arms), total
 
@@ -133,17 +132,3 @@ def planned_command(command: str) -> tuple[Recipe, list[Arm]]:
         epochs=[int(text) for text in values("--epochs")],
     )
     return recipe, arms
-
-
-def command_cost(command: str) -> int:
-    """Multiply-adds of such a command; of a probe those of the features, which are computed once."""
-    recipe, arms = planned_command(command)
-    return sum(map(probing_cost, arms)) if "--probe" in command else benchmark_cost(recipe, arms)[2]
-
-
-def probing_cost(arm: Arm) -> int:
-    """Multiply-adds of the features of an arm's networks; those of the classifiers are few."""
-    data = arm.recipe.data
-    info = dataset_info(data)
-    images = (data.train or info.train) + (data.test or info.test)
-    return forward_cost(arm.recipe)[1] * images * arm.recipe.population.networks

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from costs import benchmark_cost, command_cost, forward_cost, planned_command, training_cost
+from costs import benchmark_cost, forward_cost, planned_command, training_cost
 
 from weightscope import init as initialisers
 from weightscope._util.sources import recipes
@@ -114,10 +114,11 @@ def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
     _write_text(tmp_path)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
-    smaller = {"network.depth": [1] * len(stages) if isinstance(stages, tuple) else 1}
-    if isinstance(recipe.network.width, tuple):
-        smaller |= {"network.width": [8] * len(stages)}
-    if isinstance(recipe.data, SequenceConfig):  # the networks at the papers' width take long on any length
+    if isinstance(stages, tuple):
+        smaller = {"network.depth": [1] * len(stages), "network.width": [8] * len(stages)}
+    else:
+        smaller = {"network.depth": 1, "network.width": 8 * getattr(recipe.network, "heads", 2)}
+    if isinstance(recipe.data, SequenceConfig):
         smaller |= {"network.width": 32, "data.length": 4}
         if getattr(recipe.data, "context", None):
             smaller |= {"data.shortest": 2, "data.context": 20}
@@ -221,13 +222,3 @@ def test_the_initialisers_of_recipes_and_of_the_papers_can_be_applied():
     _, (arm, *_) = planned_command("bench selection-convnext --init 'trunc_normal(select=\"blocks.*,head.*\")'")
     with pytest.raises(UsageError, match=r"select: no tensor matches 'blocks\.\*'"):
         _applied(arm)
-
-
-@pytest.mark.slow
-def test_the_costs_in_the_table_of_the_papers_are_those_of_its_commands():
-    """Every benchmark of analyses/papers.md can be planned, and its cost is computed again."""
-    rows = _paper_rows()
-    named = {name for row in rows for name in re.findall(r"`bench ([\w-]+)", row[1])}
-    assert {name for name in RECIPES if Recipe.load(name).bench} <= named, "every benchmark has a row"
-    for row in rows:
-        assert float(row[2]) == pytest.approx(sum(map(command_cost, _commands(row))), rel=0.06), row[1]  # two digits
