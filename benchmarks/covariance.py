@@ -42,7 +42,7 @@ def make_population(path: Path, networks: int, size: int, spec: WeightSpec | Non
         "training": {"epochs": 1},
         "population": {"networks": networks, "tile": 32},
     }
-    wanted = manifests.Manifest(Recipe.parse(plain), spec, environment(), (networks,))
+    wanted = manifests.Manifest(Recipe.parse(plain), spec, environment(), networks)
     manifest, _ = manifests.create_or_match(path, wanted, resize=False)
     rng = np.random.default_rng(0)
     common, mean = rng.standard_normal((8, size), dtype=np.float32), rng.standard_normal(size, dtype=np.float32)

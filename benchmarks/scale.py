@@ -117,14 +117,11 @@ def main() -> None:
         print(f"{options.networks:,} networks of {size:,} weights, written in {made['seconds']:.0f} s", flush=True)
         rows: list[dict[str, Any]] = []
         commands: list[tuple[str, list[Any]]] = [
-            ("inspect, the first time", ["inspect", path]),
             ("inspect", ["inspect", path]),
             ("status", ["status", path]),
             ("collect, nothing to train", ["collect", path, "-o", path]),
             *((f"verify, {n} workers", ["verify", path, "--workers", n]) for n in options.workers[:2]),
         ]
-        if not options.no_commands:
-            (path / shards.INDEX).unlink(missing_ok=True)
         for name, arguments in [] if options.no_commands else commands:
             command = [sys.executable, "-m", "weightscope", *map(str, arguments)]
             taken, _ = timed(partial(subprocess.run, command, check=True, capture_output=True))

@@ -62,7 +62,6 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     accuracy = np.array([[k / 1000 + e for e in range(epochs)] for k in numbers], dtype=np.float32)
     return SimpleNamespace(
         index=tile,
-        digest=None,
         hits=None,
         weights=weights,
         snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
@@ -90,7 +89,7 @@ def train_tile_and_die(recipe, tile, **options):
 
 def write_population(path, recipe, tiles=None):
     """A population on disk without `collect`; only some of its tiles when they are given."""
-    wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, (recipe.population.networks,))
+    wanted = manifests.Manifest(recipe, SPEC, {"python": "3"}, recipe.population.networks)
     manifest, _ = manifests.create_or_match(path, wanted, resize=True)
     for tile in range(manifest.tiles) if tiles is None else tiles:
         shards.save(path, manifest, train_tile(recipe, tile), "cpu")

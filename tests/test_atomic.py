@@ -2,13 +2,11 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from weightscope._util import atomic
-from weightscope._util.sources import read_regular
 from weightscope.errors import WeightscopeError
 
 
@@ -76,24 +74,6 @@ def test_whether_one_may_write_is_known_beforehand(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(WeightscopeError, match=r"cannot write /proc/f: .*name another place"):
         atomic.check_writable("/proc/f")
-
-
-@pytest.mark.parametrize(("make", "found"), [(os.mkfifo, "a pipe"), (None, "a device")])
-def test_only_regular_files_are_read(make: Callable[[Path], None] | None, found: str, tmp_path: Path) -> None:
-    path = tmp_path / "f" if make else Path("/dev/zero")
-    if make:
-        make(path)
-    signal.alarm(20)
-    with pytest.raises(OSError, match=f"expected a regular file, found {found}"):
-        read_regular(path, 10)
-    signal.alarm(0)
-
-
-def test_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"0123456789")
-    assert read_regular(tmp_path / "f", 10) == b"0123456789"
-    with pytest.raises(OSError, match="expected at most 9 bytes, found 10"):
-        read_regular(tmp_path / "f", 9)
 
 
 def test_writing_where_one_may_not_is_one_line(tmp_path: Path) -> None:

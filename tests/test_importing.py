@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from hub_server import COMMIT, Hub, connect, isolate, serving
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils import prune
 
@@ -66,11 +65,10 @@ def rows_of(population: Population, found: list[dict[str, torch.Tensor]]) -> np.
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_files_are_copied_or_read_where_they_are(tmp_path, suffix, by_reference):
+def test_files_are_copied(tmp_path, suffix):
     found = states(7)
     files = saved(tmp_path / "zoo", found, suffix)
-    population = Population.of(files, tmp_path / "zoo.pop", metrics={"loss": range(7)}, by_reference=by_reference)
+    population = Population.of(files, tmp_path / "zoo.pop", metrics={"loss": range(7)})
     expected = rows_of(population, found)
     assert np.array_equal(population.weights(), expected)
     assert np.array_equal(population[2:5], expected[2:5])
@@ -81,15 +79,14 @@ def test_files_are_copied_or_read_where_they_are(tmp_path, suffix, by_reference)
     assert not verify(population).damaged
     assert "7 of 7 networks" in inspect(population).text()
     export(population, tmp_path / "zoo.h5")
-    assert inspect(tmp_path / "zoo.h5").exported.networks == 7
+    assert inspect(tmp_path / "zoo.h5").networks == 7
     with pytest.raises(UsageError, match=r"imported as weights only; .* --network MODULE:FUNCTION"):
         population.network(0)
     with pytest.raises(UsageError, match="imported without one"):
         _ = population.recipe
 
 
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_processes_that_read_change_nothing(tmp_path, caplog, by_reference):
+def test_processes_that_read_change_nothing(tmp_path, caplog):
     """Equal files, and equal words about networks that do not fit; one has NaN and two are equal: no statistics."""
     found = states(9)
     found[3]["first.weight"][0, 0] = torch.nan
@@ -97,10 +94,7 @@ def test_processes_that_read_change_nothing(tmp_path, caplog, by_reference):
     files = saved(tmp_path / "zoo", found)
     np.savez(files[6].with_suffix(".npz"), **found[6])  # equal by its weights, in a file of another kind
     files[6] = files[6].with_suffix(".npz")
-    alone, both = (
-        Population.of(files, tmp_path / f"{n}.pop", by_reference=by_reference, workers=n, progress=False)
-        for n in (1, 2)
-    )
+    alone, both = (Population.of(files, tmp_path / f"{n}.pop", workers=n, progress=False) for n in (1, 2))
     contents = ("population.json", "shards/00000.h5.sha256")
     assert [(alone.path / name).read_bytes() for name in contents] == [
         (both.path / name).read_bytes() for name in contents
@@ -136,7 +130,7 @@ def test_state_dicts_modules_and_generators(tmp_path, count):
     assert len(Population.of(seven, tmp_path / "zoo.pop", network=Net)) == 7
     with pytest.raises(DataError, match=r"network 5 differ from what was imported"):
         Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
-    with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6; give all of them"):
+    with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6"):
         Population.of(modules, tmp_path / "zoo.pop", network=Net)
     with pytest.raises(DataError, match="the metric loss differ from what was imported"):
         Population.of(seven, tmp_path / "zoo.pop", network=Net, metrics={"loss": range(7)})
@@ -187,52 +181,6 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
 
 
-def test_a_source_by_reference_that_changes_is_found_by_its_digest(tmp_path):
-    found = states(4)
-    files = saved(tmp_path / "zoo", found)
-    population = Population.of(files, tmp_path / "zoo.pop", by_reference=True)
-    assert sum(file.stat().st_size for file in (tmp_path / "zoo.pop/shards").iterdir()) < 7000
-    before = population.weights()
-    torch.save(found[0], files[2])
-    for opened in (population, Population(tmp_path / "zoo.pop")):
-        assert np.array_equal(opened[3:4], before[3:4])
-        with pytest.raises(DataError, match=r"net-002.pt is not what it was when it was imported"):
-            opened.weights()
-    assert [row["name"] for row in verify(population).files if row["status"] == "damaged"] == [str(files[2])]
-    shard, index = (
-        files[0].with_name("model-00001-of-00001.safetensors"),
-        files[0].with_name("model.safetensors.index.json"),
-    )
-    save_file(found[0], shard)
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(found[0], shard.name)}))
-    population = Population.of([index], tmp_path / "index.pop", by_reference=True)
-    assert np.array_equal(population.weights(), before[:1])
-    save_file(found[1], shard)
-    with pytest.raises(DataError, match=r"index.json is not what it was when it was imported \(its weights differ\)"):
-        population.weights()
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "match"),
-    [
-        ("sources", [["../zoo/net-000.pt"]], "expected an absolute path or hf://NAME@COMMIT"),
-        ("sources", [["http://127.0.0.1/net.pt"]], "expected an absolute path or hf://NAME@COMMIT"),
-        ("sources", [["hf://org/name@main"]], "expected an absolute path or hf://NAME@COMMIT"),
-        ("sources", [["/a\0b"]], "expected an absolute path or hf://NAME@COMMIT"),
-        ("sources", [["/etc/passwd"]], "/etc/passwd is not what it was"),
-        ("sizes", [10**12], "expected 1 to 10000000 networks"),
-    ],
-)
-def test_an_edited_manifest_reads_nothing_else(tmp_path, field, value, match):
-    file = tmp_path / "zoo.pop/population.json"
-    Population.of(saved(tmp_path / "zoo", states(1)), file.parent, by_reference=True)
-    values = json.loads(file.read_text())
-    (values if field == "sizes" else values["import"])[field] = value
-    file.write_text(json.dumps(values))
-    with pytest.raises(DataError, match=match):
-        Population(file.parent).weights()
-
-
 def test_a_killed_import_is_resumed(tmp_path, monkeypatch):
     """Whatever tile it had reached, the same call gives the same bytes; what was written is not written again."""
     monkeypatch.setattr("weightscope.population.importing._TILE", 4)
@@ -263,7 +211,7 @@ def test_imported_networks_have_the_covariances_of_the_same_networks_collected(t
     recipe = fake.recipe(networks=12, tile=4)
     with torch.random.fork_rng():
         module = build_for(recipe)
-    manifest = fake.manifests.Manifest(recipe, fake.WeightSpec.of(module), {}, (12,))
+    manifest = fake.manifests.Manifest(recipe, fake.WeightSpec.of(module), {}, 12)
     (tmp_path / "a.pop" / "shards").mkdir(parents=True)
     (tmp_path / "a.pop" / "population.json").write_bytes(manifest.to_bytes())
     rng = np.random.default_rng(0)
@@ -338,14 +286,13 @@ def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
         torch.save(Net().state_dict(), folder / f"checkpoint_{epoch:06}" / "checkpoints")
 
 
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, caplog, by_reference):
+def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, caplog):
     for k in range(5):
         trial(tmp_path / "zoo" / f"NN_tune_trainable_{k}", k + 1, (0, 2, 4, 6) if k else (0, 2, 4))
     sources, metrics, moments = sources_of([str(tmp_path / "zoo")])
     assert moments == [0, 2, 4]
     assert "not all networks were trained for as long: 1 end at 4, 4 end at 6" in caplog.text
-    options = {"metrics": metrics, "snapshots": moments, "by_reference": by_reference}
+    options = {"metrics": metrics, "snapshots": moments}
     population = Population.of(sources, tmp_path / "zoo.pop", **options)
     np.testing.assert_allclose(population.metrics["test_acc"], [1.04, 2.06, 3.06, 4.06, 5.06])
     assert population.metrics["seed"].tolist() == [1, 2, 3, 4, 5]
@@ -358,7 +305,7 @@ def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snaps
     assert "step 4" in population.at(4).summary()
     assert "5 of 5 networks" in run("import", tmp_path / "zoo", "-o", tmp_path / "b.pop", "--snapshots", "0,4")
     assert Population(tmp_path / "b.pop").snapshots == (0, 4)
-    for wrong in ("6", "-1", "\u00b2", "9" * 5000):
+    for wrong in ("6", "-1"):
         run("import", tmp_path / "zoo", "-o", tmp_path / "c.pop", "--snapshots", wrong, code=2)
     results = tmp_path / "zoo/NN_tune_trainable_1/result.json"
     results.write_text(results.read_text().splitlines()[0])  # stopped before its last checkpoint
@@ -367,55 +314,20 @@ def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snaps
 
 
 @pytest.mark.parametrize("kind", ["lora_A.weight lora_B.weight", "ia3_l", "lora_magnitude_vector"])
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_adapters_are_not_passed_over(tmp_path, kind, by_reference):
+def test_adapters_are_not_passed_over(tmp_path, kind):
     """A base weight that an adapter changes is none of the network's; adapters alone are a population."""
     base, own = "layer.base_layer.weight", [f"layer.{name}" for name in kind.split()]
     found = [{base: torch.randn(4, 4)} | {name: torch.randn(4, 2) for name in own} for _ in range(3)]
     files = saved(tmp_path / "zoo", found)
     for select in ("*", base):
         with pytest.raises(DataError, match=f"3 of 3 networks do not fit .*the adapter `{own[0]}` changes a weight"):
-            Population.of(files, tmp_path / "a.pop", select=select, by_reference=by_reference)
+            Population.of(files, tmp_path / "a.pop", select=select)
         assert not (tmp_path / "a.pop").exists()
-    alone = Population.of(files, tmp_path / "b.pop", select=own, by_reference=by_reference)
+    alone = Population.of(files, tmp_path / "b.pop", select=own)
     assert alone.spec.names == tuple(own)
     if len(own) == 2:  # one that was never trained changes nothing
         files = saved(tmp_path / "zoo", [state | {own[1]: torch.zeros(4, 2)} for state in found])
-        assert len(Population.of(files, tmp_path / "c.pop", select=base, by_reference=by_reference)) == 3
-
-
-def test_models_at_the_hub_are_read_by_reference_through_delays_and_failures(tmp_path, monkeypatch, caplog):
-    """Only the byte ranges of the tensors asked for are fetched, and addresses name commits."""
-    isolate(monkeypatch, tmp_path / "cache")
-    found = states(1)[0]
-    hub = Hub({"model.safetensors": save(found)}, fail={"api": [503], "model.safetensors": [500, 429]}, drop=2)
-    hub.delay = 0.02
-    with serving(hub):
-        connect(monkeypatch, hub.url)
-        population = Population.of(["hf://org/model"], tmp_path / "hub.pop", by_reference=True)
-        before = hub.sent
-        weights = population.weights("second.weight")
-        assert hub.sent - before < 2 * 4 * weights.size + 64
-        again = Population.of(["hf://org/model"], tmp_path / "hub.pop", by_reference=True)
-        hub.fail["api"] = [404]
-        with pytest.raises(DataError, match="no such model"):
-            Population.of(["hf://org/model", "hf://org/none"], tmp_path / "b.pop", skip_unfit=True)
-        hub.fail = {"model.safetensors": [503] * 9}
-        with pytest.raises(DataError, match=r"^[^\n]*the hub answered 503[^\n]*$"):
-            population.weights("first.weight")
-        hub.fail = {}
-        copied = Population.of(["hf://org/model"], tmp_path / "copy.pop", select="second.*")
-        hub.fail, hub.drop = {"model.safetensors": [500, 503]}, 1
-        assert np.array_equal(population.weights(), rows_of(population, [found]))
-        assert len(hub.ranges()) == len(set(hub.ranges())) + 3  # those that were dropped
-        assert {row["name"][:5]: row["status"] for row in verify(population.path).rows()} == {
-            "00000": "verified",
-            "hf://": "unverified",
-        }
-    assert caplog.text.count("1 network unverified, only byte ranges were read") == 3
-    assert np.array_equal(copied.weights(), population.weights("second.*"))
-    assert np.array_equal(weights, found["second.weight"].numpy().reshape(1, -1))
-    assert again.manifest.imported.sources == ((f"hf://org/model@{COMMIT}",),)
+        assert len(Population.of(files, tmp_path / "c.pop", select=base)) == 3
 
 
 def test_braces_expand_and_revisions_are_snapshots():
@@ -449,7 +361,7 @@ def test_a_table_or_pattern_without_networks(tmp_path, name, text, match):
 
 def test_a_population_is_not_mixed_with_an_imported_one(tmp_path):
     Population.of(states(3), tmp_path / "a.pop")
-    wanted = fake.manifests.Manifest(fake.recipe(), fake.SPEC, {}, (20,))
+    wanted = fake.manifests.Manifest(fake.recipe(), fake.SPEC, {}, 20)
     with pytest.raises(UsageError, match="was imported, and cannot grow by training"):
         fake.manifests.create_or_match(tmp_path / "a.pop", wanted, resize=True)
     fake.write_population(tmp_path / "b.pop", fake.recipe())
@@ -467,9 +379,7 @@ def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     assert np.array_equal(plain.weights(), rows_of(plain, found))
     for k, state in enumerate(found):
         torch.save({"model": state, "ema": {name: value + 1 for name, value in state.items()}}, files[k])
-    assert "3 of 3 networks" in run(
-        "import", *files, "-o", tmp_path / "b.pop", "--key", "ema", "--select", "first.*", "--by-reference"
-    )
+    assert "3 of 3 networks" in run("import", *files, "-o", tmp_path / "b.pop", "--key", "ema", "--select", "first.*")
     averaged = Population(tmp_path / "b.pop")
     expected = [{name: value + 1 for name, value in state.items()} for state in found]
     assert np.array_equal(averaged.weights(), rows_of(averaged, expected))
@@ -492,8 +402,6 @@ def test_integers_called_weight_masks_and_an_empty_source_are_refused(tmp_path):
     for select in ("*", "*_orig"):
         with pytest.raises(DataError, match=r"`weight_orig` is pruned by a mask"):
             Population.of([pruned], tmp_path / "a.pop", select=select)
-    run("import", "", "-o", tmp_path / "b.pop", code=2)
-    assert not (tmp_path / "b.pop").exists()
 
 
 def test_a_table_in_parquet(tmp_path):
@@ -506,19 +414,16 @@ def test_a_table_in_parquet(tmp_path):
         {"path": [f"{k}.safetensors" for k in range(3)], "loss": [0.5, None, 2], "kind": ["a"] * 3}
     )
     table.to_parquet(tmp_path / "zoo.parquet")
-    for options in ((), ("--by-reference",)):
-        path = tmp_path / f"{len(options)}.pop"
-        assert "3 of 3 networks" in run("import", tmp_path / "zoo.parquet", "-o", path, *options)
-        population = Population(path)
-        assert np.array_equal(population.weights(), rows_of(population, found))
-        np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
+    assert "3 of 3 networks" in run("import", tmp_path / "zoo.parquet", "-o", tmp_path / "zoo.pop")
+    population = Population(tmp_path / "zoo.pop")
+    assert np.array_equal(population.weights(), rows_of(population, found))
+    np.testing.assert_array_equal(population.metrics["loss"], [0.5, np.nan, 2])
     table.assign(path=["0.safetensors", None, "2.safetensors"]).to_parquet(tmp_path / "zoo.parquet")
     with pytest.raises(DataError, match="row 2 has no path"):
         sources_of([str(tmp_path / "zoo.parquet")])
 
 
-@pytest.mark.parametrize("by_reference", [False, True])
-def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path, by_reference):
+def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path):
     """As a checkpoint is: the heads of its config, and covariances and fits within one network."""
     layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -526,7 +431,7 @@ def test_one_pretrained_transformer_is_read_as_its_folder_is(tmp_path, by_refere
     folder.mkdir()
     save_file(model.state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text('{"num_attention_heads": 4, "name": "a"}')
-    Population.of([folder], path, by_reference=by_reference)
+    Population.of([folder], path)
     assert products(f"{path}::0").records[0]["beta"] == products(folder).records[0]["beta"]
     assert len(products(f"{path}::0").sources[0].heads) == len(products(folder).sources[0].heads) == 2
     one, theirs = (covariance_within(source, part="mlp-rows").rows() for source in (f"{path}::0", folder))

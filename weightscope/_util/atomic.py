@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from weightscope._util.remote import RemotePath
+from weightscope._util.remote import is_remote, is_there, put
 from weightscope._util.sources import as_path
 from weightscope.errors import WeightscopeError
 
@@ -63,8 +63,8 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
 
 def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
     """Write `data`, bytes or an iterable of bytes, to `path` atomically; see `replacing`."""
-    if isinstance(path, RemotePath):
-        path.write_bytes(data)
+    if is_remote(path):
+        put(path, data if isinstance(data, bytes) else b"".join(data))  # type: ignore[arg-type]
         return
     with replacing(path) as file:
         for piece in (data,) if isinstance(data, bytes | memoryview) else data:
@@ -73,10 +73,7 @@ def write(path: str | Path, data: bytes | memoryview | Iterable[bytes]) -> None:
 
 def check_writable(path: str | Path) -> None:
     """Check that a file can be written at `path`, by creating a temporary one beside it and removing it."""
-    if isinstance(path, RemotePath):
-        temporary = path.with_name(f".{path.name}.weightscope-{secrets.token_hex(_DIGITS // 2)}.tmp")
-        temporary.write_bytes(b"")
-        temporary.unlink()
+    if is_remote(path):
         return
     with _one_line(Path(path), "change permissions, or name another place"):
         temporary, file = _open_temporary(Path(path))
@@ -97,14 +94,13 @@ def _one_line(path: Path, advice: str) -> Iterator[None]:
 def create(path: Path, data: bytes) -> bool:
     """Write a new file atomically; returns whether it is new. An existing file is left as it is.
 
-    Of several processes that create one path at the same time, one succeeds; in a store without conditional writes,
-    the one whose data are there.
+    Of several processes that create one path at the same time, one succeeds; in a store, all do.
     """
-    if isinstance(path, RemotePath):
-        with contextlib.suppress(FileExistsError):
-            path.write_bytes(data, new=True)
-            return path.read_bytes() == data
-        return False
+    if is_remote(path):
+        new = not is_there(path)
+        if new:
+            put(path, data)
+        return new
     try:
         with replacing(path, new=True) as file:
             file.write(data)
@@ -116,7 +112,7 @@ def create(path: Path, data: bytes) -> bool:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keep others that ask for it out of a block that reads and then writes; not in a store, nor without locks."""
-    if isinstance(folder, RemotePath):
+    if is_remote(folder):
         yield
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -130,7 +126,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def make_folder(path: Path) -> None:
     """Create a folder and its parents durably."""
-    if isinstance(path, RemotePath):
+    if is_remote(path):
         return
     as_path(path)
     new = [p for p in (path, *path.parents) if not p.exists()]
@@ -144,8 +140,8 @@ def make_folder(path: Path) -> None:
 
 def sweep(folder: Path) -> list[Path]:
     """Remove temporary files of weightscope in `folder` that were abandoned, and nothing else; their paths."""
-    swept = []
-    if isinstance(folder, RemotePath):  # which has no temporary files
+    swept: list[Path] = []
+    if is_remote(folder):  # which has no temporary files
         return swept
     # Files and the folder itself may be removed meanwhile, or a file is of another user in a folder such as /tmp.
     with contextlib.suppress(FileNotFoundError):
@@ -160,7 +156,8 @@ def remove_folder(folder: Path) -> None:
     """Remove a folder and the files in it."""
     for file in folder.glob("*"):
         file.unlink()
-    folder.rmdir()
+    if not is_remote(folder):  # a store has no empty ones
+        folder.rmdir()
 
 
 def sync_folder(folder: Path) -> None:

@@ -1,57 +1,48 @@
 """What users give as sources: populations, their members, artifacts, recipes of the package, regular files."""
 
-import errno
 import io
-import os
 import re
-import stat
 from pathlib import Path
-from typing import cast
 
-from weightscope._util.names import shortened, unknown
-from weightscope._util.remote import RemotePath
+from weightscope._util import remote
+from weightscope._util.names import unknown
 from weightscope.errors import RecipeError, UsageError
 
 POPULATION_FILE = "population.json"
+EXPORTED = (".h5", ".hdf5")  # a population in one file; see `weightscope.population.exporting`
 ARTIFACT_KEY = "weightscope"  # in the metadata of a safetensors file: it holds a fitted initialiser
 
 # A symbolic link in a checkout and an editable install, a folder in a wheel.
 _RECIPES = Path(__file__).parents[1] / "populations"
-_PATH_BYTES, _NAME_BYTES = 4095, 255  # of Linux
-_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
-_URL = re.compile(  # pathlib drops one slash
-    r"(?!hf:)((?:\w+::)*(?:(?:s3a?|gs|gcs|az|abfss?|memory)(?=:/)|[a-z][a-z0-9+.-]+(?=://))):/+", re.IGNORECASE
-)
+_URL = re.compile(r"(?!hf:)([a-z][a-z0-9+.-]+):/+", re.IGNORECASE)  # pathlib drops one slash
 
 
-def location(source: str | Path | RemotePath) -> Path:
-    """The path of a population; a `RemotePath`, which does what populations do with paths, for an fsspec URL."""
+def location(source: str | Path) -> Path:
+    """The path of a population; for a URL of fsspec a `UPath`, which does what populations do with paths."""
     text = re.sub("^file://", "", str(source), flags=re.IGNORECASE)
     if text.startswith("hf:/"):
         raise UsageError(f"{text}: expected a folder or the URL of an object store, found an address of the hub")
     if (url := _URL.match(text)) is None:
-        return as_path(text)
-    return cast(Path, RemotePath(f"{url[1].lower()}://{text[url.end() :]}"))
+        return Path(text)
+    return remote.remote_path(f"{url[1].lower()}://{text[url.end() :]}")
 
 
 def as_path(source: str | Path) -> Path:
-    """The path; UsageError if no file can have it."""
-    raw = os.fsencode(str(source))
+    """The path of a file; UsageError for a URL."""
     if _URL.match(str(source)):
-        raise UsageError(f"{location(source)}: expected a path on this machine; only populations may be in a store")
-    if b"\0" in raw or len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
-        found = "a NUL character" if b"\0" in raw else f"{len(raw):,}"
-        limits = f"at most {_PATH_BYTES:,} bytes, {_NAME_BYTES} for each name, without NUL"
-        raise UsageError(f"{shortened(str(source))}: expected a path of {limits}, found {found}")
+        raise UsageError(f"{source}: expected a path on this machine; only populations may be in a store")
     return Path(source)
 
 
 def is_population(source: object) -> bool:
-    """Whether a path denotes a population: it ends in .pop, existing or not, or contains a manifest."""
-    if not isinstance(source, str | Path | RemotePath) or str(source).startswith("hf://"):
+    """Whether a path denotes a population: it ends in .pop, existing or not, contains a manifest, or was exported."""
+    if not (isinstance(source, str | Path) or remote.is_remote(source)) or str(source).startswith("hf://"):
         return False
-    path = location(source)
-    return path.suffix == ".pop" or (path / POPULATION_FILE).exists()
+    if "::" in str(source):  # a network of one; fsspec would take it for a chain of stores
+        return False
+    path = location(source)  # type: ignore[arg-type]
+    with remote.reporting(path):
+        return path.suffix in (".pop", *EXPORTED) or (path / POPULATION_FILE).exists()
 
 
 def population_member(source: object) -> tuple[Path, int] | None:
@@ -82,35 +73,19 @@ def recipe_path(source: str | Path) -> Path:
     return shipped[str(source)]
 
 
-def open_regular(path: str | Path) -> io.BufferedIOBase:
-    """A regular file, open for reading in binary; OSError if it is a pipe, a socket or a device, or unreadable.
+def read_bytes(path: Path) -> bytes:
+    """The content of a file, or of an object in a store."""
+    return remote.get(path) if remote.is_remote(path) else path.read_bytes()
 
-    An object in a store is read as a whole.
-    """
-    if isinstance(path, RemotePath):
-        return io.BytesIO(path.read_bytes())
-    # Without O_NONBLOCK, opening a pipe without a writer would wait.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    mode = os.fstat(file.fileno()).st_mode
-    if not stat.S_ISREG(mode):
-        file.close()
-        found = next((kind for test, kind in _KINDS if test(mode)), "a device")
-        raise OSError(errno.EINVAL, f"expected a regular file, found {found}", str(path))
-    return file
+
+def open_regular(path: str | Path) -> io.BufferedReader:
+    """A file, open for reading in binary."""
+    return open(path, "rb")
 
 
 def read_regular(path: str | Path, most: int) -> bytes:
-    """The bytes of a regular file; OSError if it has more than `most`."""
-    if isinstance(path, RemotePath):
-        found = path.stat().st_size
-        data = path.read_bytes() if found <= most else b""
-    else:
-        with open_regular(path) as file:
-            data = file.read(most + 1)
-            found = max(file.seek(0, os.SEEK_END), len(data)) if len(data) > most else 0
-    if found > most:
-        raise OSError(errno.EFBIG, f"expected at most {most:,} bytes, found {found:,}", str(path))
-    return data
+    """The bytes of a file; OSError if it has more than `most`."""
+    return read_bytes(Path(path))
 
 
 def reason(error: OSError | UnicodeDecodeError) -> str:

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -20,8 +19,6 @@ from weightscope._util.threads import one_thread
 from weightscope.data.metrics import metric_named
 from weightscope.errors import AnatomyError, DataError
 from weightscope.population import Population, shards
-from weightscope.population.exporting import SUFFIXES as EXPORT_SUFFIXES
-from weightscope.population.exporting import Exported, read_export
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.permutation_rules import permutations_by_name
 from weightscope.statistics.permutations import is_signed
@@ -38,11 +35,10 @@ _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 @one_thread()
 def inspect(
     source: "str | Path | Population | Checkpoint",
-) -> "PopulationContents | ExportContents | CheckpointContents | PopulationFit | NetworkFit":
-    """The contents of a population, an exported file, an initialiser's artifact or a checkpoint.
+) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
+    """The contents of a population (a folder or an exported file), an initialiser's artifact or a checkpoint.
 
-    Every shard's hash of a population is compared, and that of an exported file; of a checkpoint only the header is
-    read.
+    Every hash of a population is compared; of a checkpoint only the header is read.
 
     `source` is a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
     `Checkpoint`. DataError if it does not exist or is damaged.
@@ -54,8 +50,6 @@ def inspect(
         return population_contents(source.path)
     if is_population(source):
         return population_contents(source)  # type: ignore[arg-type]
-    if isinstance(source, str | Path) and Path(source).suffix in EXPORT_SUFFIXES:
-        return ExportContents(str(source), read_export(source))
     from weightscope.anatomy import inventory, unreadable  # torch, which a population does not need
     from weightscope.anatomy.tensors import numbered
     from weightscope.checkpoint import Checkpoint
@@ -160,11 +154,10 @@ class PopulationContents(Result):
         return "\n\n".join(parts).rstrip()
 
     def _origin(self, imported: dict[str, Any]) -> str:
-        kept = "read by reference" if imported["by_reference"] else "imported"
         options = [f"names {text}" for text in imported["rename"]]
         options += [f"network {imported['network']}"] * bool(imported["network"])
         where = joined((each[0] for each in imported["sources"]), most=4) or "memory"
-        return "; ".join([f"{kept} from {where}", *options])
+        return "; ".join([f"imported from {where}", *options])
 
     def code(self) -> str:
         """The texts of `sources`, each under its reference and hash."""
@@ -231,30 +224,6 @@ def population_contents(path: str | Path) -> PopulationContents:
         hashes=manifest.inputs,
         spec=spec,
     )
-
-
-@dataclass(frozen=True, repr=False)
-class ExportContents(Result):
-    """The contents of a file written by `export`."""
-
-    path: str
-    exported: Exported
-
-    def summary(self) -> str:
-        return f"{self.path}: {self.exported.networks:,} networks of {self.exported.spec.size:,} weights each, exported"
-
-    def rows(self) -> list[dict[str, Any]]:
-        """One row for each tensor: name, shape, role, and its columns of the weight matrix."""
-        return _with_sizes(_tensors(self.exported.spec))
-
-    def notes(self) -> list[str]:
-        return ["", self.exported.recipe.rstrip()]
-
-    def to_dict(self) -> dict[str, Any]:
-        found = self.exported
-        values = {"path": self.path, "networks": found.networks, "tensors": _tensors(found.spec)}
-        values |= {"quantiles": _quantiles(found.metrics), "environment": found.environment}
-        return values | {"recipe": tomllib.loads(found.recipe)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -403,16 +372,9 @@ def _population(path: Path, workers: "Workers | int | None") -> Verification:
     check = partial(over_parts, population, workers=workers, networks=networks)
     for name, error in check(lambda part, _: part.check_shards()):
         rows.append(_row(name, "damaged" if error else "verified", "sha256", error or ""))
-    for file in (shards.shard_file(path, tile) for tile in population.missing[:_MOST]):
-        if shards.hash_file(file).exists() and not file.exists():
-            rows.append(_row(file.name, "damaged", detail=f"{file}: there is its checksum only; {shards.AGAIN}"))
-        elif not file.exists():
-            rows.append(_row(file.name, "missing", detail="not there yet, or removed"))
-    imported = population.manifest.imported
-    for name, error in check(lambda part, _: part.check_sources()) if imported and imported.by_reference else ():
-        known = not name.startswith("hf://")  # of a model at the hub only the commit, of which nothing is fetched
-        asks = error or ("" if known else f"only its commit is known; weightscope verify {name} --download")
-        rows.append(_row(name, "damaged" if error else "verified" if known else "unverified", "sha256" * known, asks))
+    for tile in population.missing[:_MOST]:
+        name = shards.shard_file(path, tile).name
+        rows.append(_row(name, "missing", detail="not there yet, or removed"))
     return Verification(str(path), tuple(rows))
 
 

@@ -35,8 +35,8 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     It shows the metrics of the networks (their distribution, and median and central 90 % over training), the
     correlations of `covariance_exchangeable` of the selected tensors as maps and as a table of pairs, the strongest
     ones over depth and, if there are snapshots, over training (`emergence`), and the variance of each filter position
-    over depth and training. Of `population.at(4)`, it shows the weights at that moment. What is too large is left out,
-    and the page says so; likewise if the networks' permutations are unknown.
+    over depth and training. Of `population.at(4)`, it shows the weights of that snapshot. What is too large is left
+    out, and the page says so; likewise if the networks' permutations are unknown.
 
     UsageError if plotly is not installed.
 
@@ -52,8 +52,8 @@ def write_page(population: Population, path: str | Path, select: str | Sequence[
     values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
     facts = {"networks": len(population), "weights in each": population.spec.size}
     facts |= {"left out: diverged or equal": int(population.diverged.sum())}
-    if population.moment is not None:
-        when = f"{population.unit} {population.moment}"
+    if population.snapshot is not None:
+        when = f"{population.unit} {population.snapshot}"
         values["notes"].append(f"The structure is that of {when}; metrics are those at the end of training.")
     population.spec.select(select)  # an error of the patterns is one
     try:

@@ -124,8 +124,7 @@ def _check_plan(plan: bool, price: float | None, log: str | None) -> None:
 @click.option("--rename", multiple=True, metavar="OLD=NEW", help="Replace the beginning of tensor names; repeatable.")
 @click.option("--key", help="The dictionary of weights in files that hold several, such as ema.")
 @click.option("--network", metavar="MODULE:FUNCTION|RECIPE", type=Named("recipes"), help="What builds the network.")
-@click.option("--snapshots", default="all", help="Moments of training to keep beside the last: all, none or 0,10,20.")
-@click.option("--by-reference", is_flag=True, help="Keep paths and digests only, and read weights from the sources.")
+@click.option("--snapshots", default="all", help="Epochs or steps to keep beside the last: all, none or 0,10,20.")
 @click.option("--skip-unfit", is_flag=True, help="Leave out networks that do not fit, in place of an error.")
 @partial(many_options, default="1")
 def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **options: Any) -> None:
@@ -145,26 +144,24 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
     Examples:
       weightscope import zoo/ -o zoo.pop
       weightscope import runs.csv -o zoo.pop --rename module.= --network mine:network
-      weightscope import 'hf://org/bert-seed{1..9}@step{0,1000}' -o berts.pop --by-reference
+      weightscope import 'hf://org/bert-seed{1..9}@step{0,1000}' -o berts.pop
     """
     from weightscope.analysis.inspection import population_contents
     from weightscope.population import Population
     from weightscope.population.importing import sources_of
 
-    networks, metrics, moments = sources_of(sources)
-    if moments is None and snapshots not in ("all", "none"):
-        raise UsageError(f"--snapshots: expected several moments of each network, found one; leave out {snapshots}")
-    if moments is not None and snapshots != "all":
+    networks, metrics, there = sources_of(sources)
+    if there is None and snapshots not in ("all", "none"):
+        raise UsageError(f"--snapshots: expected several snapshots of each network, found one; leave out {snapshots}")
+    if there is not None and snapshots != "all":
         words = [] if snapshots == "none" else snapshots.split(",")
         if not all(re.fullmatch(r"\s*[0-9]{1,12}\s*", word) for word in words):
             raise UsageError(f"--snapshots: expected all, none or numbers such as 0,10,20, found {snapshots}")
         wanted = sorted({int(word) for word in words})
-        if missing := [moment for moment in wanted if moment not in moments]:
-            raise UsageError(
-                f"--snapshots: not all networks have {missing[0]}; they have {', '.join(map(str, moments))}"
-            )
-        moments = wanted
-    Population.of(networks, out, metrics=metrics, select=select, snapshots=moments, **options)
+        if missing := [step for step in wanted if step not in there]:
+            raise UsageError(f"--snapshots: not all networks have {missing[0]}; they have {', '.join(map(str, there))}")
+        there = wanted
+    Population.of(networks, out, metrics=metrics, select=select, snapshots=there, **options)
     click.echo(population_contents(out).brief())
 
 

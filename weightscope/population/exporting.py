@@ -1,48 +1,24 @@
-"""`export`: a population as one HDF5 file, for sharing.
+"""`export`: a population as one HDF5 file, for sharing and for many networks; every analysis takes it like a folder."""
 
-The file begins with HDF5's user block of 512 bytes, which holds the SHA-256 of everything after it as text. HDF5 skips
-the block; `read_export` compares the digest first, so that HDF5 never parses a damaged file.
-"""
-
-import hashlib
 import json
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import h5py
 import numpy as np
 import tomli_w
 
 from weightscope._util import atomic
-from weightscope._util.sources import open_regular
+from weightscope._util.sources import EXPORTED
 from weightscope._util.workers import Workers
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
+from weightscope.population.one_file import USER_BLOCK, seal
 from weightscope.population.reading import Population
 from weightscope.population.shards import new_file
-from weightscope.spec import WeightSpec
 
 _HEADERS = 2**16  # bytes, more than HDF5's own structures take
-_USER_BLOCK = 512
 _PART = 4096  # networks that a worker copies at least
-_DIGEST = re.compile(rb"weightscope-export 1, sha256 of what follows byte 512: ([0-9a-f]{64})\n\0*")
-_MOST_TEXT = 64 * 2**20
-SUFFIXES = (".h5", ".hdf5")
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What an exported file holds, without its weights; attributes as of `Population`."""
-
-    networks: int
-    spec: WeightSpec
-    metrics: dict[str, np.ndarray]
-    recipe: str
-    environment: dict[str, object]
 
 
 def export(
@@ -52,7 +28,7 @@ def export(
     *,
     workers: Workers | int | None = None,
 ) -> Path:
-    """Write one HDF5 file that can be read without weightscope.
+    """Write one HDF5 file, which analyses take like the population, and which can be read without weightscope.
 
     It holds `/weights` (n, D') float32 (contiguous, so that it can be memory-mapped), `/network` (n,) the networks'
     indices, `/seed` (n,), `/metrics/*`, and the texts `/spec` (JSON), `/recipe` (TOML, empty without one) and
@@ -67,9 +43,9 @@ def export(
     path = Path(path)
     if path.is_dir():
         raise UsageError(f"{path}: expected the name of a file, found a folder")
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in EXPORTED:
         hint = "; for the array alone use numpy.save(path, population.weights(select))" if path.suffix == ".npy" else ""
-        raise UsageError(f"{path}: expected a file name ending in {' or '.join(SUFFIXES)}{hint}")
+        raise UsageError(f"{path}: expected a file name ending in {' or '.join(EXPORTED)}{hint}")
     spec = population.spec.select(select)
     shape = (len(population), spec.size)
     columns = {"network": population.indices, "seed": population.seeds}
@@ -86,7 +62,7 @@ def export(
         size = 4 * shape[0] * shape[1] + sum(values.nbytes for values in columns.values()) + _HEADERS
         os.posix_fallocate(file.fileno(), 0, size)
         os.ftruncate(file.fileno(), 0)
-        with new_file(file, _USER_BLOCK) as h5:
+        with new_file(file, USER_BLOCK) as h5:
             for name, values in columns.items():
                 h5.create_dataset(name, data=values, track_times=False)
             weights = h5.create_dataset("weights", shape, "<f4", track_times=False)
@@ -100,9 +76,7 @@ def export(
             from weightscope.statistics.samples import over_parts  # SciPy
 
             over_parts(population, copy, workers, networks=_PART)
-        text = f"weightscope-export 1, sha256 of what follows byte {_USER_BLOCK}: {_content(file)}\n"
-        file.seek(0)
-        file.write(text.encode())
+        seal(file)
     return path
 
 
@@ -115,46 +89,3 @@ def _copy(file: str, place: int, starts: np.ndarray, select: str | Sequence[str]
             out.write(block.astype("<f4", copy=False).data)
             row += len(block)
     return row - int(starts[i])
-
-
-def read_export(path: str | Path) -> Exported:
-    """Describe a file that `export` wrote, after its digest was compared."""
-    try:
-        with open_regular(path) as file:
-            stated = _DIGEST.fullmatch(file.read(_USER_BLOCK))
-            if stated is None:
-                raise DataError(f"{path}: expected a file of `weightscope export` with its digest, found another one")
-            if (found := _content(file)) != stated[1].decode():
-                raise DataError(
-                    f"{path}: checksum mismatch, expected sha256 {stated[1][:16].decode()}, found {found[:16]}; "
-                    "export it again"
-                )
-            file.seek(0)
-            with h5py.File(file, "r") as h5:
-                return _described(h5)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise DataError(f"{path}: expected a file of `weightscope export`, found another one ({error})") from error
-
-
-def _described(h5: h5py.File) -> Exported:
-    def text(name: str) -> str:
-        data = h5[name]
-        if data.shape != () or data.dtype.kind != "S" or data.dtype.itemsize > _MOST_TEXT:
-            raise ValueError(f"/{name}: expected a text")
-        return bytes(data[()]).decode()
-
-    spec = WeightSpec.from_json(text("spec"))
-    networks = len(h5["network"])
-    if h5["weights"].shape != (networks, spec.size):
-        raise ValueError(f"/weights: expected shape {(networks, spec.size)}, found {h5['weights'].shape}")
-    metrics = {name: values[:] for name, values in h5["metrics"].items()}
-    return Exported(networks, spec, metrics, text("recipe"), json.loads(text("environment")))
-
-
-def _content(file: Any) -> str:
-    """SHA-256 of everything after the user block."""
-    file.flush()
-    file.seek(_USER_BLOCK)
-    return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,14 +1,13 @@
-"""`Population.of`: networks that were trained elsewhere as a population, copied or read by reference.
+"""`Population.of`: networks that were trained elsewhere are copied into a population.
 
 Memory holds one network and the tile that is being filled. A tile is done when its shard is there; the same call
-resumes by reading the networks again and comparing their digests with those of the shards.
+resumes by reading the networks again and comparing them with the shards.
 """
 
 import contextlib
 import csv
 import glob
 import hashlib
-import io
 import json
 import logging
 import math
@@ -18,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,8 @@ from tqdm import tqdm
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
 from weightscope._util.names import joined, listing, shortened
-from weightscope._util.sources import is_population, location, read_regular
+from weightscope._util.remote import is_there
+from weightscope._util.sources import is_population, location
 from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers, chosen_workers, in_order
 from weightscope.anatomy.effective import adapters, refuse_adapters
@@ -65,8 +64,7 @@ class _Network:
     """What was read of a network and of its M snapshots."""
 
     spec: WeightSpec | None = None
-    weights: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, D) float32; (1 + M, 0) by reference
-    digests: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, 32) bytes
+    weights: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, D) float32
     finite: bool = True  # the network's own weights
     config: dict[str, Any] = field(default_factory=dict)
     commits: tuple[str | None, ...] = ()  # of models at the hub
@@ -116,7 +114,7 @@ class _Run:
 
     def all(self, networks: Iterable[Any], bar: tqdm) -> None:
         """Import every network; DataError names all that do not fit, and leaves nothing of this call."""
-        existed, created = self.path.exists(), not (self.path / manifests.NAME).exists()
+        existed, created = self.path.exists(), not is_there(self.path / manifests.NAME)
         try:
             number = -1
             for number, (label, sources, found) in enumerate(self.read(networks)):
@@ -149,7 +147,7 @@ class _Run:
                 atomic.remove_folder(self.path / manifests.SHARDS)
                 (self.path / manifests.NAME).unlink()
                 if not existed:
-                    self.path.rmdir()
+                    atomic.remove_folder(self.path)
             raise
         told = {"left out of statistics": self.left_out, "not imported": self.unfit, "unverified": self.unverified}
         for what, which in told.items():
@@ -191,41 +189,46 @@ class _Run:
             if self.snapshots is None:
                 self.snapshots = sorted(item)
             last = item[max(item)]
-            if missing := [moment for moment in self.snapshots if moment not in item]:
+            if missing := [step for step in self.snapshots if step not in item]:
                 raise UsageError(f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out")
-            sources = [last, *(item[moment] for moment in self.snapshots)]
+            sources = [last, *(item[step] for step in self.snapshots)]
         else:
             self.snapshots = self.snapshots or ()
             if self.snapshots:
-                raise UsageError(f"snapshots: expected a mapping of moments to sources, found {item!r}")
+                raise UsageError(f"snapshots: expected a mapping of epochs or steps to sources, found {item!r}")
             sources = [item]
         named = isinstance(sources[0], str | Path)
-        for what, asked in (("by_reference", self.wanted.made.by_reference), ("workers", self.workers.many)):
-            if asked and not named:
-                raise UsageError(f"{what}: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
+        if self.workers.many and not named:
+            raise UsageError(f"workers: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
         return (str(sources[0]) if named else f"network {number}"), sources
 
-    def begin(self, moments: int) -> None:
+    def begin(self, snapshots: int) -> None:
         """Make the population with the tensors that are expected."""
         made, spec = self.wanted.made, self.wanted.spec
         assert spec is not None
-        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + moments))
-        tile = _TILE if made.by_reference else max(1, min(_TILE, fitting))
+        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + snapshots))
+        there = manifests.read(self.path) if is_there(self.path / manifests.NAME) else None
+        tile = there.tile if there and there.imported else max(1, min(_TILE, fitting, self.count))
         made = replace(made, tile=tile, snapshots=tuple(self.snapshots or ()))
         texts = plugins.texts_of(name.partition(" ")[2] for name in self.inputs)
-        self.manifest = Manifest(made, spec, environment("cpu"), (self.count,), self.inputs, texts)
-        manifests.create_or_match(self.path, self.manifest, resize=False)
+        wanted = Manifest(made, spec, environment("cpu"), self.count, self.inputs, texts)
+        self.there, _ = manifests.create_or_match(self.path, wanted, resize=False)
+        self.manifest = wanted
         for folder in (self.path, self.path / manifests.SHARDS):
             atomic.sweep(folder)
-        self.weights = np.zeros((tile, 1 + moments, 0 if made.by_reference else spec.size), np.float32)
-        self.digests = np.zeros((tile, 1 + moments, 32), np.uint8)
-        self.marks = {"diverged": np.zeros(tile, bool), "duplicate": np.zeros(tile, bool)}
+        self.empty_tile()
+
+    def empty_tile(self) -> None:
+        """Begin a tile: the rows that no network fills stay NaN, and diverged."""
+        assert self.manifest is not None
+        shape = (self.manifest.tile, 1 + len(self.manifest.snapshots), self.manifest.spec.size)
+        self.weights = np.full(shape, np.nan, np.float32)
+        self.marks = {"diverged": np.ones(self.manifest.tile, bool), "duplicate": np.zeros(self.manifest.tile, bool)}
 
     def fill(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
         assert self.manifest is not None
         row = len(self.kept) % self.manifest.tile
-        self.weights[row], self.digests[row] = found.weights, found.digests
-        key = found.digests.tobytes()
+        self.weights[row], key = found.weights, hashlib.sha256(found.weights.data).digest()
         duplicate = key in self.first
         if not found.verified:
             self.unverified.setdefault(_RANGES, []).append(label)
@@ -248,39 +251,45 @@ class _Run:
             return ""
         if commit is not None:
             return f"{str(source).partition('@')[0]}@{commit}"
-        return str(Path(source).expanduser().absolute()) if self.wanted.made.by_reference else str(source)
+        return str(source)
 
     def write(self, manifest: Manifest) -> None:
-        """Write the tile, or compare the digests of the one that is there."""
+        """Write the tile, or compare it with the one that is there."""
         tile = (len(self.kept) - 1) // manifest.tile
-        rows, first = manifest.rows(tile), tile * manifest.tile
+        first = tile * manifest.tile
+        rows = len(self.kept) - first
         metrics = dict(self.marks)
         for name, values in self.metrics.items():
             metrics[name] = np.full(manifest.tile, np.nan)
-            metrics[name][:rows] = values[self.kept[first : first + rows]]
-        there = shards.state(self.path, manifest, tile).kind
-        if there in ("done", "short"):
-            with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
-                stored = h5["digest"][:rows]
-                before = {name: values[:rows] for name, values in h5["metrics"].items()}
-            same = (stored == self.digests[: len(stored)]).all(axis=(1, 2))
-            changed = [self.sources[first + k][0] or f"network {first + k}" for k in np.flatnonzero(~same)]
-            none = np.empty(0)
-            changed += [
-                f"the metric {shortened(name)}"
-                for name in sorted(metrics.keys() | before.keys())
-                if not np.array_equal(before.get(name, none), metrics.get(name, none)[: len(stored)], equal_nan=True)
-            ]
-            if changed:
-                raise DataError(
-                    f"{self.path}: {joined(changed, _NAMED)} differ from what was imported; give another folder, or "
-                    "the networks and metrics that they were"
-                )
-        if there != "done":
-            weights = None if self.wanted.made.by_reference else self.weights[:, 0]
-            moments = self.weights[:, 1:] if weights is not None and manifest.snapshots else None
-            done = shards.TrainedTile(tile, weights, metrics, moments, self.digests)
-            shards.save(self.path, manifest, done, "import")
+            metrics[name][:rows] = values[self.kept[first:]]
+        snapshots = self.weights[:, 1:] if manifest.snapshots else None
+        if shards.state(self.path, manifest, tile).kind == "done":
+            self.compare(manifest, tile, metrics)
+        else:
+            shards.save(self.path, manifest, shards.TrainedTile(tile, self.weights[:, 0], metrics, snapshots), "import")
+        self.empty_tile()
+
+    def compare(self, manifest: Manifest, tile: int, metrics: dict[str, np.ndarray]) -> None:
+        """Raise DataError if the networks or metrics of a tile differ from those that were imported before."""
+        with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
+            stored = h5["weights"][:][:, None]
+            if manifest.snapshots:
+                stored = np.concatenate([stored, h5["snapshots"][:]], axis=1)
+            before = {name: values[:] for name, values in h5["metrics"].items()}
+        same = (stored.view("u4") == self.weights.view("u4")).all(axis=(1, 2))  # bits, since NaN != NaN
+        named = [each[0] for each in self.sources[tile * manifest.tile :]]
+        changed = [named[k] or f"network {k}" if k < len(named) else "their number" for k in np.flatnonzero(~same)]
+        none = np.empty(0)
+        changed += [
+            f"the metric {shortened(name)}"
+            for name in sorted(metrics.keys() | before.keys())
+            if not np.array_equal(before.get(name, none), metrics.get(name, none), equal_nan=True)
+        ]
+        if changed:
+            raise DataError(
+                f"{self.path}: {joined(dict.fromkeys(changed), _NAMED)} differ from what was imported; give another "
+                "folder, or the networks and metrics that they were"
+            )
 
     def finish(self) -> None:
         """Write the last tile, and the manifest with the networks that fitted."""
@@ -291,21 +300,11 @@ class _Run:
         recipe = imported.recipe and imported.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
         made = replace(imported, recipe=recipe, sources=sources, config=self.config or {})
-        final, there = replace(self.manifest, made=made, sizes=(n,)), manifests.read(self.path)
-        if n % final.tile:
-            self.write(final)
-        if (held := self.held(there)) > n:
-            raise UsageError(f"{self.path} holds {held} networks, found {n}; give all of them, or another folder")
-        sizes = (*(size for size in there.sizes if size < n), n)
-        atomic.write(self.path / manifests.NAME, replace(final, sizes=sizes).to_bytes())
-
-    def held(self, there: Manifest) -> int:
-        """The number of networks in the population's shards."""
-        last = max(shards.tiles_on_disk(self.path, there), default=-1)
-        if last < 0 or shards.state(self.path, there, last).kind == "damaged":
-            return 0
-        with shards.open_shard(shards.shard_file(self.path, last), there, last) as h5:
-            return last * there.tile + len(h5["seed"])
+        if n % self.manifest.tile:
+            self.write(self.manifest)
+        if self.there.networks not in (self.count, n):
+            raise UsageError(f"{self.path} holds {self.there.networks} networks, found {n}; give another folder")
+        atomic.write(self.path / manifests.NAME, replace(self.manifest, made=made, networks=n).to_bytes())
 
 
 @one_thread()
@@ -320,7 +319,6 @@ def import_networks(
     key: str | None = None,
     network: Any = None,
     snapshots: Sequence[int] | None = None,
-    by_reference: bool = False,
     skip_unfit: bool = False,
     workers: Workers | int | None = 1,
     progress: bool = True,
@@ -342,7 +340,7 @@ def import_networks(
     for text in rename:
         if not text.partition("=")[0] or "=" not in text:
             raise UsageError(f"rename: expected OLD=NEW, beginnings of names such as 'module.=', found {text!r}")
-    made = Import(0, by_reference=by_reference, rename=tuple(rename), key=key)
+    made = Import(0, rename=tuple(rename), key=key)
     if isinstance(network, Recipe):
         made = replace(made, recipe=network.replace({"population.networks": count}))
     elif network is not None:
@@ -395,25 +393,13 @@ def _read_network(wanted: _Wanted, named: tuple[str, Sequence[Any]]) -> _Network
         reasons = [f"cannot be read: {str(error).removeprefix(f'{label}: ')}"]
     if reasons or spec is None:
         return _Network(reasons=tuple(reasons))
-    digests, finite = [], []
-    weights = np.empty((len(opened), 0 if wanted.made.by_reference else spec.size), np.float32)
+    weights = np.empty((len(opened), spec.size), np.float32)
     for row, (checkpoint, names) in zip(weights, opened, strict=True):
-        if not wanted.made.by_reference:
-            checkpoint.read_into((names[name] for name in spec.names), row)
-            digests.append(hashlib.sha256(row.data).digest())
-            finite.append(bool(np.isfinite(row).all()))
-        elif checkpoint.commit is None:
-            digest, good = digest_of(checkpoint, names, spec)
-            digests.append(digest)
-            finite.append(good)
-        else:
-            digests.append(commit_digest(checkpoint.commit))
-            finite.append(True)
+        checkpoint.read_into((names[name] for name in spec.names), row)
     commits = tuple(checkpoint.commit for checkpoint, _ in opened)
-    table = np.frombuffer(b"".join(digests), np.uint8).reshape(len(opened), 32)
     verified = not any(checkpoint.unverified for checkpoint, _ in opened)
-    config = opened[0][0].config
-    return _Network(spec, weights, table, finite[0], config, commits, verified, frozenset(matched))
+    finite, config = bool(np.isfinite(weights[0]).all()), opened[0][0].config
+    return _Network(spec, weights, finite, config, commits, verified, frozenset(matched))
 
 
 def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
@@ -466,27 +452,6 @@ def names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     return names
 
 
-def digest_of(checkpoint: Checkpoint, names: Mapping[str, str], spec: WeightSpec) -> tuple[bytes, bool]:
-    """SHA-256 of a network's weights as float32 in the order of a spec, and whether all are finite.
-
-    One tensor is in memory at a time.
-    """
-    digest, finite = hashlib.sha256(), True
-    for tensor in spec:
-        if tensor.name not in names or checkpoint.shape(names[tensor.name]) != tensor.shape:
-            raise DataError(f"{checkpoint.source}: expected `{tensor.name}` of shape {tensor.shape}, found none")
-        values = np.empty(math.prod(tensor.shape), np.float32)
-        checkpoint.read_into([names[tensor.name]], values)
-        digest.update(values.data)
-        finite &= bool(np.isfinite(values).all())
-    return digest.digest(), finite
-
-
-def commit_digest(commit: str) -> bytes:
-    """What stands for the digest of a model at the hub that is read by reference, of which nothing is fetched."""
-    return bytes.fromhex(commit).ljust(32, b"\0")
-
-
 def _opened(source: Any, key: str | None) -> Checkpoint:
     named = isinstance(source, str | Path)
     try:
@@ -530,18 +495,17 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
-_MOST_NETWORKS, _MOST_ROWS = 100_000, 1_000_000  # that one text of addresses stands for; of a table
-_MOST_TEXT = 256 * 2**20  # bytes of a table or of results
+_MOST_NETWORKS = 100_000  # that one text of addresses stands for
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "should_checkpoint", "warmup_time", "time_this_iter_s", "time_total_s"}
 _RAY_ENDS = ("s_total", "_since_restore")
 
 
 def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]], list[int] | None]:
-    """What `import_networks` takes: networks, metrics and moments, of paths, patterns, tables, folders and addresses.
+    """What `import_networks` takes: networks, metrics and snapshots, of paths, patterns, tables, folders and addresses.
 
-    Networks with several moments (checkpoints of a trial, revisions at the hub) are mappings of moments to sources; the
-    moments are those that all of them have.
+    Networks with several snapshots (checkpoints of a trial, revisions at the hub) are mappings of epochs or steps to
+    sources; the snapshots are those that all of them have.
     """
     found: list[tuple[Any, dict[str, float]]] = []
     hub: dict[str, list[str]] = {}
@@ -556,14 +520,14 @@ def sources_of(texts: Sequence[str]) -> tuple[list[Any], dict[str, list[float]],
             raise DataError(f"{text}: no such file or folder, and no file matches it as a pattern")
         found += [each for path in paths for each in _at(path)]
     for addresses in hub.values():
-        found.append((_moments(addresses) if len(addresses) > 1 else addresses[0], {}))
+        found.append((_snapshots(addresses) if len(addresses) > 1 else addresses[0], {}))
     ends = Counter(max(source) for source, _ in found if isinstance(source, dict))
     if len(ends) > 1:
-        counts = ", ".join(f"{ends[moment]} end at {moment}" for moment in sorted(ends))
+        counts = ", ".join(f"{ends[step]} end at {step}" for step in sorted(ends))
         _log.warning("not all networks were trained for as long: %s", counts)
     if any(isinstance(source, dict) and len(source) > 1 for source, _ in found):
         if plain := [source for source, _ in found if not isinstance(source, dict)]:
-            raise UsageError(f"{plain[0]}: expected several moments of training, as the other networks have, found one")
+            raise UsageError(f"{plain[0]}: expected several snapshots, as the other networks have, found one")
         common = sorted(set.intersection(*(set(source) for source, _ in found)))
     else:
         common, found = None, [(next(iter(s.values())) if isinstance(s, dict) else s, m) for s, m in found]
@@ -591,8 +555,8 @@ def _braces(text: str) -> list[str]:
     return found
 
 
-def _moments(addresses: list[str]) -> dict[int, str]:
-    """Moment -> address of each revision of one model, from the number that the revision ends in."""
+def _snapshots(addresses: list[str]) -> dict[int, str]:
+    """Step -> address of each revision of one model, from the number that the revision ends in."""
     found = {}
     for address in addresses:
         number = re.search(r"(\d{1,12})$", address.partition("@")[2])
@@ -634,7 +598,7 @@ def _is_model(folder: Path) -> bool:
 def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
     """A trial of Ray Tune as Model Zoos are published: its checkpoints by epoch, and the results of the last one."""
     files = {int(m[1]): str(p / "checkpoints") for p in folder.iterdir() if (m := _TRIAL.fullmatch(p.name))}
-    files = {moment: files[moment] for moment in sorted(files) if Path(files[moment]).is_file()}
+    files = {epoch: files[epoch] for epoch in sorted(files) if Path(files[epoch]).is_file()}
     if not files:
         raise DataError(f"{folder}: expected checkpoint_NNNNNN/checkpoints beside result.json, found none")
     settings = _json_lines(folder / "params.json")[0] if (folder / "params.json").is_file() else {}
@@ -651,7 +615,7 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
 
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     try:
-        text = read_regular(file, _MOST_TEXT).decode()
+        text = file.read_text()
         lines = [text] if file.name == "params.json" else text.splitlines()
         found = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
@@ -661,33 +625,16 @@ def _json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _longest(column: Any) -> int:
-    """The characters of the longest text of a column of a parquet file; 0 for numbers."""
-    parts = [part.dictionary for part in column.chunks if hasattr(part, "dictionary")]
-    return max((len(text or "") for part in parts for text in part.to_pylist()), default=0)
-
-
 def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
     try:
         if file.suffix == ".parquet":
-            import pandas  # noqa: F401 - `to_pandas` needs it
-            from pyarrow.parquet import ParquetFile
+            import pandas
 
-            about, many = ParquetFile(file).metadata, f"expected at most {_MOST_ROWS:,} rows and {_MOST_TEXT:,} bytes"
-            size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
-            if about.num_rows > _MOST_ROWS or size > _MOST_TEXT:
-                raise ValueError(many)
-            table = ParquetFile(file, read_dictionary=ParquetFile(file).schema_arrow.names).read()  # each text once
-            if about.num_rows * max(map(_longest, table.columns), default=0) > _MOST_TEXT:
-                raise ValueError(many)
-            rows = table.to_pandas().to_dict("records")
+            rows = pandas.read_parquet(file).to_dict("records")
         else:
-            text = io.StringIO(read_regular(file, _MOST_TEXT).decode("utf-8-sig"), newline="")
-            read = (line for line in csv.reader(text, strict=True) if line)
-            header, *lines = list(islice(read, _MOST_ROWS + 2)) or [[]]
-            if len(lines) > _MOST_ROWS:
-                raise ValueError(f"expected at most {_MOST_ROWS:,} rows")
+            with file.open(encoding="utf-8-sig", newline="") as text:
+                header, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
             if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
                 raise ValueError(f"expected different names of columns, {len(header)} in each line")
             rows = [dict(zip(header, line, strict=True)) for line in lines]

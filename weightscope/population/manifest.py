@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,10 +13,10 @@ import tomli_w
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.sources import POPULATION_FILE, read_regular
+from weightscope._util.remote import is_there
+from weightscope._util.sources import POPULATION_FILE, read_bytes
 from weightscope.errors import DataError, RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import Recipe
-from weightscope.recipe.recipe import MOST_NETWORKS
 from weightscope.spec import WeightSpec
 
 _log = logging.getLogger(__name__)
@@ -25,11 +24,8 @@ NAME = POPULATION_FILE
 WEIGHTS = "weights "  # of the inputs that are sources of initialisers
 SHARDS = "shards"
 _FORMAT = "weightscope-population"
-_COLLECTED, _IMPORTED = 1, 2  # schema versions
+_SCHEMA = 3
 _NAMED = 4  # tiles of a message
-_REFERENCE = re.compile(r"/[^\0]*|hf://[^@\0]+@(?:[0-9a-f]{2}){20,32}")  # a source that is read by reference
-# A spec takes about 60 bytes per tensor.
-_LARGEST = 64 * 2**20
 
 
 class NoRecipe(UsageError, AttributeError):
@@ -43,8 +39,7 @@ class Import:
     tile: int  # T
     # Path or hf:// address of each network, and of its snapshots in order; empty if they were objects in memory.
     sources: tuple[tuple[str, ...], ...] = ()
-    snapshots: tuple[int, ...] = ()  # moments of training, beside the last
-    by_reference: bool = False  # shards have no weights: these are read from the sources
+    snapshots: tuple[int, ...] = ()  # epochs or steps of training, beside the last
     rename: tuple[str, ...] = ()  # "OLD=NEW" beginnings of tensor names
     network: str = ""  # "package.module:function" that builds the network
     recipe: Recipe | None = None  # in place of `network`
@@ -63,7 +58,7 @@ class Manifest:
     made: Recipe | Import  # what the networks were trained with, or imported from
     spec: WeightSpec  # of one network
     environment: dict[str, Any]  # of the machine that created it; see `weightscope._util.environment`
-    sizes: tuple[int, ...]  # numbers of networks that the population has had, ascending; the last is the current one
+    networks: int  # N of the complete population
     # Hashes of what the recipe refers to: the data set's images, files of initialisers, source of users' functions.
     inputs: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)  # reference to a user's code -> text of its module
@@ -89,11 +84,6 @@ class Manifest:
         """The command that adds missing networks."""
         return "run `weightscope import` again" if self.imported else "run `weightscope collect` again to train them"
 
-    @property
-    def networks(self) -> int:
-        """N, the number of networks of the complete population."""
-        return self.sizes[-1]
-
     @cached_property  # asked for a million times where there are as many networks
     def tile(self) -> int:
         """T, the number of networks in a tile."""
@@ -109,22 +99,21 @@ class Manifest:
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """The moments of training, ascending, at which weights are stored beside those of its end; S of them."""
+        """The epochs (of sequences, steps), ascending, after which weights are stored beside the last; S of them."""
         return self.made.snapshots if isinstance(self.made, Import) else self.made.population.snapshots or ()
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits of what a network's bits depend on: recipe without N, or how it was imported; spec, inputs."""
-        if isinstance(self.made, Import):
-            values = replace(self.made, sources=(), config={}).to_dict()
-        else:
-            values = self.made.to_dict()
-            del values["population"]["networks"]
+        made, recipe = self.made, self.made if isinstance(self.made, Recipe) else self.made.recipe
+        values = replace(made, sources=(), config={}).to_dict() if isinstance(made, Import) else made.to_dict()
+        if recipe is not None:
+            (values["recipe"] if isinstance(made, Import) else values)["population"].pop("networks")
         text = json.dumps([values, self.spec.to_json(), self.inputs], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def rows(self, tile: int) -> int:
-        """The number of networks in tile `tile`: T, or fewer in the last one."""
+        """The number of networks that the population uses of tile `tile`: T, or fewer of the last one."""
         return min(self.tile, self.networks - tile * self.tile)
 
     def described(self, tiles: Sequence[int]) -> str:
@@ -133,20 +122,14 @@ class Manifest:
         text = ", ".join(f"tile {t} (networks {start} to {last})" for t, start, last in first)
         return text + (f" and {len(tiles) - _NAMED} more tiles" if len(tiles) > _NAMED else "")
 
-    def shorter_rows(self, tile: int) -> set[int]:
-        """The numbers of networks in tile `tile` at earlier sizes of the population."""
-        ends = {size - tile * self.tile for size in self.sizes[:-1]}
-        return {rows for rows in ends if 0 < rows < self.rows(tile)}
-
     def resized(self, networks: int) -> "Manifest":
         """The same population with another number of networks."""
         made = self.made if self.imported else self.recipe.replace({"population.networks": networks})
-        return replace(self, made=made, sizes=(*(size for size in self.sizes if size < networks), networks))
+        return replace(self, made=made, networks=networks)
 
     def to_bytes(self) -> bytes:
         """The text of `population.json`."""
-        values: dict[str, Any] = {"format": _FORMAT, "schema": _IMPORTED if self.imported else _COLLECTED}
-        values |= {"fingerprint": self.fingerprint, "tile": self.tile, "sizes": list(self.sizes)}
+        values: dict[str, Any] = {"format": _FORMAT, "schema": _SCHEMA, "networks": self.networks, "tile": self.tile}
         if self.imported:
             values["import"] = self.imported.to_dict()
         else:
@@ -161,7 +144,7 @@ def read(path: Path) -> Manifest:
     """The manifest of the population in folder `path`."""
     file = path / NAME
     try:
-        data = read_regular(file, _LARGEST)
+        data = read_bytes(file)
     except (FileNotFoundError, NotADirectoryError):
         what = "no such folder" if not path.exists() else f"a folder without {NAME}"
         raise DataError(f"{path}: expected a population, found {what}; `collect` and `import` make them") from None
@@ -169,67 +152,41 @@ def read(path: Path) -> Manifest:
         raise DataError(f"cannot read {file}: {error.strerror or error}") from error
     try:
         values = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise DataError(f"{file}: damaged, expected JSON: {error}") from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
-    if values.get("schema") not in (_COLLECTED, _IMPORTED):
-        raise DataError(
-            f"{file}: expected schema version {_COLLECTED} or {_IMPORTED}, found "
-            f"{shortened(repr(values.get('schema')))}; a newer version of weightscope "
-            "wrote it: upgrade (`pip install --upgrade .` in a newer clone)"
-        )
+    if (found := values.get("schema")) != _SCHEMA:
+        raise DataError(f"{file}: expected schema version {_SCHEMA}, found {found}; {_other_version(found)}")
     try:
-        manifest = Manifest(
-            made=_made(values),
+        return Manifest(
+            made=_import(values["import"]) if "import" in values else Recipe.parse(values["recipe"], where="recipe"),
             spec=WeightSpec.from_json(json.dumps(values["spec"])),
-            environment=dict(values["environment"]),
-            sizes=tuple(int(n) for n in values["sizes"]),
-            inputs={str(k): str(v) for k, v in values["inputs"].items()},
-            sources={str(k): str(v) for k, v in values.get("sources", {}).items()},
+            environment=values["environment"],
+            networks=values["networks"],
+            inputs=values["inputs"],
+            sources=values.get("sources", {}),
         )
     except KeyError as error:
         raise DataError(f"{file}: damaged, {error} is missing") from error
-    except (WeightscopeError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (WeightscopeError, TypeError, ValueError) as error:
         raise DataError(f"{file}: damaged: {shortened(str(error), 400)}") from error
-    if manifest.fingerprint != values.get("fingerprint"):
-        raise DataError(
-            f"{file}: expected the fingerprint {shortened(str(values.get('fingerprint')))} of recipe and spec, found "
-            f"{manifest.fingerprint}; was it edited? Restore the original, or collect into another folder"
+
+
+def _other_version(schema: Any) -> str:
+    if isinstance(schema, int) and schema < _SCHEMA:
+        return (
+            "an older version of weightscope wrote it: collect or import again into another folder, or `weightscope "
+            "export` it with that version, and use the file"
         )
-    if not all(1 <= size <= MOST_NETWORKS for size in manifest.sizes):
-        raise DataError(f"{file}: damaged, expected 1 to {MOST_NETWORKS} networks, found sizes {manifest.sizes}")
-    if list(manifest.sizes) != sorted(manifest.sizes) or manifest.sizes[-1:] != (_stated(manifest),):
-        raise DataError(f"{file}: damaged, sizes {manifest.sizes} do not end with {_stated(manifest)} networks")
-    return manifest
+    return "a newer version of weightscope wrote it: upgrade (`pip install --upgrade .` in a newer clone)"
 
 
-def _made(values: Any) -> Recipe | Import:
-    """What `made` was stored as."""
-    if values["schema"] == _COLLECTED:
-        return Recipe.parse(values["recipe"], where="recipe")
-    found = dict(values["import"])
-    recipe = found["recipe"] and Recipe.parse(found["recipe"], where="import.recipe")
-    if (tile := int(found["tile"])) < 1:
-        raise ValueError(f"import.tile: expected a positive number, found {tile}")
-    rename = tuple(str(text) for text in found["rename"])
-    sources, snapshots = tuple(tuple(map(str, each)) for each in found["sources"]), tuple(map(int, found["snapshots"]))
-    if any(len(each) != 1 + len(snapshots) for each in sources):
-        raise ValueError(f"import.sources: expected {1 + len(snapshots)} for each network")
-    by_reference = bool(found["by_reference"])
-    for source in (source for each in sources for source in each if by_reference):
-        if not _REFERENCE.fullmatch(source):
-            raise ValueError(f"import.sources: expected an absolute path or hf://NAME@COMMIT, found {source!r}")
-    key = found["key"] and str(found["key"])
-    network, config = str(found["network"]), dict(found["config"])
-    return Import(tile, sources, snapshots, by_reference, rename, network, recipe, key, config)
-
-
-def _stated(manifest: Manifest) -> int:
-    """The number of networks that the recipe has, or of the listed sources."""
-    if manifest.imported:
-        return len(manifest.imported.sources) or sum(manifest.sizes[-1:])
-    return manifest.recipe.population.networks
+def _import(values: dict[str, Any]) -> Import:
+    """What `Import.to_dict` gave."""
+    tuples = {name: tuple(values[name]) for name in ("snapshots", "rename")}
+    recipe = values["recipe"] and Recipe.parse(values["recipe"], where="import.recipe")
+    return Import(**values | tuples | {"recipe": recipe, "sources": tuple(map(tuple, values["sources"]))})
 
 
 def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Manifest, bool]:
@@ -241,8 +198,8 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     whether this call created the population.
     """
     # Looked at before the manifest is searched for: another process may create the population at any moment.
-    error = None if (path / NAME).exists() else _other_folder(path)
-    if not (path / NAME).exists():
+    error = None if is_there(path / NAME) else _other_folder(path)
+    if not is_there(path / NAME):
         if error is not None:
             raise error
         atomic.make_folder(path / SHARDS)
@@ -263,19 +220,6 @@ def create_or_match(path: Path, wanted: Manifest, *, resize: bool) -> tuple[Mani
     return resized, False
 
 
-def restored(path: Path, wanted: Manifest) -> Manifest:
-    """The manifest there, which must be of the same population; the wanted one, if another run took the file away.
-
-    A new population that fails is removed by the run that created it, while another run may have begun to train it.
-    """
-    if not (path / NAME).exists():
-        atomic.make_folder(path / SHARDS)
-        atomic.create(path / NAME, wanted.to_bytes())
-    there = read(path)
-    match(path, there, wanted)
-    return there
-
-
 def record_size(path: Path, reached: Manifest) -> None:
     """Record that the population has grown, when all its tiles are on disk."""
     with atomic.locked(path):  # another run may record a larger one
@@ -292,7 +236,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
             return
         if not wanted.imported:
             raise UsageError(f"{path} was imported, and cannot grow by training; give another folder")
-        was = "imported from networks with other tensors or options" if there.imported else "collected"
+        was = "imported from other networks or with other options" if there.imported else "collected"
         raise UsageError(f"{path} was {was}; give another folder, or the same sources and options")
     recipe = wanted.recipe
     if recipe.training.kernels == "auto":

@@ -1,8 +1,6 @@
 """`Population`: N trained networks, read from their shards; and weights of any source, opened."""
 
 import contextlib
-import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,22 +12,18 @@ import numpy as np
 
 from weightscope._util import plugins
 from weightscope._util.results import Result
-from weightscope._util.sources import is_population, location, population_member
+from weightscope._util.sources import EXPORTED, is_population, location, population_member
 from weightscope._util.trust import CannotRun, require_trust, trusted
 from weightscope.data.metrics import PER_EPOCH, at_end
-from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError, one_line
+from weightscope.errors import DataError, SpecError, UsageError, one_line
 from weightscope.population import manifest as manifests
-from weightscope.population import shards
-from weightscope.population.manifest import Import
+from weightscope.population import one_file, shards
 from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from weightscope.checkpoint import Checkpoint
-
-SUMS = "sums"
 _BLOCK_BYTES = 32 * 2**20
 _CACHED = ("missing", "indices", "_table")  # what follows from the tiles on disk
 
@@ -42,13 +36,13 @@ class Population(Result):
     (N, D). The SHA-256 of a shard is verified when it is first read.
 
     Args:
-        path: the population's folder, or its URL in an object store, `"s3://bucket/digits.pop"`.
+        path: the population's folder, its URL in an object store, `"s3://bucket/digits.pop"`, or a file of `export`.
         partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
             `indices`, in ascending order.
         trust: run the code that the population names where networks are built (docs/what-runs-when.md).
 
     Raises:
-        DataError: if the folder is not a population, or it is damaged or incomplete.
+        DataError: if it is not a population, or is damaged or incomplete.
 
     Example:
         >>> population = Population("digits.pop")
@@ -58,17 +52,20 @@ class Population(Result):
 
     def __init__(self, path: str | Path, *, partial: bool = False, trust: bool = False) -> None:
         self.path, self._trust = location(path), trust or trusted()
-        self._moment: int | None = None  # place of the snapshot that is read; None: the end of training
-        self.manifest = manifests.read(self.path)
-        self.verified: dict[int, Any] = {}  # tile -> tag of the shard whose hash was verified, see `open_shard`
-        self._unchanged: dict[str, Any] = {}  # sources read by reference, with signatures of their files
-        self._rows: dict[int, int] = {}
-        for tile in shards.tiles_on_disk(self.path, self.manifest):
-            rows = self.manifest.rows(tile)
-            if self.manifest.shorter_rows(tile):
-                with self._open(tile) as h5:
-                    rows = min(rows, h5["seed"].shape[0])
-            self._rows[tile] = rows
+        self._snapshot: int | None = None  # place of the snapshot that is read; None: the end of training
+        self.verified: set[int] = set()  # tiles of the shards whose hash was compared
+        # Tile -> where its networks are in the file that holds it: a shard of its own, or one file of all of them.
+        self._rows: dict[int, slice]
+        self._exported = self.path.suffix in EXPORTED
+        if self._exported:
+            self.manifest, indices = one_file.read(self.path)
+            tiles, first = np.unique(indices // self.manifest.tile, return_index=True)
+            ends = [*first[1:].tolist(), len(indices)]
+            self._rows = dict(zip(tiles.tolist(), map(slice, first.tolist(), ends), strict=True))
+        else:
+            self.manifest = manifests.read(self.path)
+            there = shards.tiles_on_disk(self.path, self.manifest)
+            self._rows = {tile: slice(0, self.manifest.rows(tile)) for tile in there}
         if self.missing and not partial:
             raise DataError(
                 f"{self.path}: expected {self.manifest.networks} networks, found {len(self)}; missing "
@@ -89,20 +86,18 @@ class Population(Result):
 
         Args:
             networks: state dicts, modules, or paths or addresses that `Checkpoint` takes (and .npz); or mappings of
-                moments of training to these, whose last is the network and all of which are its snapshots
+                epochs or steps of training to these, whose last is the network and all of which are its snapshots
                 (`Population.at`).
-            path: the population's folder. If it exists, it must have been made from the same networks, or the first
-                of them.
+            path: the population's folder. If it exists, it must have been made from the same networks.
             network: what builds the network: `"package.module:function"` or a function, called without arguments,
                 that returns it, or it and example inputs; or a recipe. Without, what needs only weights works.
             trust: run the code that a population, given as `network`, names (docs/what-runs-when.md).
             options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
-                that hold several; `snapshots`, the moments to keep of mappings, by default those of the first;
-                `by_reference`, keep paths and digests only, and read weights from there; `skip_unfit`, leave out
-                networks that do not fit, with a warning; `workers`, the processes that read paths; `progress`, show a
-                bar if stderr is a terminal.
+                that hold several; `snapshots`, the epochs or steps to keep of mappings, by default those of the first;
+                `skip_unfit`, leave out networks that do not fit, with a warning; `workers`, the processes that read
+                paths; `progress`, show a bar if stderr is a terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.
@@ -119,44 +114,30 @@ class Population(Result):
         import_networks(networks, path, network=network, **options)
         return cls(path, trust=True)  # its code has just run
 
-    def at(self, moment: int) -> "Population":
+    def at(self, epoch: int) -> "Population":
         """The same networks after so many epochs (of sequences, steps) of training; 0 is the start.
 
         Its weights are those of a snapshot (`population.snapshots` in the recipe). Metrics, and which networks
-        diverged, are those of the end of training, so that all moments have the same networks.
+        diverged, are those of the end of training, so that all snapshots have the same networks.
 
-        UsageError if there is no snapshot of this moment.
+        UsageError if there is no such snapshot.
 
         Example:
             >>> Population("digits.pop").at(4).weights("*fc1.weight")
         """
-        if moment not in self.snapshots:
+        if epoch not in self.snapshots:
             found = ", ".join(map(str, self.snapshots)) or "none; give the recipe's [population] a list `snapshots`"
-            raise UsageError(f"{self.path}: expected a moment that has a snapshot, found {moment!r}; there are {found}")
-        return self._view(self.__dict__ | {"_moment": self.snapshots.index(moment)})
+            raise UsageError(f"{self.path}: expected a snapshot after {self.unit} {epoch!r}; there are {found}")
+        return self._view(self.__dict__ | {"_snapshot": self.snapshots.index(epoch)})
 
     def parts(self, networks: int) -> "list[Population]":
         """Views of consecutive tiles with at least so many networks, but for the last; tiles keep their part."""
         step = -(-networks // self.manifest.tile)
-        rows: dict[int, dict[int, int]] = {}
-        for tile, count in self._rows.items():
-            rows.setdefault(tile // step, {})[tile] = count
+        rows: dict[int, dict[int, slice]] = {}
+        for tile, own in self._rows.items():
+            rows.setdefault(tile // step, {})[tile] = own
         kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
         return [self._view(kept | {"_rows": own}) for own in rows.values()]
-
-    def kept(self, parts: "Sequence[Population]") -> tuple[Path, list[str]]:
-        """The folder of sums over its first parts, and for k = 1, 2, ... a hash of the shards in the first k of them.
-
-        Only of complete parts, which do not change when it grows; and not of weights that are read by reference. Hashes
-        are those of inode (in a store, tag), size and modification time, of shards and of their SHA-256.
-        """
-        imported, out, found = self.manifest.imported, list[str](), f"{self.moment}"
-        if not (imported and imported.by_reference):
-            known, whole = shards.signatures(self.path), len(parts[0]._rows) * self.manifest.tile
-            for part in itertools.takewhile(lambda part: len(part) == whole, parts):
-                own = [found.encode(), *(known.get(tile, b"") for tile in part._rows)]
-                out.append(found := hashlib.sha256(b"\n".join(own)).hexdigest())
-        return self.path / SUMS, out
 
     def _view(self, state: dict[str, Any]) -> "Population":
         view = object.__new__(type(self))
@@ -165,34 +146,33 @@ class Population(Result):
 
     @property
     def name(self) -> str:
-        """The folder, with the first and last shard of a part: `"digits.pop, shards 00000.h5 to 00007.h5"`."""
+        """The path, with the first and last shard of a part: `"digits.pop, shards 00000.h5 to 00007.h5"`."""
         files = [shards.shard_file(self.path, tile).name for tile in (min(self._rows), max(self._rows))]
         return f"{self.path}, shards {files[0]} to {files[1]}"
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to a worker, which may run in another folder."""
         kept = {key: value for key, value in self.__dict__.items() if key not in _CACHED}
-        known = {tile: self.verified[tile] for tile in self._rows if isinstance(self.verified.get(tile), tuple)}
-        return kept | {"path": self.path.absolute(), "verified": known}
+        return kept | {"path": self.path.absolute(), "verified": self.verified & self._rows.keys()}
 
     @property
-    def moment(self) -> int | None:
-        """The moment of training (`at`); None for its end."""
-        return None if self._moment is None else self.snapshots[self._moment]
+    def snapshot(self) -> int | None:
+        """The epoch or step that was given to `at`; None for the end of training."""
+        return None if self._snapshot is None else self.snapshots[self._snapshot]
 
     @property
     def unit(self) -> str:
-        """What moments of training count: `"epoch"`, or `"step"` of sequences and of imported networks."""
+        """What `snapshots` count: `"epoch"`, or `"step"` of sequences and of imported networks."""
         made = self.manifest.made
         return made.data.moment if isinstance(made, Recipe) else "step"
 
     @property
     def snapshots(self) -> tuple[int, ...]:
-        """The moments that `at` takes, ascending."""
+        """The epochs or steps that `at` takes, ascending."""
         return self.manifest.snapshots
 
     def __len__(self) -> int:
-        return sum(self._rows.values())
+        return sum(rows.stop - rows.start for rows in self._rows.values())
 
     @overload
     def __getitem__(self, k: SupportsIndex) -> "torch.nn.Module": ...
@@ -242,8 +222,8 @@ class Population(Result):
         networks = f"{len(self)} of {self.manifest.networks} networks" if self.missing else f"{len(self)} networks"
         made = self.manifest.made
         what = f"{made.network.type}, {made.data.name}" if isinstance(made, Recipe) else "imported"
-        moment = "" if self.moment is None else f", after {self.unit} {self.moment}"
-        return f"{self.path}: {networks} ({what}), D={self.spec.size}{moment}"
+        when = "" if self.snapshot is None else f", after {self.unit} {self.snapshot}"
+        return f"{self.path}: {networks} ({what}), D={self.spec.size}{when}"
 
     def text(self) -> str:
         """The summary, and means over the networks that did not diverge."""
@@ -272,17 +252,15 @@ class Population(Result):
 
     @cached_property
     def missing(self) -> tuple[int, ...]:
-        """The tiles that are absent or lack networks."""
+        """The tiles that are not on disk; of an exported file none."""
         # A population may be planned to have millions of tiles, of which few exist.
-        expected = self.manifest
-        whole = {tile for tile, rows in self._rows.items() if rows >= expected.rows(tile)}
-        return tuple(tile for tile in range(expected.tiles) if tile not in whole)
+        return () if self._exported else tuple(t for t in range(self.manifest.tiles) if t not in self._rows)
 
     @cached_property
     def indices(self) -> np.ndarray:
         """The index k of the network in each row, shape (n,); 0 to N - 1 in a complete population."""
         first = self.manifest.tile
-        parts = [np.arange(tile * first, tile * first + rows) for tile, rows in self._rows.items()]
+        parts = [tile * first + np.arange(rows.stop - rows.start) for tile, rows in self._rows.items()]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     @property
@@ -302,9 +280,9 @@ class Population(Result):
         None of sequences and imported networks, and if a shard was written by a version that did not store them.
         """
         parts = []
-        for tile in shards.ahead(self.path, self.manifest, self._rows):
+        for tile, rows in self._files():
             with self._open(tile) as h5:
-                parts.append(shards.hits_in(h5, self._rows[tile]))
+                parts.append(shards.hits_in(h5, rows))
         known = [part for part in parts if part is not None]
         return np.concatenate(known) if known and len(known) == len(parts) else None
 
@@ -342,30 +320,34 @@ class Population(Result):
     def _blocks(self, sub: WeightSpec, size: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         total, done, filled = len(self), 0, 0
         block, marks = np.empty((min(size, total), sub.size), dtype=np.float32), np.empty(min(size, total), dtype=bool)
-        for tile in shards.ahead(self.path, self.manifest, self._rows):
-            start, rows = 0, self._rows[tile]
-            while start < rows:
-                take = min(rows - start, len(block) - filled)
-                part = slice(filled, filled + take)
-                self._read(tile, slice(start, start + take), sub, block[part], marks[part])
-                start, filled = start + take, filled + take
-                if filled == len(block):
-                    yield block, marks
-                    done, filled = done + filled, 0
-                    rows_left = min(size, total - done)
-                    block, marks = np.empty((rows_left, sub.size), dtype=np.float32), np.empty(rows_left, dtype=bool)
+        for tile, rows in self._files():
+            with self._open(tile) as h5:
+                start = rows.start
+                while start < rows.stop:
+                    take = min(rows.stop - start, len(block) - filled)
+                    part, here = slice(filled, filled + take), slice(start, start + take)
+                    self._read(h5, here, sub, block[part])
+                    marks[part] = h5["metrics"]["diverged"][here]
+                    start, filled = start + take, filled + take
+                    if filled == len(block):
+                        yield block, marks
+                        done, filled = done + filled, 0
+                        left = min(size, total - done)
+                        block, marks = np.empty((left, sub.size), dtype=np.float32), np.empty(left, dtype=bool)
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
         if not hasattr(k, "__index__"):
             raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
         tile, slot = divmod(k.__index__(), self.manifest.tile)
-        if k < 0 or slot >= self._rows.get(tile, 0):
+        rows = self._rows.get(tile, slice(0, 0))
+        if k < 0 or slot >= rows.stop - rows.start:
             raise UsageError(
                 f"{self.path}: no network {k}; found {len(self)} of {self.manifest.networks}, counted from 0"
             )
         out = np.empty((1, self.spec.size), dtype=np.float32)
-        self._read(tile, slice(slot, slot + 1), self.spec, out)
+        with self._open(tile) as h5:
+            self._read(h5, slice(rows.start + slot, rows.start + slot + 1), self.spec, out)
         return out[0]
 
     def network(self, k: int) -> "torch.nn.Module":
@@ -443,132 +425,93 @@ class Population(Result):
             raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
 
     def check_shards(self) -> list[tuple[str, str]]:
-        """Name of each shard, and what is wrong with its SHA-256 or structure; empty if nothing is."""
+        """Name of each file, and what is wrong with its SHA-256 or header; empty if nothing is."""
         self.verified.clear()
-        out = dict.fromkeys((shards.shard_file(self.path, tile).name for tile in self._rows), "")
-        for name, tile in zip(out, shards.ahead(self.path, self.manifest, self._rows), strict=True):
+        shards.downloaded.cache_clear()
+        out = {}
+        for tile, _ in self._files():
+            name, error = self.path.name if self._exported else shards.shard_file(self.path, tile).name, ""
             try:
+                if self._exported:
+                    one_file.read(self.path)
                 with self._open(tile):
                     pass
-            except DataError as error:
-                out[name] = str(error)
+            except DataError as found:
+                error = str(found)
+            out[name] = error
         return [*out.items()]
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray], Counter[str]]:
-        found = shards.contents(self.path, self.manifest, self._rows, self._open)
-        tables = [each.table[: self._rows[tile]] for tile, each in found.items()]
-        tables = tables or [np.empty(0, [(shards.SEED, "u8"), ("diverged", "?")])]
-        expected = tables[0].dtype.names or ()
-        for tile, table in zip(found, tables, strict=False):
-            if (names := table.dtype.names or ()) != expected:
-                raise DataError(
-                    f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(expected[1:])}, "
-                    f"found {', '.join(names[1:])}; move it out of the population and {shards.AGAIN}"
-                )
-        joined = {name: np.concatenate([table[name] for table in tables]) for name in expected}
+        """Seeds, metrics, and what trained the shards, with their number."""
+        seeds: list[np.ndarray] = []
+        columns: dict[str, list[np.ndarray]] = {}
+        made = Counter[str]()
+        for tile, rows in self._files():
+            with self._open(tile) as h5:
+                if (names := set(h5["metrics"])) != columns.keys() and seeds:
+                    raise DataError(
+                        f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(sorted(columns))}, "
+                        f"found {', '.join(sorted(names))}; move it out of the population and {shards.AGAIN}"
+                    )
+                seeds.append(h5["seed"][rows])
+                for name, values in h5["metrics"].items():
+                    columns.setdefault(name, []).append(values[rows])
+                if not self._exported:
+                    made[
+                        one_line(f"torch {shards.header_text(h5, 'torch')} on {shards.header_text(h5, 'device')}")
+                    ] += 1
+        joined = {name: np.concatenate(parts) for name, parts in columns.items()} or {"diverged": np.empty(0, bool)}
         for array in joined.values():
             array.flags.writeable = False
-        made = (one_line(each.made.decode("ascii", "replace")) for each in found.values())
-        return joined.pop(shards.SEED), joined, Counter(made)
+        return np.concatenate(seeds) if seeds else np.empty(0, "u8"), joined, made
+
+    def _files(self) -> list[tuple[int, slice]]:
+        """The rows of each file that are read, with the tile of their first: of each shard, or of the exported file."""
+        rows = [*self._rows.items()]
+        return [(rows[0][0], slice(rows[0][1].start, rows[-1][1].stop))] if self._exported and rows else rows
 
     def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
         """The tensors of `sub` of these rows, shape (len(rows), D') float32."""
         out, first = np.empty((len(rows), sub.size), dtype=np.float32), 0
-        for tile, count in self._rows.items():
+        for tile, there in self._files():
+            count = there.stop - there.start
             inside = np.flatnonzero((rows >= first) & (rows < first + count))
             if len(inside):
-                local = rows[inside] - first
+                local = rows[inside] - first + there.start
                 start, stop = int(local.min()), int(local.max()) + 1
-                if np.array_equal(local, np.arange(start, stop)):  # without a copy
-                    self._read(tile, slice(start, stop), sub, out[inside[0] : inside[-1] + 1])
-                else:
-                    block = np.empty((stop - start, sub.size), dtype=np.float32)
-                    self._read(tile, slice(start, stop), sub, block)
-                    out[inside] = block[local - start]
+                with self._open(tile) as h5:
+                    if np.array_equal(local, np.arange(start, stop)):  # without a copy
+                        self._read(h5, slice(start, stop), sub, out[inside[0] : inside[-1] + 1])
+                    else:
+                        block = np.empty((stop - start, sub.size), dtype=np.float32)
+                        self._read(h5, slice(start, stop), sub, block)
+                        out[inside] = block[local - start]
             first += count
         return out
 
     @contextlib.contextmanager
     def _open(self, tile: int) -> Iterator[h5py.File]:
+        """The file that holds a tile; the hash of a shard is compared when it is first opened."""
+        if self._exported:
+            with h5py.File(self.path, "r", locking=False) as h5:
+                yield h5
+            return
         file = shards.shard_file(self.path, tile)
         try:
-            least = self._rows.get(tile, 1)
-            with shards.open_shard(file, self.manifest, tile, verified=self.verified, least=least) as h5:
+            with shards.open_shard(file, self.manifest, tile, verified=self.verified) as h5:
                 yield h5
         except FileNotFoundError:
             raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None
 
-    def _read(
-        self, tile: int, rows: slice, sub: WeightSpec, out: np.ndarray, diverged: np.ndarray | None = None
-    ) -> None:
-        with self._open(tile) as h5:
-            if diverged is not None:
-                diverged[...] = h5["metrics"]["diverged"][rows]
-            start = 0
-            imported = self.manifest.imported
-            if imported is not None and imported.by_reference:
-                self._read_sources(tile, rows, h5["digest"][rows], sub, out)
-                return
-            stored, moment = (h5["weights"], ()) if self._moment is None else (h5["snapshots"], (self._moment,))
-            for columns in _runs(self.spec, sub):
-                width = columns.stop - columns.start
-                stored.read_direct(out, (rows, *moment, columns), np.s_[:, start : start + width])
-                start += width
-
-    def _read_sources(self, tile: int, rows: slice, digests: np.ndarray, sub: WeightSpec, out: np.ndarray) -> None:
-        """The tensors of `sub` of the networks in some rows of a tile, from where they are."""
-        imported, which = self.manifest.imported, 0 if self._moment is None else 1 + self._moment
-        if imported is None or not imported.sources:
-            raise DataError(f"{self.path}: its import is not finished; {self.manifest.again}")
-        slots = range(*rows.indices(self._rows[tile]))
-        for slot, digest, row in zip(slots, digests[:, which], out, strict=True):
-            source = imported.sources[tile * self.manifest.tile + slot][which]
-            checkpoint, names = self._checked(imported, source, digest.tobytes())
-            checkpoint.read_into((names[name] for name in sub.names), row)
-
-    def _checked(self, imported: Import, source: str, expected: bytes) -> "tuple[Checkpoint, dict[str, str]]":
-        """A source that is read by reference, compared with its digest once while its files stay the same."""
-        from weightscope.checkpoint import open_checkpoint
-        from weightscope.population.importing import commit_digest, digest_of, names_in
-
-        try:
-            checkpoint = open_checkpoint(source, imported.key)
-            names, commit, why = names_in(checkpoint, imported.rename), checkpoint.commit, ""
-            if self._unchanged.get(source) != checkpoint.signature:
-                found = commit_digest(commit) if commit else digest_of(checkpoint, names, self.spec)[0]
-                why = "" if found == expected else "its weights differ"
-        except WeightscopeError as error:
-            if source.startswith("hf://"):
-                raise
-            why = str(error)
-        if why:
-            raise DataError(
-                f"{self.path}: {source} is not what it was when it was imported ({why}); restore it, or import it into "
-                "another folder"
-            )
-        self._unchanged[source] = checkpoint.signature
-        return checkpoint, names
-
-    def check_sources(self) -> list[tuple[str, str]]:
-        """Each source that is read by reference, and what is wrong with its digest; empty if nothing is."""
-        imported, out = self.manifest.imported, []
-        if imported is None or not imported.by_reference:
-            return []
-        self._unchanged.clear()
-        for tile, rows in self._rows.items():
-            with self._open(tile) as h5:
-                digests = h5["digest"][:rows]
-            named = imported.sources[tile * self.manifest.tile :][:rows]
-            for source, digest in (
-                (s, d) for each in zip(named, digests, strict=True) for s, d in zip(*each, strict=True)
-            ):
-                try:
-                    self._checked(imported, source, digest.tobytes())
-                    out.append((source, ""))
-                except DataError as error:
-                    out.append((source, str(error)))
-        return out
+    def _read(self, h5: h5py.File, rows: slice, sub: WeightSpec, out: np.ndarray) -> None:
+        """Read the tensors of `sub` of some rows of a file into an array."""
+        start = 0
+        stored, which = (h5["weights"], ()) if self._snapshot is None else (h5["snapshots"], (self._snapshot,))
+        for columns in _runs(self.spec, sub):
+            width = columns.stop - columns.start
+            stored.read_direct(out, (rows, *which, columns), np.s_[:, start : start + width])
+            start += width
 
 
 class _StateDict(dict[str, Any]):
@@ -582,7 +525,7 @@ def population_in(folder: str | Path | Population, *, partial: bool = False) -> 
     if isinstance(folder, Population):
         return folder
     path = location(folder)
-    if not path.is_dir():
+    if not path.is_dir() and path.suffix not in EXPORTED:
         found = "a file" if path.exists() else "no such folder"
         raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")
     return Population(path, partial=partial)

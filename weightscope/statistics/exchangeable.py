@@ -156,8 +156,6 @@ class ExchangeableMoments:
         >>> moments.covariances()[0].covariance
     """
 
-    summed = ("n", "excluded", "_products", "_own", "_traces", "_sums", "_units")
-
     def __init__(
         self, spec: WeightSpec, permutations: PermutationSpec, *, centre: np.ndarray | None = None, index: bool = True
     ) -> None:
@@ -214,7 +212,7 @@ class ExchangeableMoments:
         other.flush()
         self.n += other.n
         self.excluded += other.excluded
-        for name in self.summed[2:]:
+        for name in ("_products", "_own", "_traces", "_sums", "_units"):
             for key, value in getattr(other, name).items():
                 getattr(self, name)[key] += value
         return self

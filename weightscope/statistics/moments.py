@@ -35,8 +35,6 @@ def add_gram(matrix: np.ndarray, rows: np.ndarray) -> None:
 class _BlasGram:
     """One triangle of G, updated by `?syrk`: half the arithmetic of a general product, and no second matrix."""
 
-    summed = ("_matrix",)
-
     def __init__(self, size: int, dtype: Precision) -> None:
         self._matrix = _zeros(size, np.dtype(dtype))  # of which the upper triangle is used
 
@@ -120,8 +118,6 @@ class EntryMoments:
 
     Rows of `chunks` (n, D) that are not finite are left out and counted in `excluded`.
     """
-
-    summed = ("n", "excluded", "mean", "squares")
 
     def __init__(self, size: int, chunks: Iterable[np.ndarray] = ()) -> None:
         self.n = self.excluded = 0
@@ -217,8 +213,6 @@ class Moments:
         >>> moments.n, moments.mean
         (3, array([0.33333333, 0.33333333, 0.33333333]))
     """
-
-    summed = ("excluded", "_gram", "_entries")
 
     def __init__(self, size: int, *, device: Any = None, precision: Precision = "float64") -> None:
         if size < 1:

@@ -225,10 +225,7 @@ def train_shard(
     begun, (at, tile) = time.perf_counter(), item
     request = requests[at]
     path, manifest = request.path, request.manifest
-    # Another process may have changed the population's size in the meantime; the shard then holds more networks.
-    manifests.restored(path, manifest)
     if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
-        shards.tidy_hash(shards.shard_file(path, tile))
         return time.perf_counter() - begun
     request.own_code.load()
     kernels, device = request.kernels_here()
@@ -242,9 +239,7 @@ def train_shard(
             kernels=kernels.kernels,
             data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
         )
-        there = manifests.restored(path, manifest)
-        larger = there if there.networks > manifest.networks else manifest
-        shards.save(path, larger, trained, device, kernels.checked)
+        shards.save(path, manifest, trained, device, kernels.checked)
     return time.perf_counter() - begun
 
 
@@ -254,14 +249,12 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
-    states = shards.states(path, manifest) if shard is None else {shard: shards.state(path, manifest, shard)}
+    there = shards.tiles_on_disk(path, manifest) if shard is None else [shard]
+    states = {tile: shards.state(path, manifest, tile) for tile in there}
     for state in states.values():
         if state.kind == "damaged":
             _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
     done = {tile for tile, state in states.items() if state.kind == "done"}
-    for tile in done:
-        if tile == manifest.tiles - 1 or manifest.shorter_rows(tile):  # it may have replaced a shorter one
-            shards.tidy_hash(shards.shard_file(path, tile))
     todo = [tile for tile in (range(manifest.tiles) if shard is None else [shard]) if tile not in done]
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
@@ -305,12 +298,10 @@ def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
             continue
         status.forget(path)
         with contextlib.suppress(OSError):
-            for file in folder.glob("*.h5.sha256"):  # of shards that were never written
-                file.unlink()
-            folder.rmdir()
+            atomic.remove_folder(folder)
             (path / manifests.NAME).unlink()
             if not existed:
-                path.rmdir()
+                atomic.remove_folder(path)
 
 
 @contextlib.contextmanager

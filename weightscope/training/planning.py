@@ -18,7 +18,7 @@ import torch
 
 from weightscope._util.checks import number
 from weightscope._util.environment import available_memory, usable_cores
-from weightscope._util.remote import RemotePath
+from weightscope._util.remote import is_remote, is_there
 from weightscope._util.results import Result, duration
 from weightscope._util.workers import Workers, chosen_workers, on_each, spread
 from weightscope.data.task import Source
@@ -159,13 +159,11 @@ def plan(
     chosen = chosen_workers(backend, workers, scheduler)
     request = Request.of(recipe, path, networks=networks, data=data, device=device, cluster=backend != "loky")
     manifest, done = request.manifest, 0
-    if (request.path / manifests.NAME).exists():
+    if is_there(request.path / manifests.NAME):
         manifests.match(request.path, manifests.read(request.path), manifest)
         done = shards.tiles_done(request.path, manifest)
     size, on = expected_bytes(manifest), chosen.on_device(request.device, manifest.tiles)
-    disk, writing = (
-        (None, None) if isinstance(request.path, RemotePath) else _disk(request.path, size // manifest.tiles)
-    )
+    disk, writing = (None, None) if is_remote(request.path) else _disk(request.path, size // manifest.tiles)
     memory = None if backend != "loky" else _memory(request.device, len(set(on.devices[: on.count])) or 1)
     task = partial(_time, [request], _TIMED_SECONDS)
     (alone,) = costs = on_each(task, replace(on, count=1), 1)

@@ -25,6 +25,7 @@ import torch
 from weightscope import training
 from weightscope._util import plugins
 from weightscope._util.environment import environment
+from weightscope._util.remote import is_there
 from weightscope._util.sources import as_path, location, open_regular
 from weightscope.data.task import Source
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -156,7 +157,7 @@ class Request:
         sizes = [values[key] for key in ("network", "data", "population")], wanted.training.batch_size
         if not cluster:  # whose machines have memory of their own
             once(lambda: check_memory(wanted, where), "memory", str(where), sizes, wanted.training.ema)
-        there = manifests.read(path) if (path / manifests.NAME).exists() else None
+        there = manifests.read(path) if is_there(path / manifests.NAME) else None
         if there is not None:
             for kind, name in wanted.references:
                 if kind != "data" and f"{kind} {name}" in there.inputs:  # images are hashed, not what makes them
@@ -189,7 +190,7 @@ class Request:
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
-            manifest=Manifest(wanted, spec, machine, (wanted.population.networks,), inputs, sources),
+            manifest=Manifest(wanted, spec, machine, wanted.population.networks, inputs, sources),
             recipe=_absolute(wanted, root, again and wanted.training.kernels != "torch"),
             device=str(where),
             kernels=None if again else kernels,

@@ -35,7 +35,7 @@ RUNNING = "running"
 _BEAT_SECONDS = 5.0
 _RECENT, _RECENT_BYTES = 8, 2**28  # shards whose metrics are shown
 _STATES = ("failed", "silent", "running")
-_verified: defaultdict[Path, dict[int, tuple[int, ...]]] = defaultdict(dict)  # shards, which are hashed once
+_verified: defaultdict[Path, set[int]] = defaultdict(set)  # shards, which are hashed once
 _LARGEST = 2**16  # bytes of a mark
 
 
