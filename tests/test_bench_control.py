@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,17 @@ def tripled(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
 
 def templates(module: nn.Module, *, generator: torch.Generator) -> nn.Module:
     """Helpful structure: rows are the mean images of the classes, with noise."""
-    digits = load_digits()
-    means = np.stack([digits.data[digits.target == c].mean(0) for c in range(10)]) / 16
-    means = torch.from_numpy(means - means.mean(0)).float()
+    means = class_means()
     with torch.no_grad():
         module.head.weight.copy_(means + 0.05 * torch.randn(means.shape, generator=generator))
     return module
+
+
+@cache
+def class_means() -> torch.Tensor:
+    digits = load_digits()
+    means = np.stack([digits.data[digits.target == c].mean(0) for c in range(10)]) / 16
+    return torch.from_numpy(means - means.mean(0)).float()
 
 
 RECIPE = Recipe.parse(
