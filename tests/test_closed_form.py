@@ -130,7 +130,6 @@ def test_the_artifact_of_a_schedule_is_the_call_that_it_prints(tmp_path):
     [
         (192, 3, (0.7, 0.7, 0.4, 0.4)),
         (192, 12, (0.7, 0.7, 0.4, 0.4)),  # heads of 16: their products have a twelfth of the rank
-        (96, 3, (0.0, 0.5, 0.2, 0.2)),
         (96, 2, (0.3, -0.6, 0.5, -0.3)),
         (64, 1, (0.9, 0.1, 0.1, 0.9)),
     ],
@@ -320,8 +319,6 @@ def test_networks_that_have_nothing_to_fit():
         ("dense", {}, "'dense' needs a population .*for one network"),
         ("filters", {"rank": 3}, "filters has no option 'rank'; its options are kronecker"),
         ("conv_schedule", {"psd": "no"}, "psd: expected one of"),
-        ("conv_schedule", {"schedule": "stage"}, "'depth', 'sawtooth'"),
-        ("identity_product", {"parts": "qkv"}, "parts: expected one of"),
     ],
 )
 def test_invalid_structures_and_options(structure, options, message):
@@ -412,11 +409,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
     ("arguments", "message"),
     [
         (("MIXER",), "'auto' needs a population .*for one network .*: filters, conv_schedule"),
-        (("MIXER", "--structure", "dense"), "'dense' needs a population"),
-        (("MIXER", "--structure", "magic"), "no network structure 'magic'"),
         (("MIXER", "--structure", "filters", "--select", "*"), "--select cannot be combined with one network"),
-        (("MIXER", "--structure", "identity_product"), "expected attention"),
-        (("none.safetensors", "--structure", "filters"), "none.safetensors"),
         (("POP", "--structure", "filters"), "no structure 'filters'; there are iso"),
     ],
 )

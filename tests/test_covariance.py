@@ -1,7 +1,6 @@
 import json
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.fitting import fit
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.mlps import stripes
-from weightscope.statistics.samples import WeightArray, ahead, literal
+from weightscope.statistics.samples import WeightArray, literal
 
 SPEC = WeightSpec(
     [TensorSpec("a.fc1.weight", (4, 3)), TensorSpec("a.norm.bias", (5,)), TensorSpec("a.fc2.weight", (3, 4))]
@@ -189,24 +188,6 @@ def test_covariance_chooses_by_the_source_alone(weights, tmp_path):
         weightscope.covariance({"a": None}, "*.weight")
     with pytest.raises(UsageError, match="expected a population's folder, made by `weightscope collect`"):
         weightscope.covariance(tmp_path / "none.pop")
-
-
-def test_reading_ahead_keeps_order_and_errors():
-    assert list(ahead(iter(range(50)))) == list(range(50))
-    assert list(ahead(iter([]))) == []
-
-    def failing():
-        yield 1
-        raise DataError("a shard is damaged")
-
-    items = ahead(failing())
-    assert next(items) == 1
-    with pytest.raises(DataError, match="a shard is damaged"):
-        next(items)
-    left = ahead(iter(range(10**9)))
-    assert next(left) == 0
-    left.close()  # leaves no thread behind
-    assert not [t for t in threading.enumerate() if t.name.startswith("reading")]
 
 
 def test_a_population_on_disk_is_a_source(tmp_path):

@@ -151,7 +151,7 @@ def test_every_architecture_can_be_wider_and_deeper(make) -> None:
     rng = np.random.default_rng(0)
     strong = rng.standard_normal((40, 1)) * rng.standard_normal((1, spec.size))  # far from independent
     law = whole(rng.standard_normal((40, spec.size)) + strong, spec)
-    for width, depth in ((12, 2), (8, 5), (12, 3), (16, 1)):
+    for width, depth in ((12, 3), (16, 1)):
         network = WeightSpec.of(make(width, depth))
         structure, problems = resized(law, network)  # Cholesky succeeds: everything is positive definite
         assert problems == {}

@@ -81,9 +81,9 @@ def unread(model: nn.Module) -> list[int | None]:
 
 @pytest.mark.slow
 def test_a_layer_that_computes_something_else_is_never_read():
-    """100 random stacks with one odd layer: it alone is refused, by every way into the model; without it, none is."""
+    """30 random stacks with one odd layer: it alone is refused, by every way into the model; without it, none is."""
     rng = random.Random(0)
-    for _ in range(100):
+    for _ in range(30):
         torch.manual_seed(rng.randrange(2**31))
         heads, depth, key = rng.randint(2, 5), rng.randint(1, 3), rng.choice((4, 8, 12))
         width = heads * key if rng.random() < 0.7 else rng.randint(8, 40)
@@ -255,7 +255,7 @@ study = functools.cache(lambda: script("analyses/audit_power/run.py"))
 def test_an_initialiser_that_fails_changes_nothing(name, monkeypatch):
     """Whichever of its first writes fails, and as a step of several."""
     case, keep = study().CASES[name], tensors.keep
-    for fails_at in (1, 2, 3, 6):
+    for fails_at in (1, 3):
         for init in (wi.get(case.name, **case.right), wi.compose("kaiming_uniform", wi.get(case.name, **case.right))):
             model, writes = case.make(16, 0), []
             own = {tensor.untyped_storage().data_ptr() for tensor in model.state_dict().values()}

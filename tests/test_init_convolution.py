@@ -19,8 +19,8 @@ def stack(*channels, k=7):
     return nn.Sequential(*layers)
 
 
-@pytest.mark.parametrize("k", [1, 3, 5, 7, 9, 15])
-@pytest.mark.parametrize("sigma", [0.05, 0.5, np.pi / 2, 8.0])
+@pytest.mark.parametrize("k", [1, 3, 9])
+@pytest.mark.parametrize("sigma", [0.05, np.pi / 2, 8.0])
 def test_covariance_equals_the_published_construction(k, sigma):
     np.testing.assert_allclose(conv_covariance(k, sigma), naive_covariance(k, sigma), rtol=0, atol=1e-12)
 

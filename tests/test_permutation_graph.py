@@ -204,10 +204,10 @@ def change(seed: int) -> tuple[PermutationSpec, float, float]:
     return found, right, wrong
 
 
-@pytest.mark.parametrize("start", range(0, 1000 if os.environ.get("TORTURE") else 100, 100))
+@pytest.mark.parametrize("start", range(0, 1000 if os.environ.get("TORTURE") else 40, 40))
 @pytest.mark.slow
 def test_no_wrong_group_among_networks_composed_at_random(start: int) -> None:
-    found = [(seed, *change(seed)) for seed in range(start, start + 100)]
+    found = [(seed, *change(seed)) for seed in range(start, start + 40)]
     assert [(seed, right) for seed, _, right, _ in found if not right < 1e-9] == []
     noticed = sum(wrong > 1e-6 for *_, wrong in found)
     assert noticed > 0.85 * len(found)  # some axes matter little, such as the bias of keys

@@ -275,7 +275,7 @@ FOREIGN: dict[
 def test_foreign_networks_are_known_by_name(name: str) -> None:
     """From shapes and names alone, the function stays, and all axes of a group are of one group that is derived."""
     options, groups = FOREIGN[name]
-    inputs: torch.Tensor = torch.randn(2, 3, 48, 48)
+    inputs: torch.Tensor = torch.randn(2, 3, 32, 32)
     if name.startswith("timm "):
         network = shims.timm().create_model(name.removeprefix("timm "))
     elif name.startswith("res"):

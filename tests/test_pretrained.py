@@ -223,7 +223,7 @@ def test_what_does_not_fit_is_an_error(artifact: Path, tmp_path: Path) -> None:
         load_init(artifact)(network)
 
 
-@pytest.mark.parametrize(("name", "size"), [("norm1.weight", 24), ("norm2.weight", 0), ("ls1.gamma", 7)])
+@pytest.mark.parametrize(("name", "size"), [("norm1.weight", 24), ("ls1.gamma", 7)])
 def test_a_gain_of_another_length_is_an_error(name: str, size: int) -> None:
     """24 entries would fit the 48 channels twice."""
     tensors = vit(layer_scale=0.1).state_dict() | {f"blocks.1.{name}": torch.ones(size)}

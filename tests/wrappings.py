@@ -261,12 +261,15 @@ def outcome(model: nn.Module, name: str) -> str:
     return RIGHT
 
 
+def column(name: str) -> list[str]:
+    """The outcome of an initialiser with each wrapping."""
+    return [outcome(wrapped(INITIALISERS[name][0][0](), kind), name) for kind in (*NETWORKS, *LAYERS)]
+
+
 def table() -> str:
     """The table of initialisers and wrappings, in Markdown."""
     lines = [["", *(f"`{name}`" for name in INITIALISERS)], ["---"] * (len(INITIALISERS) + 1)]
-    for kind in (*NETWORKS, *LAYERS):
-        cells = [outcome(wrapped(networks[0](), kind), name) for name, (networks, _) in INITIALISERS.items()]
-        lines.append([kind, *cells])
+    lines += zip((*NETWORKS, *LAYERS), *map(column, INITIALISERS), strict=True)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
