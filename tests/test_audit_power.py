@@ -285,8 +285,8 @@ def test_attention_that_cannot_be_read_makes_initialiser_and_audit_fail():
     report = audit(model, "mimetic_attention", strict=False)
     assert report.passed
     assert "NOT AUDITED, look like parts and were not read: blocks.0.attn.qk.weight" in str(report).splitlines()[0]
-    assert "mimetic_attention: passed, all 25 checks of what was read" in str(report)
-    assert report.summary() == "passed, 0 of 25 checks failed, 8 tensors not audited"  # four in each of two layers
+    assert "mimetic_attention: passed, all 29 checks of what was read" in str(report)
+    assert report.summary() == "passed, 0 of 29 checks failed, 8 tensors not audited"  # four in each of two layers
     text = str(audit(model))
     assert text.count("does not apply, expected attention modules that can be read, found 8") == 1
 

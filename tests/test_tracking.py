@@ -53,24 +53,15 @@ def one_entry(model):
         qkv(model).weight[5, 7] += 1.0
 
 
-def one_row_by_view(model):
-    qkv(model).weight.detach()[24:48].zero_()
-
-
 WAYS = {  # a way to overwrite, and whether the code that does it is known
     "data_normal": (data_normal, True),
     "one_entry": (one_entry, True),
-    "one_row_by_view": (one_row_by_view, True),
     "by_init": (lambda m: nn.init.trunc_normal_(qkv(m).weight, std=0.02, generator=seeded(1)), True),
-    "nan": (lambda m: qkv(m).weight.data[0].fill_(float("nan")), True),
     "reset": (lambda m: qkv(m).reset_parameters(), True),
-    "loaded": (lambda m: m.load_state_dict(m.state_dict() | {QKV.format(1): torch.ones(72, 24)}), True),
     "many_at_once": (lambda m: torch._foreach_zero_([qkv(m).weight.data]), True),
     "data_assigned": (lambda m: setattr(qkv(m).weight, "data", torch.zeros(72, 24)), False),
-    "new_parameter": (lambda m: setattr(qkv(m), "weight", nn.Parameter(torch.zeros(72, 24))), False),
     "numpy_memory": (lambda m: qkv(m).weight.detach().numpy().fill(3), False),
     "new_module": (lambda m: setattr(m.blocks[1].attn, "qkv", nn.Linear(24, 72)), False),
-    "no_module": (lambda m: setattr(m.blocks[1].attn, "qkv", nn.Identity()), False),
     "old_memory": (lambda m: setattr(qkv(m).weight, "data", SPARE), False),
 }
 

@@ -5,7 +5,7 @@ row-vector convention, so that any construction with the same products passes.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -28,8 +28,8 @@ from weightscope.anatomy import (
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.auditing.intervals import (
-    DRAWS,
     LEVEL,
+    RUNS,
     UNTOUCHED,
     Interval,
     Row,
@@ -38,16 +38,16 @@ from weightscope.auditing.intervals import (
     interval,
     predicted,
     row,
-    simulated,
     zero_biases,
 )
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import PARTS, numbers, query_key, table_codes
+from weightscope.init.attention import PARTS, mimetic_attention_, numbers, table_codes
+from weightscope.init.base import uniform
 
-_LARGEST = 192  # simulated width; fluctuations at larger widths are scaled
-_SEED = 0x5EED  # of the simulation, so that an audit is reproducible
+_LARGEST = 192  # width of the models in which the initialiser is run; fluctuations at larger widths are scaled
+_SEED = 0x5EED  # of the runs, so that an audit is reproducible
 
 
 # --- mimetic attention ------------------------------------------------------------------------------------------------
@@ -68,60 +68,95 @@ def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
 
 
+def _measured(part: AttentionPart, kind: str) -> list[dict[str, float]]:
+    """The statistics of each head's query-key product ("qk"), or of a layer's value-output product ("vo").
+
+    - other heads: the largest correlation of a head's product, without its diagonal mean, with those of other heads of
+      the layer: 1 if two heads have the same noise.
+    """
+    if kind == "vo":
+        v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
+        # The query heads of a group add up, since they share a value head.
+        shared = o.unflatten(0, (part.kv_heads, -1)).sum(1)  # (kv, k, d)
+        return [product_statistics(v.permute(1, 0, 2).flatten(1), shared.flatten(0, 1).T)]
+    q, k = part.read("q").cpu(), part.read("k").cpu()[[part.kv_head(head) for head in range(part.heads)]]  # (H, d, k)
+    out = [product_statistics(*pair) for pair in zip(q, k, strict=True)]
+    if part.heads > 1:
+        for found, value in zip(out, _likeness_of_heads(q, k), strict=True):
+            found["other heads"] = value
+    return out
+
+
+def _likeness_of_heads(a: Tensor, b: Tensor) -> list[float]:
+    """The largest correlation of each `A_h B_h^T`, without its diagonal mean, with the others, for A, B (H, d, k)."""
+    heads, d, k = a.shape
+    grams = [x.permute(1, 0, 2).flatten(1).T @ x.permute(1, 0, 2).flatten(1) for x in (a, b)]  # (H k, H k)
+    products = (grams[0] * grams[1]).double().view(heads, k, heads, k).sum((1, 3))  # <M_g, M_h>
+    traces = (a * b).double().sum((1, 2))
+    products -= traces.outer(traces) / d
+    norms = products.diagonal().clamp_min(1e-300).sqrt()
+    return (products / norms.outer(norms)).abs().fill_diagonal_(0).amax(1).tolist()
+
+
 @dataclass(frozen=True)
-class Null:
-    """The shape and the parameters of a correct construction."""
+class Sizes:
+    """The sizes of an attention layer."""
 
     width: int  # d
-    rank: int  # r of the product
-    group: int  # number of products that share one factor (query heads per key head)
-    alpha: float  # scale of the noise
-    beta: float  # diagonal, with its sign
-    construction: str  # "svd", "same-random", or "independent": entries of an untouched network
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head_width: int  # k
 
-    def scaled(self) -> "Null":
-        """The same at a width that is cheap to simulate, with the same rank / width."""
-        most = _LARGEST if self.group == 1 else _LARGEST // 2
-        if self.width <= most:
+    def scaled(self) -> "Sizes":
+        """The same at a width that is cheap to initialise, with the same k / d."""
+        if self.width <= _LARGEST:
             return self
-        d = next((d for d in range(most, most // 2, -1) if self.rank * d % self.width == 0), most)
-        return replace(self, width=d, rank=max(1, round(self.rank * d / self.width)))
+        d = next((d for d in range(_LARGEST, _LARGEST // 2, -1) if self.head_width * d % self.width == 0), _LARGEST)
+        return replace(self, width=d, head_width=max(1, round(self.head_width * d / self.width)))
 
-    def draw(self, g: torch.Generator) -> dict[str, float]:
-        """Statistics of one product, by the initialiser's own construction."""
-        d, r = self.width, self.rank
-        if self.construction == "independent":  # with the norm of a correct product, which is the hardest to tell
-            a, b = torch.randn(2, d, r, generator=g)
-            a, b = torch.stack([a, b]) * (math.sqrt(d) * math.hypot(self.alpha, self.beta) / (a @ b.T).norm()) ** 0.5
-            a = a[None]
-        else:
-            a, b = query_key(d, r, self.group, self.alpha, self.beta, g, self.construction)
-        return product_statistics(a[0], b)
+    def drawn(self, kind: str, numbers: Mapping[str, Any] | None, draws: int) -> list[dict[str, float]]:
+        """Statistics of a model's products, initialised with the numbers, or at torch's default start without any."""
+        g, layers = torch.Generator().manual_seed(_SEED), math.ceil(draws / (self.heads if kind == "qk" else 1))
+        d, rows, kv_rows = self.width, self.heads * self.head_width, self.kv_heads * self.head_width
+        shapes = {"q": (rows, d), "k": (kv_rows, d), "v": (kv_rows, d), "o": (d, rows)}
+        model = NamedTensors(
+            {
+                f"blocks.{i}.attn.{name}_proj.weight": uniform(*shape, bound=shape[1] ** -0.5, generator=g)
+                for i in range(layers)
+                for name, shape in shapes.items()
+            },
+            {"num_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_width},
+        )
+        if numbers is not None:
+            mimetic_attention_(model, **numbers, parts=kind, generator=g)
+        return [found for part in self_attention(model) for found in _measured(part, kind)]
 
 
 @lru_cache(maxsize=256)
-def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float]]]:
+def expected(
+    sizes: Sizes, kind: str, given: tuple[tuple[str, Any], ...]
+) -> dict[str, tuple[Interval, dict[str, float]]]:
     """Statistic -> its interval, and error -> the probability that the check fails for one product with that error.
 
-    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d.
+    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d. The correlation with other heads may
+    be anything up to the middle between the largest of the runs and 1, since a largest value has long tails.
     """
-    small, g = null.scaled(), torch.Generator().manual_seed(_SEED)
-    ratio, scale = small.width / null.width, max(null.alpha, abs(null.beta))
-    drawn = [small.draw(g) for _ in range(12)]
-    alpha, beta = (sum(draw[name] for draw in drawn) / 12 for name in ("alpha", "diagonal mean"))
-    others = {UNTOUCHED: replace(small, alpha=alpha, beta=beta, construction="independent")}
-    for name in ("alpha", "beta"):
-        if getattr(null, name) and (name == "beta" or null.construction == "svd"):
-            others[error_in(f"{name}_{kind}")] = replace(small, **{name: 1.2 * getattr(small, name)})
-    draws = DRAWS * min(8, _LARGEST // small.width)  # small products cost less
-    right, errors = simulated(lambda construction: construction.draw(g), small, others, draws)
-    # For half precision, an approximate SVD, and the finite width of the simulation.
+    small, numbers = sizes.scaled(), dict(given)
+    ratio, draws = small.width / sizes.width, 2 * RUNS * min(8, max(1, _LARGEST // small.width))  # small ones cost less
+    right, others = small.drawn(kind, numbers, draws), {UNTOUCHED: small.drawn(kind, None, draws // 4)}
+    for name in (f"alpha_{kind}", f"beta_{kind}"):
+        if numbers.get(name):
+            others[error_in(name)] = small.drawn(kind, numbers | {name: 1.2 * numbers[name]}, draws // 4)
+    # For half precision, an approximate SVD, and the finite width of the runs.
     base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, float]]]()
-    for name, values in right.items():
+    scale = max(numbers.get(f"alpha_{kind}", 0.0), abs(numbers[f"beta_{kind}"]))
+    for name in right[0]:
         factor, shrink = (math.sqrt(ratio), math.sqrt(ratio)) if name == "diagonal std" else (1.0, ratio)
-        slack = base * factor * (1 if name == "asymmetry" else scale)
+        slack, values = base * factor * (1 if name == "asymmetry" else scale), [one[name] for one in right]
         limits = interval(predicted(values, factor, shrink), slack)
-        wrong = {error: predicted(draws[name], factor, shrink) for error, draws in errors.items()}
+        if name == "other heads":
+            limits = 0.0, (1 + max(values)) / 2 + base
+        wrong = {error: predicted([one[name] for one in drawn], factor, shrink) for error, drawn in others.items()}
         out[name] = limits, row(name, 0.0, limits, wrong)[3]
     return out
 
@@ -130,51 +165,25 @@ def expected(null: Null, kind: str) -> dict[str, tuple[Interval, dict[str, float
     "mimetic_attention", reads=("attention modules",), variants=({"preset": "vision"}, {"preset": "language"})
 )
 def mimetic_attention_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
-    """Checks of every head's query-key product and every layer's value-output product."""
-    given, construction = (p["alpha_qk"], p["beta_qk"], p["alpha_vo"], p["beta_vo"]), p["construction"]
-    alpha_qk, beta_qk, alpha_vo, beta_vo = numbers(p["preset"], construction, given)
+    """Checks of every head's query-key product and every layer's value-output product.
+
+    Intervals are those of the initialiser in models of the same sizes, or of the same ratios at a smaller width.
+    """
+    names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
+    values = numbers(p["preset"], p["construction"], tuple(p[name] for name in names))
+    given = {"construction": p["construction"]} | dict(zip(names, values, strict=True))
+    if p["construction"] == "same-random":  # has no alphas
+        given = {name: value for name, value in given.items() if not name.startswith("alpha")}
     choice("parts", p["parts"], PARTS)
-    found = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
-    if p["parts"] != "vo":
-        yield from _checks("qk", [x for part in found for x in _query_key(part)], alpha_qk, beta_qk, construction)
-    if p["parts"] != "qk":
-        yield from _checks("vo", [_value_output(part) for part in found], alpha_vo, -beta_vo, construction)
-
-
-@dataclass(frozen=True)
-class _Product:
-    """One product `A B^T` of a model, of rank at most r."""
-
-    part: AttentionPart
-    head: int | None
-    a: Tensor  # (d, r)
-    b: Tensor  # (d, r)
-    group: int  # number of products that share B
-
-    def checks(self, kind: str, rows: list[Row]) -> list[Check]:
-        number = None if self.head is None else self.part.numbers[self.head]
-        return checks_of("mimetic_attention", kind, self.part.layer, number, self.part.name, rows)
-
-
-def _query_key(part: AttentionPart) -> Iterator[_Product]:
-    q, k = part.read("q").cpu(), part.read("k").cpu()  # (H, d, k), (kv, d, k)
-    for head in range(part.heads):
-        yield _Product(part, head, q[head], k[part.kv_head(head)], part.heads // part.kv_heads)
-
-
-def _value_output(part: AttentionPart) -> _Product:
-    v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
-    # The query heads of a group add up, since they share a value head.
-    shared = o.unflatten(0, (part.kv_heads, -1)).sum(1)  # (kv, k, d)
-    return _Product(part, None, v.permute(1, 0, 2).flatten(1), shared.flatten(0, 1).T, 1)
-
-
-def _checks(kind: str, products: list[_Product], alpha: float, beta: float, construction: str) -> Iterator[Check]:
-    """The checks of every product."""
-    for one in products:
-        found = product_statistics(one.a, one.b)
-        limits = expected(Null(len(one.a), one.a.shape[1], one.group, alpha, beta, construction), kind)
-        yield from one.checks(kind, [(name, found[name], *ends) for name, ends in limits.items()])
+    chosen = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
+    for kind in ("qk", "vo") if p["parts"] == "both" else (p["parts"],):
+        for part in chosen:
+            sizes = Sizes(part.width, part.heads, part.kv_heads, part.head_width)
+            limits = expected(sizes, kind, tuple(given.items()))
+            for head, found in enumerate(_measured(part, kind)):
+                number = part.numbers[head] if kind == "qk" else None
+                rows = [(name, value, *limits[name]) for name, value in found.items()]
+                yield from checks_of("mimetic_attention", kind, part.layer, number, part.name, rows)
 
 
 # --- positions --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
 from weightscope.anatomy.matrices import fans
-from weightscope.auditing.intervals import UNTOUCHED, Law, Row, default_start, error_in, predicted, row, zero_biases
+from weightscope.auditing.intervals import (
+    UNTOUCHED,
+    Distribution,
+    Row,
+    default_start,
+    error_in,
+    predicted,
+    row,
+    zero_biases,
+)
 from weightscope.auditing.layers import farthest
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
 from weightscope.errors import DataError, UsageError
@@ -42,11 +51,11 @@ def kaiming_uniform_checks(source: NamedTensors, *, slope: float, bias: str, sel
 def xavier_checks(source: NamedTensors, *, gain: float, distribution: str, bias: str, select: str) -> Iterator[Check]:
     """Checks of entries with variance `gain^2 * 2 / (fan_in + fan_out)`, uniform or normal."""
 
-    def law(w: Tensor) -> Law:
+    def of_entries(w: Tensor) -> Distribution:
         std = gain * math.sqrt(2 / sum(fans(w)))
         return _uniform(math.sqrt(3) * std) if distribution == "uniform" else stats.norm(0, std)
 
-    return _each(source, "xavier", select, bias, law)
+    return _each(source, "xavier", select, bias, of_entries)
 
 
 @EXPECTATIONS.register("trunc_normal")
@@ -56,7 +65,7 @@ def trunc_normal_checks(source: NamedTensors, *, std: float, cut: float, bias: s
     return _each(source, "trunc_normal", select, bias, lambda w: stats.truncnorm(-edge, edge, scale=std))
 
 
-def _uniform(bound: float) -> Law:
+def _uniform(bound: float) -> Distribution:
     return stats.uniform(-bound, 2 * bound)
 
 
@@ -66,20 +75,23 @@ def _module(source: NamedTensors, name: str) -> nn.Module:
     return source.module
 
 
-def _each(source: NamedTensors, name: str, select: str, bias: str, law: Callable[[Tensor], Law]) -> Iterator[Check]:
+def _each(
+    source: NamedTensors, name: str, select: str, bias: str, expected: Callable[[Tensor], Distribution]
+) -> Iterator[Check]:
     for i, matrix in enumerate(selected(_module(source, name), select)):
         blocks = matrix.split(matrix.weight.cpu())
         for number, block in enumerate(blocks):
             part = None if len(blocks) == 1 else number
-            yield from checks_of(name, "weight", i, part, matrix.name, entries(block.float(), law(block), DEFAULT))
+            rows = entries(block.float(), expected(block), DEFAULT)
+            yield from checks_of(name, "weight", i, part, matrix.name, rows)
         if matrix.bias is not None and bias != "keep":
             limit = 0.0 if bias == "zero" else 1.004 / math.sqrt(fans(blocks[0])[0])
             largest = row("largest bias", float(matrix.bias.detach().abs().max()), (0.0, limit))
             yield from checks_of(name, "weight", i, None, matrix.name, [largest])
 
 
-def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
-    """Mean, variance, kurtosis and largest of entries relative to a symmetric law of `scipy.stats`, with intervals.
+def entries(w: Tensor, expected: Distribution, default: str = "") -> list[Row]:
+    """Mean, variance, kurtosis and largest of entries relative to a symmetric distribution, with intervals.
 
     With `default`, the power of the variance is also given for torch's own entries, U(-1, 1) / sqrt(fan_in): those of
     `kaiming_uniform` are the same and pass, and this power says so.
@@ -87,18 +99,18 @@ def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
     n = w.numel()
     if n == 0:
         raise DataError(f"expected a weight with entries, found the shape {tuple(w.shape)}; it has nothing to audit")
-    std, largest = law.std(), law.support()[1]
-    m4, m6, m8 = _moments(law.dist.name, law.args[: law.dist.numargs])
+    std, largest = expected.std(), expected.support()[1]
+    m4, m6, m8 = _moments(expected.dist.name, expected.args[: expected.dist.numargs])
     squares = w.square()
     square = float(squares.mean())
-    expected = stats.norm(1, math.sqrt((m4 - 1) / n))
-    wrong = {error_in("the standard deviation"): stats.norm(1.44, 1.44 * expected.std())}
+    error = math.sqrt((m4 - 1) / n)
+    wrong = {error_in("the standard deviation"): stats.norm(1.44, 1.44 * error)}
     if default:
         ratio = 1 / (3 * fans(w)[0] * std**2)
         wrong[default] = stats.norm(ratio, ratio * math.sqrt(0.8 / n))
     rows = [
         row("mean", float(w.mean()) / std, stats.norm(0, 1 / math.sqrt(n))),
-        row("variance", square / std**2, expected, wrong, slack=2e-3),
+        row("variance", square / std**2, stats.norm(1, error), wrong, slack=2e-3),
     ]
     if n >= 1000:  # below, the sample kurtosis is far from normal
         error = math.sqrt((m8 - m4**2 - 4 * m4 * (m6 - m4) + 4 * m4**2 * (m4 - 1)) / n)
@@ -112,8 +124,8 @@ def entries(w: Tensor, law: Law, default: str = "") -> list[Row]:
 @cache
 def _moments(name: str, shape: tuple[float, ...]) -> tuple[float, ...]:
     """The 4th, 6th and 8th standardised moments of a distribution of `scipy.stats`; each is an integral, so slow."""
-    law = getattr(stats, name)(*shape)
-    return tuple(float(law.expect(lambda x, k=k: (x - law.mean()) ** k)) / law.std() ** k for k in (4, 6, 8))
+    one = getattr(stats, name)(*shape)
+    return tuple(float(one.expect(lambda x, k=k: (x - one.mean()) ** k)) / one.std() ** k for k in (4, 6, 8))
 
 
 @EXPECTATIONS.register("t_fixup", reads=("attention modules", "MLPs"))

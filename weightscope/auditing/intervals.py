@@ -1,14 +1,15 @@
 """Intervals that contain a statistic of a correct initialisation with probability 1 - `LEVEL`, and powers of checks.
 
-A statistic of known distribution (chi-squared energies, means of many entries) has that of `scipy.stats`. For any
-other, the initialiser is run again and again at the same shape, or at the same ratio of a smaller width, and one more
-draw has a t distribution around the mean of these; so have draws of wrong constructions, which give the power.
+A statistic of known distribution (chi-squared energies, means of many entries) has the one of `scipy.stats`. For any
+other, the initialiser is run again and again, and one more run has a t distribution around the mean of these; so have
+the default start and runs with an error, which give the power.
 """
 
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,13 @@ from weightscope.anatomy import ModuleTensors, NamedTensors
 
 # Per check. A report of 5,000 checks (36 heads have about 300) then has a false-alarm rate below 0.5 %.
 LEVEL = 1e-6
-DRAWS = 48  # of a correct construction; the t quantile of LEVEL is 5.6
+RUNS = 24  # of an initialiser; the t quantile of LEVEL is 6.6, the normal one 4.9
 # An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
 DECIDED = 0.99
 UNTOUCHED = "an untouched network"
 
 Interval = tuple[float, float]
-Law = Any
+Distribution = Any
 """The distribution of a statistic: a frozen one of `scipy.stats`, or a number."""
 Row = tuple[str, float, Interval, dict[str, float]]
 """A statistic, its value, the expected interval, and error -> the power of the check."""
@@ -38,15 +39,21 @@ def error_in(parameter: str) -> str:
     return f"a 20 % error in {parameter}"
 
 
-def row(statistic: str, found: float, expected: Law, wrong: Mapping[str, Law] | None = None, slack: float = 0.0) -> Row:
+def row(
+    statistic: str,
+    found: float,
+    expected: Distribution,
+    wrong: Mapping[str, Distribution] | None = None,
+    slack: float = 0.0,
+) -> Row:
     """A statistic with the two-sided interval of its expected distribution, wider by `slack` on each side, or as given.
 
     The power is the probability P(x < low) + P(x > high) under the distribution with an error, or 0 or 1 for a number.
     """
     low, high = map(float, expected if isinstance(expected, tuple) else interval(expected, slack))
     power = {
-        error: float(law.cdf(low) + law.sf(high)) if hasattr(law, "cdf") else float(not low <= law <= high)
-        for error, law in (wrong or {}).items()
+        error: float(d.cdf(low) + d.sf(high)) if hasattr(d, "cdf") else float(not low <= d <= high)
+        for error, d in (wrong or {}).items()
     }
     return statistic, float(found), (low, high), power
 
@@ -57,24 +64,24 @@ def zero_biases(part: Any, names: Iterable[str]) -> list[Row]:
     return [row("largest bias", float(torch.cat(found).abs().max()), 0.0)] if found else []
 
 
-def interval(law: Law, slack: float = 0.0, level: float = LEVEL) -> Interval:
+def interval(x: Distribution, slack: float = 0.0, level: float = LEVEL) -> Interval:
     """The quantiles level / 2 and 1 - level / 2, moved apart by the slack."""
-    ends = (law.ppf(level / 2), law.isf(level / 2)) if hasattr(law, "ppf") else (law, law)
+    ends = (x.ppf(level / 2), x.isf(level / 2)) if hasattr(x, "ppf") else (x, x)
     return float(ends[0]) - slack, float(ends[1]) + slack
 
 
-def normal(mean: float, sd: float) -> Law:
-    """The normal distribution, or the mean if there is no finite deviation."""
+def normal(mean: float, sd: float) -> Distribution:
+    """The normal distribution, or the mean if there is no finite std."""
     return stats.norm(mean, sd) if 0 < sd < math.inf else mean
 
 
-def mean_square(dof: float) -> Law:
+def mean_square(dof: float) -> Distribution:
     """The distribution of the mean of the squares of independent standard normal numbers."""
     return stats.chi2(dof, scale=1 / dof)
 
 
-def predicted(draws: Sequence[float] | np.ndarray, factor: float = 1.0, shrink: float = 1.0) -> Law:
-    """One more draw: mean + sd sqrt(shrink^2 + 1/n) t_(n-1), `shrink` its deviation over that of the n given ones.
+def predicted(draws: Sequence[float] | np.ndarray, factor: float = 1.0, shrink: float = 1.0) -> Distribution:
+    """One more draw: mean + sd sqrt(shrink^2 + 1/n) t_(n-1), `shrink` its std divided by the std of the n given ones.
 
     `factor` is on all of it.
     """
@@ -82,22 +89,22 @@ def predicted(draws: Sequence[float] | np.ndarray, factor: float = 1.0, shrink: 
     return stats.t(n - 1, mean, sd * math.sqrt(shrink**2 + 1 / n)) if sd > 0 and math.isfinite(sd) else mean
 
 
-Draws = Mapping[str, Sequence[float]]
-"""Statistic -> its value in each draw."""
+def compared(
+    found: Mapping[str, float],
+    right: Sequence[Mapping[str, float]],
+    wrong: Mapping[str, Sequence[Mapping[str, float]]],
+    slack: Mapping[str, float] = MappingProxyType({}),
+) -> list[Row]:
+    """Rows of the statistics of a part, from those of runs of the initialiser and of runs with each error."""
 
+    def run(draws: Sequence[Mapping[str, float]], statistic: str) -> Distribution:
+        return predicted([draw[statistic] for draw in draws])
 
-def simulated(
-    draw: Callable[[Any], Mapping[str, float]], correct: Any, wrong: Mapping[str, Any], draws: int = DRAWS
-) -> tuple[Draws, dict[str, Draws]]:
-    """The statistics of parts that `draw` makes by a construction, and by each wrong one, a quarter as many."""
-    return _columns(draw(correct) for _ in range(draws)), {
-        error: _columns(draw(make) for _ in range(draws // 4)) for error, make in wrong.items()
-    }
-
-
-def _columns(rows: Iterable[Mapping[str, float]]) -> Draws:
-    every = list(rows)
-    return {key: [row[key] for row in every] for key in every[0]}
+    rows = []
+    for what, value in found.items():
+        errors = {error: run(draws, what) for error, draws in wrong.items()}
+        rows.append(row(what, value, run(right, what), errors, slack.get(what, 0.0)))
+    return rows
 
 
 def default_start(source: NamedTensors, name: str, seed: int = 0) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weightscope._util.checks import choice
 from weightscope.anatomy import MLPPart, NamedTensors, SSMPart, chosen_layers, filter_mlps, mlps, ssms
 from weightscope.anatomy.matrices import default_deviation
-from weightscope.auditing.intervals import UNTOUCHED, Law, Row, error_in, interval, normal, row
+from weightscope.auditing.intervals import UNTOUCHED, Distribution, Row, error_in, interval, normal, row
 from weightscope.auditing.report import EXPECTATIONS, Check, checks_of, each
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.mlp import MODES, first_and_last
@@ -27,7 +27,7 @@ from weightscope.init.ssm import chosen_states
 def mimetic_mlp_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
     """Checks of fc1 (p, n) in every MLP, as a two-way table of hidden units and inputs.
 
-    - mean: of all entries, in units of the default entries' standard deviation;
+    - mean: of all entries, in units of the default entries' std;
     - input means: variance of the n means over hidden units, relative to the expected one;
     - unit means: the same for the p means over inputs, which no mode changes;
     - all layers: the mean, or the input means' variance, pooled;
@@ -181,7 +181,7 @@ def _z(r: np.ndarray) -> np.ndarray:
 
 
 @cache
-def _mean_z(rho: float, sizes: tuple[int, ...]) -> Law:
+def _mean_z(rho: float, sizes: tuple[int, ...]) -> Distribution:
     """The distribution of the weighted mean of z, by convolution of histograms: it is skewed in small samples.
 
     For the correlation r of independent normal samples, r sqrt((n - 2) / (1 - r^2)) has Student's distribution of n - 2
@@ -247,7 +247,7 @@ def _decay(part: SSMPart, c: float, some: list[int]) -> list[Row]:
     mean, std = float(_LOG_A.mean()), float(_LOG_A.std())
     factor, sd = -float(a_log.mean()) / mean, std / (mean * math.sqrt(count))  # sd is relative
 
-    def law(c: float) -> Law:
+    def around(c: float) -> Distribution:
         return normal(c, abs(c) * sd)
 
     if count > 1:
@@ -256,9 +256,10 @@ def _decay(part: SSMPart, c: float, some: list[int]) -> list[Row]:
         error = float((a_log + slope * counted).abs().max()) / (c * float(counted.max()))
         if part.version == 1 or error < 0.01:  # if large, A_log has no factor at all
             factor, sd = slope if error <= 0.02 else math.nan, 0.0
+    wrong = {UNTOUCHED: around(-1.0), error_in("c"): around(1.2 * c)}
     rate, bounds = a_log.exp(), (slowest, 1.02)
     return [
-        row("decay factor", factor, law(c), {UNTOUCHED: law(-1.0), error_in("c"): law(1.2 * c)}, slack=0.01 * c),
+        row("decay factor", factor, around(c), wrong, slack=0.01 * c),
         row("slowest -A", float(rate.min()), bounds),
         row("fastest -A", float(rate.max()), bounds),
     ]

@@ -8,7 +8,7 @@ import numpy as np
 
 from weightscope.anatomy import NamedTensors
 from weightscope.anatomy.places import Source
-from weightscope.auditing.intervals import DECIDED, UNTOUCHED, error_in, predicted, row, simulated
+from weightscope.auditing.intervals import DECIDED, RUNS, UNTOUCHED, compared, error_in
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import UsageError
 from weightscope.fits import Exchangeable, load_artifact
@@ -49,12 +49,11 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
             drawn = [_products(root, kind.dimension, rng) for root, kind in zip(roots, types, strict=True)]
             return _slopes(types, rho, drawn)
 
-        right, errors = simulated(draw, 1.0, {UNTOUCHED: 0.0, error_in("gain"): 0.8})
+        right = [draw(1.0) for _ in range(2 * RUNS)]
+        wrong = {error: [draw(x) for _ in range(RUNS // 2)] for error, x in ((UNTOUCHED, 0.0), (error_in("gain"), 0.8))}
         out: list[Check] = []
-        for label, slope in found.items():
-            wrong = {error: predicted(draws[label]) for error, draws in errors.items()}
-            rows = [row("slope", slope, predicted(right[label]), wrong)]
-            out += checks_of(name, "correlations", None, None, label, rows)
+        for label, _, limits, power in compared(found, right, wrong):
+            out += checks_of(name, "correlations", None, None, label, [("slope", found[label], limits, power)])
         if not out:
             raise UsageError(f"audit: {artifact}: this fit has no correlations that a model could be tested for")
         return [check for check in out if check.power[UNTOUCHED] >= DECIDED] or out

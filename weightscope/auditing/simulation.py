@@ -10,12 +10,12 @@ from torch import Tensor
 
 from weightscope._util.torch_random import seeded
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import UNTOUCHED, error_in, predicted, row
+from weightscope.auditing.intervals import RUNS, UNTOUCHED, compared, error_in
 from weightscope.auditing.report import Check, checks_of
 from weightscope.errors import UsageError
 from weightscope.init import get
 
-RUNS, MEANS = 24, 8  # runs whose statistics are compared, and runs before these that make the mean of each tensor
+MEANS = 8  # runs before those whose statistics are compared, which make the mean of each tensor
 
 
 def own_checks(
@@ -66,18 +66,14 @@ def own_checks(
     untouched = [measured(made(MEANS + seed, initialise=False)) for seed in range(RUNS // 4)]
     found = measured({key: source.get(key).detach().cpu().double() for key in chosen})
     for i, key in enumerate(chosen):
-        rows = []
-        for statistic, value in found[key].items():
-            draws = [run[key][statistic] for run in right]
-            wrong = {UNTOUCHED: predicted([run[key][statistic] for run in untouched])}
-            if statistic in ("mean", "std", "largest"):
-                wrong[error_in("scale")] = predicted(draws, 1.2)
-            elif statistic == "difference":
-                wrong[error_in("scale")] = 0.2
-            # Half precision rounds entries by 0.2 %.
-            slack = 4e-3 * max(1.0 if statistic in ("likeness", "difference") else abs(draw) for draw in draws)
-            rows.append(row(statistic, value, predicted(draws), wrong, slack))
-        yield from checks_of(name, "weight", i, None, key, rows)
+        draws, scaling = [run[key] for run in right], () if fixed[key] else ("mean", "std", "largest")
+        scaled = [draw | {what: 1.2 * draw[what] for what in scaling} for draw in draws]
+        wrong = {UNTOUCHED: [run[key] for run in untouched]}
+        wrong[error_in("scale")] = [{"difference": 0.2}] * RUNS if fixed[key] else scaled
+        # Half precision rounds entries by 0.2 %.
+        sizes = dict.fromkeys(draws[0], 1.0) | {what: max(abs(draw[what]) for draw in draws) for what in scaling}
+        slack = {what: 4e-3 * size for what, size in sizes.items()}
+        yield from checks_of(name, "weight", i, None, key, compared(found[key], draws, wrong, slack))
 
 
 def _statistics(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
