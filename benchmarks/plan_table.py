@@ -21,7 +21,7 @@ WORKERS = (2, 64, 1000)
 
 def main() -> None:
     plan = json.loads(Path(sys.argv[1]).read_text())
-    each = plan["quiet"] * plan["alone_seconds"]
+    each = plan["tile_seconds"]
     print(f"| networks | files | GB | core-hours | cost | {' | '.join(f'{w} workers' for w in WORKERS)} |")
     print(f"|{'---:|' * (5 + len(WORKERS))}")
     for networks in SIZES:

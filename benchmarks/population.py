@@ -32,7 +32,6 @@ from weightscope.data.image_section import dataset_info
 from weightscope.errors import UsageError
 from weightscope.networks import build_for
 from weightscope.recipe import Recipe
-from weightscope.training.devices import freed_memory_kept
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels import build
 from weightscope.training.network_check import choose_kernels
@@ -170,13 +169,12 @@ def worker(case: str, name: str, threads: int, seconds: float, barrier: Any, res
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     make, options = CONTENDERS[name]
-    with freed_memory_kept():  # for every contender alike
-        work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
-        work(), work()
-        barrier.wait()
-        done, start = 0, time.perf_counter()
-        while time.perf_counter() - start < seconds:
-            done += work()
+    work = make(recipe_of(case), data_of(case), torch.device("cpu"), **options)
+    work(), work()
+    barrier.wait()
+    done, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        done += work()
     results.put(done / (time.perf_counter() - start))
 
 

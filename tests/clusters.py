@@ -5,7 +5,6 @@ import gc
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -88,14 +87,6 @@ def killing(backend, kills, pause, seed):
     finally:
         over.set()
         killer.join()
-
-
-def kill_stopped(attempts):
-    """End the processes that a task has stopped, whose ids are in a file."""
-    for line in attempts.read_text().split() if attempts.exists() else []:
-        with contextlib.suppress(ProcessLookupError, psutil.Error):
-            if psutil.Process(int(line)).status() == psutil.STATUS_STOPPED:
-                os.kill(int(line), signal.SIGKILL)
 
 
 def runs(process):

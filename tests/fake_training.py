@@ -1,8 +1,11 @@
 """A trainer that obeys the tile rule and takes no time, for tests of what happens to tiles afterwards."""
 
+import contextlib
 import os
+import pickle
 import signal
 import time
+from concurrent.futures import BrokenExecutor, Future
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from weightscope import training
+from weightscope._util import workers
 from weightscope._util.seeding import Purpose, numpy_generator
 from weightscope.errors import DataError
 from weightscope.population import manifest as manifests
@@ -48,12 +52,9 @@ def vector(recipe, k, size=SPEC.size):
     return numpy_generator(recipe.population.seed, k, Purpose.INIT).standard_normal(size).astype(np.float32)
 
 
-def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, kernels="torch", data_hash=None):
+def train_tile(recipe, tile, *, data_root=None, device="auto", kernels="torch", data_hash=None):
     size, epochs = recipe.population.tile, recipe.training.epochs
     numbers = range(tile * size, tile * size + size)
-    for fraction in (0.5, 1.0):
-        if progress is not None:
-            progress(fraction)
     spec = spec_of(recipe)
     weights = np.stack([vector(recipe, k, spec.size) for k in numbers])
     diverged = np.array([k % 9 == 5 for k in numbers])
@@ -74,16 +75,37 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", progress=None, ke
     )
 
 
-def use(monkeypatch, train_tile=train_tile):
-    """Put a trainer in place of the real one."""
+PROCESSES = workers.ENGINES["loky"]
+
+
+@contextlib.contextmanager
+def in_this_process(task, _workers, _running):
+    """An engine without processes, for tests of what happens to tiles."""
+
+    def submit(tile):
+        future = Future()
+        try:
+            future.set_result(pickle.dumps((task(tile), None)))
+        except Exception as error:  # noqa: BLE001 - as a worker
+            future.set_result(pickle.dumps((None, error)))
+        except SystemExit:
+            future.set_exception(BrokenExecutor())
+        return future
+
+    yield submit
+
+
+def use(monkeypatch, train_tile=train_tile, *, processes=False):
+    """Put a trainer in place of the real one, in this process unless it is to run in others."""
     monkeypatch.setattr(training, "train_tile", train_tile)
     monkeypatch.setattr(training, "spec_of", spec_of)
+    monkeypatch.setitem(workers.ENGINES, "loky", PROCESSES if processes else in_this_process)
 
 
 def train_tile_and_die(recipe, tile, **options):
-    """As the kernel kills a process when memory runs out, in tile 1."""
+    """As a process that ends, in tile 1."""
     if tile == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+        raise SystemExit
     return train_tile(recipe, tile)
 
 
@@ -115,8 +137,10 @@ def train_large_tile(recipe, tile, **options):
     return trained
 
 
-def collect_in_process(path, recipe, trainer="small", workers=1, environment=()):
+def collect_in_process(path, recipe, trainer="small", count=1, environment=()):
     """`collect` in a process group of its own, for tests that kill it. Exits as the command line does.
+
+    With a count of 1, tiles are trained in this process.
 
     What it and its workers print goes to a file beside the population, unless it is in an object store.
     """
@@ -130,9 +154,11 @@ def collect_in_process(path, recipe, trainer="small", workers=1, environment=())
         os.dup2(log.fileno(), 2)
     DataConfig.load = lambda *_: SimpleNamespace(fingerprint="0" * 16, examples=64)
     training.train_tile = {"small": train_tile, "large": train_large_tile, "slow": train_slowly}[trainer]
+    if count == 1:
+        workers.ENGINES["loky"] = in_this_process
     training.spec_of = large_spec_of if trainer == "large" else spec_of
     try:
-        collect(recipe, path, workers=workers)
+        collect(recipe, path, workers=count)
     except WeightscopeError as error:
         print(error, flush=True)
         raise SystemExit(error.exit_code) from None
@@ -149,20 +175,16 @@ def train_tile_or_refuse(recipe, tile, **options):
     return train_tile(recipe, tile)
 
 
-def work(folder, trouble, tile, *, progress):
+def work(folder, trouble, tile):
     """A task that is in trouble at its first attempt at tile 1, or at every one if the trouble is "poison"."""
-    progress(0.5)
     with open(folder / str(tile), "a") as attempts:
         attempts.write(f"{os.getpid()}\n")
     if tile == 1 and (trouble == "poison" or len((folder / "1").read_text().splitlines()) == 1):
         if trouble == "raises":
             raise RuntimeError("no such luck")
-        if trouble == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif trouble == "hangs":
+        if trouble == "lasts":
             time.sleep(1000)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
     return 10 * tile
 
 
@@ -172,8 +194,6 @@ def train_tile_or_raise(recipe, tile, **options):
     return train_tile(recipe, tile)
 
 
-def hang(folder):
+def last(folder):
     """Give two workers something to do without end."""
-    from weightscope._util.workers import Workers, spread
-
-    list(spread(partial(work, Path(folder), "hangs"), [1, 2], Workers("loky", 2)))
+    list(workers.spread(partial(work, Path(folder), "lasts"), [1, 2], workers.Workers("loky", 2)))

@@ -5,20 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_training as fake
 import numpy as np
 import pytest
 import tomli_w
 from click.testing import CliRunner
-from fake_training import write_population
 from pictures import ON_CPU as OPTIONS
 from pictures import PLAIN, heights_of
 from pictures import runs_of as rows_of
 from scipy.stats import ttest_rel
 
 from weightscope import plots, training
-from weightscope._util.workers import makespan
+from weightscope._util import workers
 from weightscope.benchmarking import BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
-from weightscope.benchmarking import run as plans
 from weightscope.benchmarking.design import combinations_of, labelled, parse_init, point_text
 from weightscope.benchmarking.run import Design
 from weightscope.cli import cli
@@ -28,8 +27,8 @@ from weightscope.fits import PopulationFit
 from weightscope.fits.fitting import fit
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
+from weightscope.training import planning
 from weightscope.training.collection import TileResult
-from weightscope.training.planning import TileCost, tile_costs
 
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
@@ -204,7 +203,6 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert "; cost " in replace(plan, price=2.5).summary()
     assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
-    assert [makespan(tasks, [0.0, 0.0]) for tasks in ([3.0, 1.0, 1.0, 1.0], [1.0] * 5, [])] == [3, 3, 0]
     told: list[TileResult] = []
     own: dict[str, Any] = {"vary": {"network.kernel_size": [3]}, "seeds": 2, "on_tile": told.append}
     bench(RECIPE, inits, tmp_path, progress=False, **own, **options)
@@ -217,19 +215,10 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert done.summary() == "2 cells, 4 arms, 8 networks in 4 tiles, 4 of them done; expected time 0 s with 1 worker"
 
 
-def test_the_plan_holds_validation_images_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where a batch is smaller than they are."""
-    found: list[TileCost] = []
-    monkeypatch.setattr(plans, "tile_costs", lambda *given: found.extend(tile_costs(*given)) or found)
-    recipe = RECIPE.replace({"data.validation": 30})
-    plan = plan_bench(recipe, ["default"], tmp_path, seeds=2, workers=1, device="cpu")
-    assert plan.seconds is not None
-    assert [cost.steps for cost in found] == [(64 - 30) // 16]
-
-
 def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length: 10 epochs with one evaluation were planned with five of those of 2 epochs."""
-    monkeypatch.setattr(plans, "tile_costs", lambda requests, _: [TileCost(0.0, 0.0, 4, 100.0)] * len(requests))
+    monkeypatch.setitem(workers.ENGINES, "loky", fake.in_this_process)
+    monkeypatch.setattr(planning, "_timed", lambda *_: (0.0, 0.0, 4, 100.0))
     given: dict[str, Any] = {"epochs": (2, 10), "seeds": 2, "workers": 1, "device": "cpu"}
     for evaluate, evaluations in (("end", 2), ("epoch", 12)):
         plan = plan_bench(RECIPE.replace({"training.evaluate": evaluate}), ["default"], tmp_path, **given)
@@ -238,7 +227,7 @@ def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture
 def fitted(tmp_path: Path) -> tuple[PopulationFit, Path]:
-    write_population(tmp_path / "old.pop", RECIPE.replace({"population.networks": 24, "population.tile": 8}))
+    fake.write_population(tmp_path / "old.pop", RECIPE.replace({"population.networks": 24, "population.tile": 8}))
     result = fit(Population(tmp_path / "old.pop"), "*.weight", structure="diagonal")
     result.save(tmp_path / "fit.safetensors")
     return result, tmp_path / "fit.safetensors"

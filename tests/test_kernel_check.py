@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import fake_training as fake
 import h5py
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tiny
 import torch
 from tiny import NETWORKS
 
+from weightscope._util import workers
 from weightscope.errors import UsageError
 from weightscope.training import network_check, request, train_tile
 from weightscope.training.collection import collect
@@ -73,7 +75,8 @@ def forget():
 
 @pytest.fixture
 def compiler(monkeypatch, tmp_path):
-    """Replaces the compiler by one that makes a mistake, or by none."""
+    """Replaces the compiler by one that makes a mistake, or by none; for tiles in this process."""
+    monkeypatch.setitem(workers.ENGINES, "loky", fake.in_this_process)
     monkeypatch.delenv("CC", raising=False)
     forget()
 

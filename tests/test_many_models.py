@@ -1,11 +1,13 @@
 """`products` and `attention-maps` of many models: workers change no number, and an error is that of one model."""
 
+import contextlib
 import json
-import os
+import pickle
+from concurrent.futures import Future
 from functools import partial
-from itertools import count
 
 import clusters
+import fake_training as fake
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from programs import run
 from safetensors.torch import save_file
 
 from weightscope._util import checks, workers
-from weightscope._util.workers import in_order
+from weightscope._util.in_order import in_order
 from weightscope.analysis.attention_products import products
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.networks import ConvMixer, ViT
@@ -27,54 +29,35 @@ def test_results_come_in_order_and_an_error_in_its_place(backend):
     assert found == [3, 2, *range(1, 10)]
 
 
-def test_a_relative_path_names_no_other_file_where_the_folder_is_missing(tmp_path, monkeypatch):
-    """As on another machine of a cluster; one process alone needs no folder."""
-    (tmp_path / "m.txt").touch()
-    monkeypatch.chdir(tmp_path)
-    exists = partial(workers._in_place, os.path.exists)
-    assert [exists(folder, False, "m.txt") for folder in (None, str(tmp_path), "/no/such/folder")] == [
-        True,
-        True,
-        False,
-    ]
-    assert os.getcwd() == str(tmp_path)
-
-
 def test_few_results_wait_for_an_earlier_one(monkeypatch):
     """Of 200, where the first takes longest, no more than 8 are begun before it ends."""
-    begun = count()
+    begun, late = [], Future()
 
-    class Late(workers.Pool):
-        def size(self):
-            return 2
+    @contextlib.contextmanager
+    def engine(task, _workers, _running):
+        def submit(item):
+            begun.append(item.place)
+            if len(begun) == 8:
+                late.set_result(pickle.dumps((0, None)))
+            with fake.in_this_process(task, None, None) as here:
+                return here(item) if item.place else late
 
-        def free(self):
-            return 2 - len(self._waiting)
+        yield submit
 
-        def start(self, tile):
-            self._waiting.append((next(begun), tile))
-
-        def poll(self):
-            last = self._waiting.pop()[1]  # the first only when there is no other
-            return [workers.Ended(last, self._task(last))]
-
-    monkeypatch.setattr(workers, "_pool", lambda task, *_: Late(task, print))
+    monkeypatch.setitem(workers.ENGINES, "loky", engine)
     results = in_order(abs, range(200), [str(k) for k in range(200)], 2)
     assert next(results) == 0
-    assert next(begun) == 8
+    assert begun == [*range(8)]
     assert list(results) == list(range(1, 200))
 
 
 def test_a_worker_that_dies_is_named(monkeypatch):
-    monkeypatch.setattr(workers, "_pool", lambda task, *_: workers.Pool(dies, print))
-    with pytest.raises(WeightscopeError, match=r"^second: .*with fewer workers"):
-        list(in_order(abs, [1, 2], ["first", "second"], 2))
+    def dies(value):
+        raise SystemExit
 
-
-def dies(tile, **_):
-    if tile[0]:
-        raise workers.WorkerDied("killed")
-    return workers._sent(abs, tile)
+    fake.use(monkeypatch)
+    with pytest.raises(WeightscopeError, match=r"^second: its worker died.*with fewer workers"):
+        list(in_order(lambda value: dies(value) if value == 2 else value, [1, 2], ["first", "second"], 2))
 
 
 @pytest.fixture(scope="module")

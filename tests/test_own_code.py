@@ -70,15 +70,10 @@ def test_dropout_of_a_network_does_not_depend_on_its_neighbours():
     assert not np.array_equal(plain[0], wide[0])
 
 
-DIFFER, DRAWS = "batched and plain networks differ", "draws random numbers"
-MIXING = dict.fromkeys(("softmax", "mean", "cat", "clip", "shape"), DIFFER) | dict.fromkeys(("random", "rare"), DRAWS)
-MIXING |= dict.fromkeys(("branch", "numpy"), "depends on values")
-
-
-@pytest.mark.parametrize("how", MIXING)
+@pytest.mark.parametrize("how", ["softmax", "mean", "cat", "clip", "shape", "random"])
 def test_a_forward_that_mixes_networks_is_refused(how):
     plan = recipe({"type": own_code.Mixing, "how": how})
-    with pytest.raises(UsageError, match=f'own_code:Mixing.*{MIXING[how]}.*use training.engine = "loop"'):
+    with pytest.raises(UsageError, match=r"own_code:Mixing.*batched and plain networks differ.*training.engine"):
         train_tile(plan, 0, device="cpu")
     if how != "shape":
         train_tile(plan.replace({"training.engine": "loop", "training.epochs": 1}), 0, device="cpu")

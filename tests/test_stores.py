@@ -90,7 +90,7 @@ def test_collect_resume_grow_and_shrink(folder, tmp_path, caplog):
     assert np.array_equal(found.vector(19), fake.vector(fake.recipe(), 19))
     assert found.metrics["test_accuracy"].shape == (20, 2)
     assert (path / "population.json").read_bytes() == manifest
-    assert fake.files(path).keys() == {"population.json", *(f"shards/{name}" for name in whole)}  # no marks are left
+    assert fake.files(path).keys() == {"population.json", *(f"shards/{name}" for name in whole)}
 
 
 def test_a_tile_that_fails_and_a_new_population_without_networks(folder, monkeypatch):

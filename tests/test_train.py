@@ -94,12 +94,6 @@ def test_snapshots_are_the_weights_of_shorter_trainings_and_change_no_bit(name, 
     assert np.isfinite(found.snapshots).all()
 
 
-def test_every_step_counts_as_progress():
-    seen: list[float] = []
-    train_tile(recipe(), 0, device="cpu", progress=seen.append)
-    assert seen == [step / 12 for step in range(1, 13)], "2 epochs of 6 steps"
-
-
 @pytest.mark.parametrize(("patterns", "message"), [
     (["conv*"], r"no tensor matches 'conv\*'"),
     (["*"], r"training.frozen: expected at least one parameter that is trained, found all \d+ frozen by '\*'"),

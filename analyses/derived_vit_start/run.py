@@ -254,7 +254,7 @@ def by_step(recipe: Recipe, file: Path, networks: int) -> dict[str, Any]:
         own = Recipe.parse(recipe.replace(changes).to_dict() | {"init": [init]})
         run = TileRun(own, 0, own.data.load(None), device, choose_kernels(own, device).kernels)
         run.moments = list(STEPS)
-        end = run.train(None)
+        end = run.train()
         spec = WeightSpec.of(build_for(own))
         found = [[measured(own, spec, row) for row in rows] for rows in run.snapshots]  # (steps, networks) pairs
         shares, entropies = (np.array([[pair[i] for pair in rows] for rows in found]) for i in (0, 1))

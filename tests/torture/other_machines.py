@@ -60,7 +60,7 @@ def test_code_that_torch_generates_trains_as_torchs_operations(name: str) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
         plain, compiled = (
-            TileRun(plan, 0, data, torch.device("cpu"), kernels).train(None) for kernels in ("torch", "inductor")
+            TileRun(plan, 0, data, torch.device("cpu"), kernels).train() for kernels in ("torch", "inductor")
         )
     spec = spec_of(plan)
     for tensor, values in spec.unpack(plain.weights).items():

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from weightscope._util.checks import choice
+from weightscope._util.in_order import in_order
 from weightscope._util.names import joined, label_of, labels_of, unverified
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.threads import one_thread
-from weightscope._util.workers import Workers, in_order
+from weightscope._util.workers import Workers
 from weightscope.anatomy import (
     AttentionPart,
     NamedTensors,

@@ -25,7 +25,7 @@ from weightscope._util.results import Result, duration, finite_or_none, text_tab
 from weightscope._util.sources import as_path, is_population
 from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
-from weightscope._util.workers import Workers, chosen_workers, makespan
+from weightscope._util.workers import Workers, chosen_workers
 from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
 from weightscope.benchmarking.statistics import Contrast, Place, cell_key, contrast_tests, summarise
@@ -38,7 +38,7 @@ from weightscope.recipe import BenchConfig, Recipe
 from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
-from weightscope.training.planning import TileCost, quiet, tile_costs
+from weightscope.training.planning import tile_seconds
 from weightscope.training.request import Request, check_sources, choose_tile
 
 SEED_OFFSET = 1_000_000
@@ -121,7 +121,6 @@ class BenchPlan(Result):
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
     price: float | None = None  # of a worker's hour
-    quiet: float | None = None  # times `seconds`, the time of workers that nothing else slows down
 
     @property
     def cost(self) -> float | None:
@@ -156,7 +155,6 @@ class BenchPlan(Result):
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
         return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
-            "quiet": self.quiet,
             "price": self.price,
             "cost": self.cost,
             "contrasts": contrasts,
@@ -170,7 +168,6 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
-            text += f", without other load {duration(self.quiet * self.seconds)}" if self.quiet is not None else ""
         text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
@@ -204,12 +201,11 @@ def plan_bench(
 ) -> BenchPlan:
     """What `bench` with the same arguments will cost.
 
-    A tile of every initialiser in every cell is initialised, and one of each kind that takes another time is trained
-    for a few steps and evaluated, as many at a time as there are workers. Nothing is kept of it. `price` is for an
-    hour of one worker.
+    A tile of each kind that takes another time is trained for a step and evaluated by a worker. Nothing is kept of it.
+    `price` is for an hour of one worker.
 
-        seconds of a tile = start, with the initialisation + epochs x steps per epoch x seconds of a step
-                            + evaluations x seconds of an evaluation
+        seconds of a tile = start + epochs x steps per epoch x seconds of a step + evaluations x seconds of one
+        seconds = seconds of all tiles / workers
 
     The arguments are those of `bench`; `progress` has no effect. Tiles in `out` are not counted again. Without
     `measure`, only the numbers of arms, networks and tiles are returned.
@@ -225,15 +221,14 @@ def plan_bench(
     on = on.on_device(requests[0].device, sum(missing))
     kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
     timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left)) if measure else []
-    costs: dict[str, TileCost] = {}
+    costs: dict[str, float] = {}
     if timed:
-        found = tile_costs([requests[kinds.index(kind)] for kind in timed], on)
-        costs = dict(zip(timed, found, strict=True))
+        costs = dict(zip(timed, tile_seconds([requests[kinds.index(kind)] for kind in timed], on), strict=True))
     rows: dict[str, dict[str, Any]] = {}
-    seconds: list[float] = []
+    total = 0.0
     for arm, request, left, kind in zip(design.arms, requests, missing, kinds, strict=True):
-        each = costs[kind].seconds(request.recipe.training) if kind in costs else 0.0
-        seconds += [each] * left
+        each = costs.get(kind, 0.0)
+        total += each * left
         row = rows.setdefault(arm.place, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
         tiles = request.manifest.tiles
         for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
@@ -241,9 +236,8 @@ def plan_bench(
         known = row["seconds"] is not None and (kind in costs or not left)
         row["seconds"] = row["seconds"] + each * left if known else None
     workers = on.count or usable_cores()
-    expected = makespan(seconds, [0.0] * workers) if measure or not any(missing) else None
-    calm = quiet(list(costs.values()), on) if costs else None
-    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price, calm)
+    expected = total / workers if measure or not any(missing) else None
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
 
 
 @dataclass(frozen=True)

@@ -439,8 +439,8 @@ def attention_maps(
       weightscope attention-maps mamba/ --tokens copy:20 -o maps.png
       weightscope attention-maps vits.pop::0 vits.pop::1 vits.pop::2 --workers auto
     """
+    from weightscope._util.in_order import in_order
     from weightscope._util.names import label_of, labels_of
-    from weightscope._util.workers import in_order
     from weightscope.analysis.attention_maps import compared
 
     one, drawing = partial(_maps_of, kind, options), {} if kind == "maps" else {"kind": kind}

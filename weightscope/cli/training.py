@@ -2,7 +2,6 @@
 
 import math
 import re
-import shutil
 import sys
 import time
 from functools import partial
@@ -170,10 +169,10 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 @click.option("--watch", is_flag=True, help="Show it again every two seconds, until all networks are trained.")
 @json_option
 def show_status(path: str, watch: bool, json_file: Path | None) -> None:
-    """How far a population or a benchmark is: networks, tiles in training, rate, expected end.
+    """How far a population or a benchmark is: networks, rate, expected end.
 
-    PATH is a population's folder or a benchmark's. Reads files only, so it works for every backend and from another
-    machine, and says which tiles failed and which have lost their worker.
+    PATH is a population's folder or a benchmark's. Counts files only, so it works for every backend and from another
+    machine.
 
     \b
     Example:
@@ -184,24 +183,16 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
     shown = None
     while True:
         found = status(path)
-        states = found.trained, found.damaged, [(mark["tile"], mark["state"]) for mark in found.marks]
         if watch and sys.stdout.isatty():
-            click.echo(f"\033[H{_fitted(found.text(), *shutil.get_terminal_size())}\033[J", nl=False)
-        elif states != shown:  # in a file, not every two seconds
+            click.clear()
             click.echo(found.text())
-        shown = states
+        elif found.trained != shown:  # in a file, not every two seconds
+            click.echo(found.text())
+        shown = found.trained
         if not watch or found.complete or not found.networks:
             break
         time.sleep(2)
     write_json(json_file, found.to_dict())
-
-
-def _fitted(text: str, columns: int, lines: int) -> str:
-    """A text for a terminal that is not scrolled: long lines are cut, and what is below the last one is counted."""
-    cut = [line if len(line) <= columns else f"{line[: columns - 1]}…" for line in text.splitlines()]
-    if (left := len(cut) - (lines - 2)) > 1:
-        cut = [*cut[:-left], f"... {left} more lines; without --watch all are shown"]
-    return "".join(f"{line}\033[K\n" for line in cut)
 
 
 def _gain(text: str) -> float | str:

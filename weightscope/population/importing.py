@@ -26,11 +26,12 @@ from tqdm import tqdm
 
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
+from weightscope._util.in_order import in_order
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.remote import is_there
 from weightscope._util.sources import is_population, location
 from weightscope._util.threads import one_thread
-from weightscope._util.workers import Workers, chosen_workers, in_order
+from weightscope._util.workers import Workers, chosen_workers
 from weightscope.anatomy.effective import adapters, refuse_adapters
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES

@@ -28,7 +28,7 @@ from weightscope._util.names import shortened
 from weightscope._util.remote import is_remote, reporting
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import read_bytes
-from weightscope.errors import DataError
+from weightscope.errors import DataError, WeightscopeError
 from weightscope.population.manifest import SHARDS, Manifest
 
 AGAIN = "run `weightscope collect` or `import` again, as before, to restore it"
@@ -101,7 +101,11 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kern
     """Write the shard of a trained tile and its hash."""
     file, data = shard_file(path, trained.index), encode(manifest, trained, device, kernels)
     atomic.write(hash_file(file), f"{hashlib.sha256(data).hexdigest()}  {file.name}\n".encode())
-    atomic.write(file, data)
+    try:
+        atomic.write(file, data)
+    except WeightscopeError:  # a full disk
+        hash_file(file).unlink(missing_ok=True)
+        raise
 
 
 def state(path: Path, manifest: Manifest, tile: int) -> State:

@@ -11,7 +11,8 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from weightscope._util.environment import available_memory
-from weightscope._util.workers import Workers, chosen_workers, in_order
+from weightscope._util.in_order import in_order
+from weightscope._util.workers import Workers, chosen_workers
 from weightscope.errors import DataError, SpecError, UsageError, WeightscopeError
 from weightscope.spec import WeightSpec
 from weightscope.statistics.moments import finite_rows

@@ -24,7 +24,7 @@ import numpy as np
 from weightscope import training
 from weightscope._util import atomic
 from weightscope._util.trust import trusting
-from weightscope._util.workers import ClusterLost, TilesFailed, WorkerDied, Workers, chosen_workers, spread
+from weightscope._util.workers import TilesFailed, WorkerDied, Workers, chosen_workers, spread
 from weightscope.data.images import Bar
 from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
 from weightscope.population import Population, shards
@@ -32,7 +32,6 @@ from weightscope.population import manifest as manifests
 from weightscope.population.manifest import Manifest
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import Recipe
-from weightscope.training import status
 from weightscope.training.request import Request, warn_of_other_builds
 
 _log = logging.getLogger(__name__)
@@ -138,7 +137,6 @@ def train(
     the progress bar. `on_tile` is called with each tile as it ends.
     """
     begun: list[Request] = []
-    sizes: list[int] = []  # that the populations had when this run began
     created: list[tuple[Path, bool]] = []
     try:
         with _terminate_as_interrupt():
@@ -149,33 +147,24 @@ def train(
                 manifest, new = manifests.create_or_match(request.path, request.manifest, resize=resize)
                 created += [(request.path, existed)] if new else []
                 begun.append(replace(request, manifest=manifest))
-                sizes.append(manifests.read(request.path).networks)
                 tiles, rows = _scan(begun[-1], shard)
                 kept += rows
                 todo += zip(repeat(len(begun) - 1), tiles)
-                if tiles:
-                    warn_of_other_builds(begun[-1])
             todo.sort(key=itemgetter(1))
-            if requests:
-                chosen = workers.on_device(requests[0].device, len(todo))
+            if todo:
                 total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in begun)
-                bar = _Bar(total, kept, show=progress, desc=label)
-                with bar, contextlib.closing(_trained(begun, todo, chosen, bar)) as results:
+                results = _trained(begun, todo, workers.on_device(begun[0].device, len(todo)))
+                with contextlib.closing(results), _Bar(total, kept, show=progress, desc=label) as bar:
                     for (at, tile), seconds in results:
+                        request = begun[at]
+                        bar.update(request.manifest.rows(tile))
                         if on_tile is not None:
-                            path = begun[at].path
-                            on_tile(TileResult(begun[at].manifest, path, tile, seconds, path.stem))
-        for request, size in zip(begun, sizes, strict=True):
-            path, manifest = request.path, request.manifest
-            found = manifests.read(path).networks
-            if shard is None or (found < manifest.networks and shards.tiles_done(path, manifest) == manifest.tiles):
-                manifests.record_size(path, manifest)
-            if found not in (size, manifest.networks):
-                message = "%s: another run asked for %d networks meanwhile, this one for %d; it has %d now"
-                _log.warning(message, path, found, manifest.networks, manifests.read(path).networks)
-    except (KeyboardInterrupt, ClusterLost) as error:
-        why = str(error) or "stopped"
-        raise Resumable(f"{why}: {_kept(begun)}; run the same command again to resume") from error
+                            on_tile(TileResult(request.manifest, request.path, tile, seconds, request.path.stem))
+        for request in begun:
+            if shard is None or shards.tiles_done(request.path, request.manifest) == request.manifest.tiles:
+                manifests.record_size(request.path, request.manifest)
+    except KeyboardInterrupt as error:
+        raise Resumable(f"stopped: {_kept(begun)}; run the same command again to resume") from error
     except TilesFailed as error:
         failure = _failure(error.errors, begun)
         _leave_nothing(created)
@@ -185,61 +174,40 @@ def train(
         raise
     finally:
         for request in begun:
-            _sweep(request.path)  # workers that were terminated may have been writing
+            _sweep(request.path)  # workers that were ended may have been writing
 
 
 def _trained(
-    requests: Sequence[Request], todo: list[Item], workers: Workers, bar: "_Bar"
+    requests: Sequence[Request], todo: list[Item], workers: Workers
 ) -> Generator[tuple[Item, float], None, None]:
-    """Train tiles, with a progress bar in networks; yields each with the seconds that its worker took."""
-    done, running = bar.n, dict[Item, float]()  # networks
-    # paths are absolute for workers in other folders; messages show them as given
-    job = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
-
-    def rows(item: Item) -> int:
-        return requests[item[0]].manifest.rows(item[1])
+    """Train tiles; yields each with the seconds that its worker took."""
 
     def named(item: Item) -> str:
         return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
 
-    def show(item: Item, fraction: float) -> None:
-        running[item] = fraction * rows(item)
-        bar.move_to(done + sum(running.values()))
-
-    with contextlib.closing(spread(job, todo, workers, show, named)) as results:
-        for item, seconds in results:
-            running.pop(item, None)
-            done += rows(item)
-            bar.move_to(done + sum(running.values()))
-            yield item, seconds
+    # paths are absolute for workers in other folders; messages show them as given
+    task = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
+    with contextlib.closing(spread(task, todo, workers, named)) as results:
+        yield from results
 
 
-def train_shard(
-    train_tile: Callable[..., TrainedTile],
-    requests: Sequence[Request],
-    item: Item,
-    *,
-    progress: Callable[[float], None] | None = None,
-) -> float:
+def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Request], item: Item) -> float:
     """The task of a worker: train one tile and write its shard, unless it is there; returns the seconds it took."""
     begun, (at, tile) = time.perf_counter(), item
     request = requests[at]
-    path, manifest = request.path, request.manifest
-    if shards.state(path, manifest, tile).kind == "done":  # by a worker that was believed to be dead
-        return time.perf_counter() - begun
-    request.own_code.load()
-    kernels, device = request.kernels_here()
-    with status.marked(path, tile, progress) as renew:
-        trained = train_tile(
-            request.recipe,
-            tile,
-            data_root=request.data,
-            device=request.device,
-            progress=renew,
-            kernels=kernels.kernels,
-            data_hash=manifest.inputs[f"data {request.recipe.data.name}"],
-        )
-        shards.save(path, manifest, trained, device, kernels.checked)
+    if shards.state(request.path, request.manifest, tile).kind != "done":  # by another run, or a worker that was lost
+        with trusting(request.trust):
+            request.own_code.load()
+            kernels, device = request.kernels_here()
+            trained = train_tile(
+                request.recipe,
+                tile,
+                data_root=request.data,
+                device=request.device,
+                kernels=kernels.kernels,
+                data_hash=request.manifest.inputs[f"data {request.recipe.data.name}"],
+            )
+        shards.save(request.path, request.manifest, trained, device, kernels.checked)
     return time.perf_counter() - begun
 
 
@@ -258,7 +226,7 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     todo = [tile for tile in (range(manifest.tiles) if shard is None else [shard]) if tile not in done]
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
-    status.forget(path, done)
+        warn_of_other_builds(request)
     return todo, sum(map(manifest.rows, done))
 
 
@@ -292,12 +260,9 @@ def _sweep(path: Path) -> None:
 def _leave_nothing(created: Sequence[tuple[Path, bool]]) -> None:
     """Remove populations that were created a moment ago and have no networks; their folders unless they existed."""
     for path, existed in created:
-        _sweep(path)
         folder = path / manifests.SHARDS
-        if any(folder.glob("*.h5")):
-            continue
-        status.forget(path)
-        with contextlib.suppress(OSError):
+        if not any(folder.glob("*.h5")):
+            _sweep(path)
             atomic.remove_folder(folder)
             (path / manifests.NAME).unlink()
             if not existed:
@@ -320,7 +285,7 @@ class _Bar(Bar):
     """Progress in networks, with networks/hour and the time left; silent unless a terminal or a notebook shows it."""
 
     def __init__(self, total: int, initial: int, *, show: bool, **options: Any) -> None:
-        form = "{desc}: {percentage:3.0f}%|{bar}| {whole} of {total} networks, {per_hour}, {remaining} left"
+        form = "{desc}: {percentage:3.0f}%|{bar}| {n} of {total} networks, {per_hour}, {remaining} left"
         shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
         # None: tqdm checks whether the file is a terminal; a notebook shows stderr, too
         disable = not show or (False if getattr(shell, "kernel", None) is not None else None)
@@ -331,13 +296,5 @@ class _Bar(Bar):
         """The values for `bar_format`."""
         values = dict(super().format_dict)
         done, seconds = values["n"] - values["initial"], values["elapsed"]
-        values["whole"] = int(values["n"])
         values["per_hour"] = f"{3600 * done / seconds:,.0f} networks/hour" if done and seconds else "? networks/hour"
         return values
-
-    def move_to(self, networks: float) -> None:
-        """Show this number of finished networks."""
-        if self.disable:  # it does not count
-            self.n = networks
-        else:
-            self.update(networks - self.n)

@@ -14,8 +14,7 @@ from weightscope._util import threads
 from weightscope._util.environment import available_memory
 from weightscope._util.names import unknown
 from weightscope._util.torch_random import seeded
-from weightscope._util.workers import DeviceFailed
-from weightscope.errors import UsageError
+from weightscope.errors import UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
 
@@ -25,6 +24,10 @@ _IN_FLOAT32: tuple[Any, ...] = _CPU.matmul, _CPU.conv, _CPU.rnn, torch.backends.
 _ATTENTION = [getattr(SDPBackend, f"{name}_ATTENTION") for name in ("FLASH", "EFFICIENT", "CUDNN")] + [SDPBackend.MATH]
 _OF_A_GPU = re.compile(r"out of memory|CUDA (driver )?error|cuDNN error|No CUDA GPUs|HIP error", re.IGNORECASE)
 _MEANT = {"gpu": "cuda", "nvidia": "cuda"}  # "gpu" is spelt more like "cpu"
+
+
+class DeviceFailed(WeightscopeError):
+    """A GPU failed, or has no memory left."""
 
 
 def resolve_device(device: str) -> torch.device:
@@ -49,7 +52,8 @@ def check_memory(recipe: Recipe, device: torch.device) -> None:
     average, one for each snapshot (on a GPU, not in its memory), and the inputs and outputs of a batch.
     A user's own network is not built for this; its weights count as 0.
     """
-    tile = recipe.population.tile or (DEFAULT_TILE if device.type == "cpu" else 1)
+    population = recipe.population
+    tile = min(population.tile or (DEFAULT_TILE if device.type == "cpu" else 1), population.networks)
     size = 0
     if not isinstance(recipe.network, OwnNetworkConfig):
         with seeded(0), torch.device("meta"):

@@ -6,7 +6,6 @@ thread on a CPU. So network k has the same bits in any population, on any worker
 of torch, same device, and same kernels: torch's, or the same build of compiled ones).
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -77,7 +76,6 @@ def train_tile(
     *,
     data_root: str | Path | None = None,
     device: str = "auto",
-    progress: Callable[[float], None] | None = None,
     kernels: Kernels | None = None,
     data_hash: str | None = None,
 ) -> TrainedTile:
@@ -88,7 +86,6 @@ def train_tile(
         tile: index of the tile, counted from 0.
         data_root: the first folder to look for the data set in.
         device: "auto", "cpu" or "cuda".
-        progress: called with the fraction done after each step.
         kernels: those that were chosen and compared with torch's; by default they are, and the network is checked.
         data_hash: of the data when `collect` was called; DataError if they are others here.
     """
@@ -105,7 +102,7 @@ def train_tile(
                 hint = "if it draws random numbers, give it a fixed seed"
             difference = f"expected data of hash {data_hash} in each worker, found {data.fingerprint}"
             raise DataError(f"{recipe.data.name}: {difference}; {hint}")
-        return TileRun(recipe, tile, data, where, kernels).train(progress)
+        return TileRun(recipe, tile, data, where, kernels).train()
 
 
 @lru_cache(maxsize=2)
@@ -169,13 +166,13 @@ class TileRun:
         self.losses = by_kernels(self.batches.losses, kernels)
         self.update = by_kernels(self.optimiser.step, kernels)
 
-    def train(self, progress: Callable[[float], None] | None) -> TrainedTile:
+    def train(self) -> TrainedTile:
         """Train all epochs; returns the weights and metrics of the tile."""
         training = self.recipe.training
         history: dict[str, list[np.ndarray]] = {}
         self._keep(0)
         for epoch in range(training.epochs):
-            found = self.epoch(epoch, progress)
+            found = self.epoch(epoch)
             if training.evaluate == "epoch" or epoch == training.epochs - 1:
                 found |= self.evaluate()
                 if self.plateau is not None:
@@ -211,7 +208,7 @@ class TileRun:
                 self.nets.train()
             self.snapshots.append(self._weights())
 
-    def epoch(self, epoch: int, progress: Callable[[float], None] | None = None) -> dict[str, np.ndarray]:
+    def epoch(self, epoch: int) -> dict[str, np.ndarray]:
         """One pass over the training data; returns the running `train_loss` and `train_accuracy`, or what the task has.
 
         All random numbers are uploaded before the first step; only snapshots are read back before the last. While a GPU
@@ -229,8 +226,6 @@ class TileRun:
         for done in range(self.steps_per_epoch * epoch, self.steps_per_epoch * (epoch + 1)):
             self._step()
             self._keep(done + 1)
-            if progress is not None:
-                progress((done + 1) / (self.steps_per_epoch * training.epochs))
         self.ready = self.batches.draw() if epoch + 1 < training.epochs else None
         means = (self.sums / self.steps_per_epoch).cpu().numpy().astype(np.float64)
         return dict(zip(self.batches.reported, means, strict=True))

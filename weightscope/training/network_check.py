@@ -1,13 +1,8 @@
 """The checks of a recipe's network before the first tile, and the choice of kernels.
 
-The forward code of a user's own network may do anything, and code that mixes channels outside of leaf layers would
-train wrong networks without an error. So the batched engine is compared with the plain modules, values and gradients
-in float64.
-
 Kernels are C on a CPU and `torch.compile` on a GPU where they agree with torch's, or torch's. A kernel may be wrong on
-a machine where it has never run. So the recipe's network is run in training, in the calibration of BatchNorm and in the
-evaluation, and its logits and the gradient of each tensor are compared with those of torch's operations in float64; so
-are steps of AdamW.
+a machine where it has never run, and the forward code of a user's own network may mix the channels of networks that run
+as one. So one step and one evaluation are compared with plain networks in float64.
 """
 
 import json
@@ -23,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._triton import has_triton
 
 from weightscope import networks
@@ -34,20 +28,17 @@ from weightscope.data.image_section import dataset_info
 from weightscope.errors import RecipeError, UsageError, WeightscopeError
 from weightscope.recipe import OwnNetworkConfig, Recipe
 from weightscope.spec import WeightSpec
-from weightscope.training.image_task import CALIBRATION_BATCHES, EVALUATION_IMAGES
+from weightscope.training.image_task import EVALUATION_IMAGES
 from weightscope.training.kernels import build
 from weightscope.training.kernels.build import NotSupported
 from weightscope.training.kernels.functions import Kernels, by_kernels
-from weightscope.training.many_networks import USE_LOOP, Networks, copied, networks_for
+from weightscope.training.many_networks import USE_LOOP, copied, networks_for
 from weightscope.training.optimiser import BatchedAdamW
 
 _log = logging.getLogger(__name__)
 
-_NETWORKS, _EXAMPLES = 3, 4
-_EXACT = 1e-7  # in float64, relative to the largest value; code that mixes networks is off by about 1
+_EXAMPLES = 4
 _ROUNDING = 1e-5  # in float32, relative to the largest logit
-_HOST_READ = f"the forward code depends on values of activations; {USE_LOOP}"
-_DRAWS = f"the forward code draws random numbers outside of the layers; {USE_LOOP}"
 
 
 def check_network(recipe: Recipe) -> None:
@@ -63,14 +54,19 @@ def check_network(recipe: Recipe) -> None:
             _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
         return
     with seeded(0):
-        plain = [networks.build_for(recipe) for _ in range(_NETWORKS)]
-    _check_plain(plain[0], recipe)
-    _matching(plain[0], recipe.training.decay_exclude, "training.decay_exclude")
+        network = networks.build_for(recipe)
+    _check_plain(network, recipe)
+    _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
     if recipe.data.causal:
-        _check_causal(plain[0], recipe, recipe.data.output_shape()[-1])
+        _check_causal(network, recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
-        with Float64():
-            _check_batched([network.double() for network in plain], recipe)
+        try:
+            compare(recipe, "torch", torch.device("cpu"))
+        except WrongKernel as error:
+            raise UsageError(
+                f"{recipe.network.type}: batched and plain networks differ: {error}; the forward code mixes channels, "
+                f"depends on values of activations, or draws random numbers outside of the layers; {USE_LOOP}"
+            ) from error
 
 
 def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -140,67 +136,6 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
         )
 
 
-def set_weights(nets: Networks, plain: Sequence[nn.Module], generator: torch.Generator) -> None:
-    """The weights of plain networks, moved away from zeros and ones, which hide mistakes."""
-    for network, row in zip(plain, nets.weights, strict=True):
-        state = network.state_dict()
-        for tensor, view in nets.spec.unpack(row).items():
-            view.copy_((state[tensor] + 0.1 * torch.rand(view.shape, generator=generator)).float())
-
-
-def _check_batched(plain: list[nn.Module], recipe: Recipe) -> None:
-    """Compare the batched engine with plain networks in evaluation, in training, and beside one that has diverged."""
-    name, generator = recipe.network.type, torch.Generator().manual_seed(2)
-    batched = networks_for(recipe, plain[0], range(_NETWORKS))
-    loop = networks_for(recipe.replace({"training.engine": "loop"}), plain[0], range(_NETWORKS))
-    set_weights(batched, plain, generator)
-    loop.weights.copy_(batched.weights)
-    for nets in (batched, loop):
-        nets.freeze(frozen(plain[0], recipe.training.frozen))
-    where, hint = f"{name}: the forward code does not run on the channels of many networks", f"; {USE_LOOP}"
-    for case in ("evaluation", "training", "one diverged"):
-        first = 0
-        inputs = recipe.data.inputs(generator, _NETWORKS, _EXAMPLES)
-        direction = torch.randn(_EXAMPLES, *recipe.data.output_shape(), generator=generator)
-        if case == "one diverged":  # NaN also reveals code that mixes networks rarely, such as clipping by a norm
-            batched.weights[0] = loop.weights[0] = float("nan")
-            first = 1
-            if inputs.is_floating_point():
-                inputs[0] = float("nan")
-        state = torch.get_rng_state()
-        with _Restricted(), _NoConversions():
-            logits = _run(lambda: batched.train(case != "evaluation")(inputs), where, hint)  # noqa: B023 - called at once
-        if not torch.equal(torch.get_rng_state(), state):  # the same numbers for all networks
-            raise UsageError(f"{where}: {_DRAWS}")
-        expected = loop.train(case != "evaluation")(inputs)
-        _same(logits[first:], expected[first:], f"{name}: logits")
-        _run(lambda: batched.backward((logits * direction).sum()), where, hint)  # noqa: B023
-        loop.backward((expected * direction).sum())
-        found = batched.spec.unpack(batched.gradient[first:])
-        for tensor, gradient in loop.spec.unpack(loop.gradient[first:]).items():
-            _same(found[tensor], gradient, f"{name}: the gradient of `{tensor}`")
-
-
-def _same(found: Tensor, expected: Tensor, what: str) -> None:
-    error = float("inf")
-    if found.shape == expected.shape:
-        wrong, largest = errors(found, expected)
-        error = float((wrong / largest.clamp(min=1e-3)).max())
-    if not error <= _EXACT:  # NaN is not
-        raise UsageError(
-            f"{what}: batched and plain networks differ (relative error {error:.2g}): the forward code mixes channels "
-            f"or draws random numbers outside of the layers; {USE_LOOP}"
-        )
-
-
-@torch.no_grad()
-def errors(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest error and the largest value of each network, (T,) each, of values (T, ...)."""
-    exact = F.pad(exact.reshape(len(exact), -1), (0, 1))  # a tensor may be empty
-    found = F.pad(found.reshape(len(exact), -1), (0, 1)).to(exact.dtype)
-    return (found - exact).abs().amax(1), exact.abs().amax(1)
-
-
 def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
     try:
         return work()
@@ -209,42 +144,14 @@ def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
         raise UsageError(f"{what}: {why}" + ("" if USE_LOOP in why else hint)) from error
 
 
-class _Restricted(TorchDispatchMode):
-    """Refuses branches on results that the host reads, which would be the same for all networks."""
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function._overloadpacket.__name__ in ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item"):
-            raise UsageError(_HOST_READ)
-        return function(*args, **(kwargs or {}))
-
-
-class Float64(TorchFunctionMode):
-    """New tensors have float64 where they would have float32; torch's own default is that of all threads."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        made = function in _device_constructors() and (kwargs or {}).get("dtype") is None
-        return found.double() if made and found.dtype == torch.float32 else found
-
-
-class _NoConversions(TorchFunctionMode):
-    """Refuses conversions to NumPy and lists, which are no operations of torch."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in (Tensor.numpy, Tensor.tolist, Tensor.__array__):
-            raise UsageError(_HOST_READ)
-        return function(*args, **(kwargs or {}))
-
-
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """The largest error of each value or gradient, relative to the largest entry of its network."""
 
-_NOISE = 30.0  # times the error of torch's operations of the same type
 _CANCELS = 1e-2  # of the network's largest value, below which a tensor's gradient may be what is left of larger ones
 _LONGEST = 240  # characters; a shard's texts have at most 256
-_SCALES = (1.0, 1 / 32)  # of two networks' weights: eps has an effect on small variances only
+_SCALES = (float("nan"), 1.0, 1 / 32)  # of the weights: one network has diverged; eps affects small variances only
 _IMAGES = 32  # a multiple of the numbers in a vector register
 _RATES, _DECAYS, _STEPS = (0.1, 0.01), (0.1, 0.0), 3
 
@@ -294,13 +201,12 @@ def _choose(recipe: Recipe, device: torch.device) -> Choice:
     try:
         _refuse(recipe, device)
         made = build.library("float")[1] if kernels == "c" else f"triton {version('triton')}"
-        choice = Choice(kernels, made, check_kernels(recipe, kernels, device))
+        choice = Choice(kernels, made, compare(recipe, kernels, device))
     except UsageError as error:
         if training.kernels != "auto":
             raise
         # in one line of ASCII, as a shard's header can hold it
-        why = " ".join(str(error).split()).encode("ascii", "replace").decode()
-        why = why if len(why) <= _LONGEST else f"{why[: _LONGEST - 3]}..."
+        why = shortened(" ".join(str(error).split()).encode("ascii", "replace").decode(), _LONGEST)
         if not isinstance(error, NotSupported):
             _log.warning("compiled kernels are not used, torch's are: %s", why)
         return Choice("torch", checked=why)
@@ -325,80 +231,95 @@ def _refuse(recipe: Recipe, device: torch.device) -> None:
         build.compiler()
 
 
-def check_kernels(recipe: Recipe, kernels: Kernels, device: torch.device) -> str:
-    """Compare compiled kernels with torch's on what the recipe computes; returns one line of what was compared.
+def compare(recipe: Recipe, kernels: Kernels, device: torch.device) -> str:
+    """Compare a training step of the recipe's networks with plain networks in float64; returns what was compared.
 
-    Two networks run in three ways: by the compiled kernels, by torch's operations in the same type, and by these in
-    float64. Refused is an error above `TOLERANCE` and `_NOISE` times that of torch's operations.
+    Three networks run as one: logits and gradients in training, logits in evaluation, and AdamW. One of them has
+    diverged, which must not affect the others. WrongKernel if an error is above `TOLERANCE`.
     """
     dtype = torch.bfloat16 if recipe.training.precision == "bfloat16" else torch.float32
     with seeded(0):
         template = networks.build_for(recipe)
     try:
-        found, rounded = (_computed(recipe, template, kind, device, dtype) for kind in (kernels, "torch"))
+        found = _computed(recipe, template, kernels, device, dtype)
         with Float64():
-            expected = _computed(recipe, copied(template).double(), "torch", device, torch.float64)
-        _agree(found, expected, dtype, rounded)
-        check_adamw((len(_SCALES), WeightSpec.of(template).size), kernels, device, recipe.training.betas)
+            changes = {"training.engine": "loop", "training.kernels": "torch", "training.precision": "float32"}
+            expected = _computed(recipe.replace(changes), copied(template).double(), "torch", device, torch.float64)
+        _agree(found, expected, dtype)
+        check_adamw((2, WeightSpec.of(template).size), kernels, device, recipe.training.betas)
     except WrongKernel:
         raise
-    except Exception as error:  # whatever a compiler, a driver or a kernel may raise
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise WrongKernel(f"compiled kernels fail: {why}") from error
-    what = "a training step and AdamW" if kernels == "inductor" else "a training step, evaluation and AdamW"
-    return f"{what}: equal to torch's within {TOLERANCE[dtype]:.0e}"
+    except Exception as error:  # whatever a compiler, a driver, a kernel or a user's network may raise
+        raise WrongKernel(f"they fail: {type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    return f"a training step, evaluation and AdamW: equal to torch's within {TOLERANCE[dtype]:.0e}"
 
 
 def _computed(
     recipe: Recipe, template: nn.Module, kernels: Kernels, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Logits and gradients of a batch in training, and logits of evaluations."""
-    generator, data, info = torch.Generator().manual_seed(1), recipe.data, dataset_info(recipe.images)
+    """Logits and gradients of a batch in training, and logits of an evaluation, of the networks that have not diverged.
+
+    Weights are moved away from zeros and ones, which hide mistakes.
+    """
+    generator, data = torch.Generator().manual_seed(1), recipe.data
     nets = networks_for(recipe, template, range(len(_SCALES)), device, kernels)
-    set_weights(nets, [template] * nets.count, torch.Generator().manual_seed(2))
-    nets.weights.mul_(torch.tensor(_SCALES, dtype=nets.weights.dtype, device=device)[:, None])
+    state = template.state_dict()
+    for scale, row in zip(_SCALES, nets.weights, strict=True):
+        for tensor, view in nets.spec.unpack(row).items():
+            view.copy_(scale * (state[tensor] + 0.1 * torch.rand(view.shape, generator=generator)).float())
     nets.freeze(frozen(template, recipe.training.frozen))
-    images = recipe.images.train or info.train or recipe.training.batch_size
-    batch = min(recipe.training.batch_size, images)
-    (trained, *_), calibrated = _sizes(batch, batch), _sizes(min(images, batch * CALIBRATION_BATCHES), batch)
 
     def drawn(*shape: int) -> Tensor:
-        return data.inputs(generator, *shape).to(device, dtype)
+        inputs = data.inputs(generator, *shape).to(device)
+        return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
+    trained, evaluated = (_EXAMPLES, _EXAMPLES) if data.stacked else _sizes(recipe)
     logits = by_kernels(nets.train().forward, nets.kernels)(drawn(nets.count, trained)).clone()
     direction = torch.randn(logits.shape, generator=generator)
     nets.backward((logits * direction.to(logits)).sum())
     gradients = nets.spec.unpack(nets.gradient.clone())
     found = {"logits": logits.detach()} | {f"the gradient of `{name}`": value for name, value in gradients.items()}
     with torch.no_grad():
-        nets.calibrate([drawn(size) for size in calibrated])
-        nets.eval()
-        tests = recipe.images.test or info.test or 2 * EVALUATION_IMAGES - 1
-        for size in _sizes(tests, EVALUATION_IMAGES):
-            found[f"the logits of an evaluation of {size} images"] = nets(drawn(size))
-    return found
+        nets.calibrate([drawn(trained)])
+        found[f"the logits of an evaluation of {evaluated} examples"] = nets.eval()(drawn(evaluated))
+    return {name: values[1:] for name, values in found.items()}
 
 
-def _sizes(images: int, batch: int) -> list[int]:
-    """The sizes of the batches of so many images; of long ones, shorter ones that leave the same part of a vector."""
-    return [
-        size if size < 2 * _IMAGES else _IMAGES + size % _IMAGES
-        for size in (min(images, batch), images % batch)
-        if size
-    ]
+def _sizes(recipe: Recipe) -> tuple[int, int]:
+    """The sizes of a batch and of the last one of an evaluation; of long ones, the same part of a vector is left."""
+    info = dataset_info(recipe.images)
+    batch = min(recipe.training.batch_size, recipe.images.train or info.train or recipe.training.batch_size)
+    tests = recipe.images.test or info.test or 2 * EVALUATION_IMAGES - 1
+    last = tests % EVALUATION_IMAGES or EVALUATION_IMAGES
+    trained, evaluated = (size if size < 2 * _IMAGES else _IMAGES + size % _IMAGES for size in (batch, last))
+    return trained, evaluated
 
 
-def _agree(
-    found: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype, rounded: dict[str, Tensor] | None = None
-) -> None:
-    """Compare values of all networks (T, ...); `rounded` are what torch's operations give in the same type."""
+def _agree(found: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Compare values of all networks (T, ...)."""
     smallest = _CANCELS * torch.stack([errors(value, value)[1] for value in exact.values()]).amax(0)  # (T,)
     for name, value in exact.items():
         error, largest = errors(found[name], value)
-        noise = 0 if rounded is None else errors(rounded[name], value)[0]
-        if not (error <= TOLERANCE[dtype] * largest.maximum(smallest) + _NOISE * noise).all():  # NaN is not
-            wrong = float((error / largest).max())
+        if not (error <= TOLERANCE[dtype] * largest.maximum(smallest)).all():  # NaN is not
+            wrong = float((error / largest.clamp(min=1e-30)).max())
             raise WrongKernel(f"{name} differs from torch's by {wrong:.1e} of the largest value")
+
+
+@torch.no_grad()
+def errors(found: Tensor, exact: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest error and the largest value of each network, (T,) each, of values (T, ...)."""
+    exact = F.pad(exact.reshape(len(exact), -1), (0, 1))  # a tensor may be empty
+    found = F.pad(found.reshape(len(found), -1), (0, 1)).to(exact.dtype)
+    return (found - exact).abs().amax(1), exact.abs().amax(1)
+
+
+class Float64(TorchFunctionMode):
+    """New tensors have float64 where they would have float32; torch's own default is that of all threads."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        made = function in _device_constructors() and (kwargs or {}).get("dtype") is None
+        return found.double() if made and found.dtype == torch.float32 else found
 
 
 def check_adamw(shape: Sequence[int], kernels: Kernels, device: torch.device, betas: tuple[float, float]) -> None:

@@ -27,6 +27,7 @@ from weightscope._util import plugins
 from weightscope._util.environment import environment
 from weightscope._util.remote import is_there
 from weightscope._util.sources import as_path, location, open_regular
+from weightscope._util.trust import trusted
 from weightscope.data.task import Source
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.init import _trained
@@ -117,6 +118,7 @@ class Request:
     made_on: str  # device and kernels, as in the headers of shards
     data: Path | None  # the first folder to look for the data set in, absolute
     own_code: OwnCode  # the functions that the recipe refers to
+    trust: bool  # whether code runs that artifacts of the recipe name
 
     @classmethod
     @unaffected()
@@ -171,6 +173,11 @@ class Request:
         _check_snapshots(wanted, source.examples)
         if there is None and wanted.training.ema:
             _warn_of_short_average(wanted, path, source.examples)
+        if there is not None:
+            tile = there.tile
+        else:
+            tile = min(wanted.population.tile or choose_tile(wanted, source, where), wanted.population.networks)
+        wanted = wanted.replace({"population.tile": tile})
         there_kernels = None if there is None else there.recipe.training.kernels
         if wanted.training.kernels == "auto" and there_kernels == "torch":
             wanted = wanted.replace({"training.kernels": "torch"})
@@ -184,9 +191,6 @@ class Request:
                 other = "its kernels are compiled ones; what is trained here uses torch's, which round differently"
                 _log.warning("%s: %s: %s", path, other, kernels.checked)
             wanted = wanted.replace({"training.kernels": kept})
-        if wanted.population.tile is None:
-            tile = choose_tile(wanted, source, where) if there is None else there.tile
-            wanted = wanted.replace({"population.tile": tile})
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
             path=path,
@@ -197,6 +201,7 @@ class Request:
             made_on=made_on(kernels, str(where)),
             data=root,
             own_code=OwnCode.of(name for _, name in wanted.references),
+            trust=trusted(),
         )
 
     def kernels_here(self) -> tuple[Choice, str]:
@@ -405,8 +410,8 @@ def _compared(recipe: Recipe, data: Source, device: torch.device, compiled: Kern
     )
 
 
-def timed(work: Callable[[], T], clock: Callable[[], float] = time.perf_counter) -> tuple[float, T]:
+def timed(work: Callable[[], T]) -> tuple[float, T]:
     """Seconds and result of some work."""
-    begun = clock()
+    begun = time.perf_counter()
     found = work()
-    return clock() - begun, found
+    return time.perf_counter() - begun, found
