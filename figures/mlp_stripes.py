@@ -27,7 +27,7 @@ def main(study: Path = STUDY, out: Path = HERE / "mlp_stripes.png") -> None:
         blocks = {str(name): slice(a, b) for name, a, b in zip(stored["names"], stops, stops[1:], strict=False)}
     np.fill_diagonal(matrix, 1.0)  # the diagonal does not fit into the stored bytes
     title = f"Correlation of [vec fc1, vec fc2] in block {block}, {n} networks"
-    whole = plots.covariance_map(matrix, blocks, kind="correlation", title=title, diagonal="mask")
+    whole = plots.covariance_map(matrix, blocks, kind="correlation", title=title, diagonal="mask", cells=300)
     plots.save(whole.figure, out.with_name(f"{out.stem}_whole{out.suffix}"))
 
     figure, ((left, right),) = plots.subplots(1, 2, width=13, height=6.2)
@@ -80,10 +80,9 @@ def stripe_ratios(
     for label in labels[1::2]:
         ax.axhspan(mine[label][0] - 0.75, mine[label][-1] + 0.75, color="#f3f5f7", lw=0, zorder=0)
     short, remark = short_names(labels)
-    theme.list_axis(ax, [float(np.mean(mine[label])) for label in labels], short, at[-1] + 1)
     ax.set_xlabel("variance of the means ÷ that of independent entries (log scale)" + (f"\n{remark}" if remark else ""))
     texts = [f"{ratio:.2f} ({low:.2f}–{high:.2f})" for *_, ratio, low, high in rows]
-    theme.columns(ax, at, -0.9, [("ratio (95 % CI)", texts)])
+    theme.list_axis(ax, [float(np.mean(mine[label])) for label in labels], short, {"ratio (95 % CI)": texts}, at)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)
     if len(groups) > 1:

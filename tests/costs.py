@@ -96,6 +96,12 @@ def training_cost(recipe: Recipe, forward: int) -> int:
     return 3 * forward * (recipe.data.train or dataset_info(recipe.data).train) * recipe.training.epochs
 
 
+def network_steps(recipe: Recipe) -> int:
+    """Networks times the steps of training each."""
+    images = recipe.data.train or dataset_info(recipe.data).train
+    return recipe.population.networks * recipe.training.epochs * -(-images // recipe.training.batch_size)
+
+
 def benchmark_cost(recipe: Recipe) -> tuple[int, int, int]:
     """Arms, networks and multiply-adds of a recipe's benchmark."""
     arms = planned_arms(recipe)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from matplotlib.text import Text
 from programs import run
 from torch import nn
 
@@ -358,7 +359,7 @@ def test_attention_grid_colours_are_units_of_uniform_attention():
     np.testing.assert_allclose(drawn[1].get_array(), np.clip(8 * np.eye(8), 0.25, None))
     assert len({(image.norm.vmin, image.norm.vmax) for image in drawn}) == 1
     assert drawn[0].norm.vmin == 0.25
-    texts = {text.get_text() for text in figure.texts}
+    texts = {text.get_text() for text in figure.findobj(Text)}
     assert {"a", "b", "x", "y", "z"} <= texts
 
 

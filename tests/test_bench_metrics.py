@@ -348,7 +348,7 @@ def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
     name = next(name for name in figures if name.startswith("map-"))
     ax = figures[name](None).axes[0]
     frame = next(patch for patch in ax.patches if patch.get_gid() == "largest")
-    assert frame.get_xy() == (-0.5, 0.5), "alpha 0, beta 1"  # type: ignore[attr-defined]
+    assert frame.get_xy() == (0, 1), "alpha 0, beta 1"  # type: ignore[attr-defined]
     amount = f"{0.06 - NOISE[1].mean():.3f}"
     assert f"−{amount}" in texts_of(ax)
     assert f"{amount} bits per token better than default" in words(ax.figure)

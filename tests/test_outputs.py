@@ -1,7 +1,6 @@
 """Every command that writes: all is checked first, files appear whole, and nothing of another kind is replaced."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import fake_training as fake
@@ -23,9 +22,8 @@ COMMANDS = {
     "products": (["vit.safetensors", "--num-heads", "2"], {"-o": ".pdf", "--json": ".json"}),
     "audit": (["vit.safetensors"], {"--json": ".json"}),
     "fit-init": (["a.pop", "--structure", "diagonal", "--select", "*"], {"-o": ".safetensors", "--json": ".json"}),
+    "report": (["a.pop"], {"-o": ".html"}),
 }
-if find_spec("plotly"):  # which is optional
-    COMMANDS["report"] = (["a.pop"], {"-o": ".html"})
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 _NAMED = 3
 FROZEN = " (frozen)"  # suffix of the label of an arm whose tensors are frozen
+CI = "95 % intervals (Holm)"
 
 
 class Control(NamedTuple):
@@ -96,3 +97,34 @@ def count_range(counts: Sequence[int]) -> str:
     """`8`, or `2 to 8`."""
     low, high = min(counts), max(counts)
     return f"{low}" if low == high else f"{low} to {high}"
+
+
+def seeds_text(pairs: Sequence[int | None]) -> str:
+    """`, 2 to 8 seeds`: how many differences are over; empty if rows do not have `pairs`."""
+    known = [n for n in pairs if n is not None]
+    return f", {count_range(known)} seed{'s' * (max(known) != 1)}" if known else ""
+
+
+def bars_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many seeds the means of rows have, what their bars are, and how many networks diverged."""
+    counts, lost = [row["n"] for row in rows], divergence(rows)
+    compared = [row for row in rows if row.get("difference") is not None]
+    text = f"mean of {count_range(counts)} seeds"
+    if set(counts) == {1}:
+        text = "1 seed, so no interval"
+    elif not compared:
+        text += " with 95 % CI"
+    else:
+        references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
+        text += f"; bars: adjusted {CI} of the paired difference from {references}"
+        if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
+            text += seeds_text([row.get("pairs") for row in compared]) + " of both"
+    return f"{text}; {lost}" if lost else text
+
+
+def curves_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The same of curves over epochs, whose intervals are bands."""
+    text = f"mean of {count_range([row['n'] for row in rows])} seeds"
+    if left_out := sum(row["networks"] - row["n"] for row in rows):
+        text += f", {left_out} diverged networks left out"
+    return f"{text}; bands: adjusted {CI} of the difference from {rows[0]['init']}" if len(rows) > 1 else text

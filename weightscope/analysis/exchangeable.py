@@ -308,7 +308,7 @@ class Emergence(Result):
         limits = [np.fmax.reduce(each, initial=math.nan) for each in thresholds]
         n = next(iter(self.found.values())).n
         title = f"{n} networks in training" + ("" if lines else ": no correlation with p < 0.05 at any snapshot")
-        return plots.finished(plots.moment_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
+        return plots.finished(plots.emergence_curves([*self.found], lines, limits, unit=self.unit, title=title), path)
 
 
 @one_thread()

@@ -1,211 +1,174 @@
-"""`weightscope report`: a population as one HTML file to look into, without a server or a network.
+"""HTML pages of results: `weightscope report`, and the report of `weightscope demo`.
 
-Everything shown is computed here; the page draws, sorts and filters. plotly's library is in the file, compressed.
+A page is one file without scripts, which opens without a server, in light and dark, on a phone as well.
 """
 
 import base64
-import gzip
-import json
 import math
+import struct
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from weightscope import plots
 from weightscope._util import atomic
 from weightscope.analysis.exchangeable import ExchangeableCovariance, covariance_exchangeable, emergence
-from weightscope.data.metrics import PER_EPOCH, at_end
+from weightscope.data.metrics import PER_EPOCH, at_end, metric_named
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.population import Population
-from weightscope.statistics.exchangeable import Pair, TypeCovariance
+from weightscope.statistics.exchangeable import Pair
+from weightscope.statistics.index_effects import described
 
-_ENTRIES = 250  # rows of a map
-_PAIRS = 1000  # rows of the table
-_CURVES = 8  # lines of a picture
-_MOMENTS = 7  # columns of filters, beside that of the end
-_BINS = 40
 _NOT_RESULTS = ("diverged", "duplicate", "init", "learning_rate", "weight_decay")
+_PAIRS = 30  # rows of the table
+_CURVES = 6  # lines of a picture
+_ACROSS = 6  # layers in a row of filters
+_CSS_PIXELS = 96  # per inch
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page: sentences, then pictures, then a table."""
+
+    heading: str
+    text: Sequence[str] = ()
+    pictures: Sequence[tuple[Any, str]] = ()  # axes or figures, each with its caption
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # the heads of its columns, and its rows
 
 
 def write_page(population: Population, path: str | Path, select: str | Sequence[str] = "*") -> Path:
     """Write the page of a population; returns its path.
 
-    It shows the metrics of the networks (their distribution, and median and central 90 % over training), the
-    correlations of `covariance_exchangeable` of the selected tensors as maps and as a table of pairs, the strongest
-    ones over depth and, if there are snapshots, over training (`emergence`), and the variance of each filter position
-    over depth and training. Of `population.at(4)`, it shows the weights of that snapshot. What is too large is left
-    out, and the page says so; likewise if the networks' permutations are unknown.
-
-    UsageError if plotly is not installed.
+    It shows the metrics of the networks, the correlations of `covariance_exchangeable` of the selected tensors as a map
+    and as a table of the strongest pairs, the correlations that every block has over depth, the variance of each filter
+    position and, if there are snapshots, the strongest correlations over training (`emergence`). Of `population.at(4)`,
+    it shows the weights of that snapshot. If the networks' permutations are unknown, the page says so.
 
     Example:
         >>> write_page(Population("digits.pop"), "page.html")
     """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise UsageError("plotly is not installed; `pip install plotly`, whose library the page contains") from error
-    from markupsafe import Markup
-
-    values: dict[str, Any] = {"metrics": _metrics(population), "types": [], "pairs": [], "curves": [], "notes": []}
-    facts = {"networks": len(population), "weights in each": population.spec.size}
-    facts |= {"left out: diverged or equal": int(population.diverged.sum())}
-    if population.snapshot is not None:
-        when = f"{population.unit} {population.snapshot}"
-        values["notes"].append(f"The structure is that of {when}; metrics are those at the end of training.")
     population.spec.select(select)  # an error of the patterns is one
+    found: ExchangeableCovariance | str
     try:
         found = covariance_exchangeable(population, select)
     except (AnatomyError, UsageError) as error:  # no tensor whose permutations are known
-        values["notes"].append(f"No structure: {error}")
-    else:
-        structure = _structure(found)
-        values |= structure | {"notes": values["notes"] + structure["notes"]}
-        if population.snapshots:
-            training = emergence(population, select)
-            lines = [_line(words, list(training.found), pairs) for words, pairs in training.curves.items()]
-            values["curves"].append(
-                {"title": "The strongest correlations, over training", "axis": training.unit, "order": []}
-                | {"lines": lines[:_CURVES]}
-            )
-            moments = list(training.found.items())[:: -(-len(training.found) // _MOMENTS)]
-            filters = [{"title": f"{training.unit} {at}", "layers": _filters(one)} for at, one in moments]
-            last = values["filters"][0]["layers"]
-            values["filters"] = filters + values["filters"] * all(one["layers"] != last for one in filters)
-    text = template("page.html").render(
-        title=population.path.name,
-        summary=population.summary(),
-        facts=facts,
-        notes=values["notes"],
-        has={key: bool(values[key]) for key in ("metrics", "types", "pairs")},
-        data=Markup(json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")),
-        library=base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode(),
+        found = f"No structure: {error}"
+    sections = population_sections(population, found)
+    if population.snapshots and not isinstance(found, str):
+        training = emergence(population, select)
+        sections.append(Section("Over training", [training.summary()], [(training.plot(), "The strongest pairs.")]))
+    return write_html(path, population.path.name, [population.summary()], sections)
+
+
+def write_html(path: str | Path, title: str, lead: Sequence[str], sections: Sequence[Section]) -> Path:
+    """Write a page with a title and sentences above its sections; returns its path."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
+    environment.filters["embedded"] = _embedded
+    text = environment.get_template("page.html").render(title=title, lead=lead, sections=sections)
     atomic.write(Path(path), text.encode(errors="replace"))  # a name that is not UTF-8
     return Path(path)
 
 
-def template(name: str, **filters: Callable[..., str]) -> Any:
-    """A jinja2 template of this folder, in which a name without a value is an error."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    environment.filters.update(filters)
-    return environment.get_template(name)
-
-
-def _rounded(values: Any) -> Any:
-    """Nested lists of numbers with four digits; None for what is not finite."""
-    if isinstance(values, np.ndarray | list | tuple):
-        return [_rounded(value) for value in values]
-    return float(f"{values:.4g}") if math.isfinite(values) else None
-
-
-def _metrics(population: Population) -> list[dict[str, Any]]:
-    """Of each metric the histogram at the end of training, and quantiles after each epoch if they are known."""
-    kept, out = ~population.diverged, []
-    found = {name: values[kept] for name, values in at_end(population.metrics).items() if name not in _NOT_RESULTS}
-    for name in sorted(found, key=lambda name: not name.startswith("test_")):
-        last = found[name][np.isfinite(found[name])].astype(float) / 2  # twice the largest number is infinite
-        if not last.size:
-            continue
-        low, width = last.min(), np.ptp(last) or max(abs(last[0]), 1)  # bins of large, near numbers need a scale
-        counts, edges = np.histogram((last - low) / width, bins=min(_BINS, max(5, math.isqrt(last.size))))
-        edges = 2 * (edges * width + low).clip(max=last.max())
-        curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
-        evaluated = np.isfinite(curves).any(axis=0).sum() > 1  # else there is nothing to draw
-        low, middle, high = 2 * np.quantile(curves / 2, (0.05, 0.5, 0.95), axis=0) if evaluated else np.empty((3, 0))
-        out.append(
-            {"name": name, "median": _rounded(2 * np.median(last)), "counts": counts.tolist(), "edges": edges.tolist()}
-            | {"low": _rounded(low), "middle": _rounded(middle), "high": _rounded(high)}
-        )
-    return out
-
-
-def _structure(found: ExchangeableCovariance) -> dict[str, Any]:
-    """Maps of types, the table of pairs, and what can be drawn over depth."""
-    pairs, notes = found.pairs(), []
-    rows = [
-        {"groups": " x ".join(pair.groups), "a": pair.a, "b": pair.b, "r": _rounded(pair.correlation)}
-        | {"low": _rounded(pair.ci95[0]), "high": _rounded(pair.ci95[1]), "z": _rounded(pair.z), "p": _rounded(pair.p)}
-        | {"words": found.words(pair), "signed": pair.signed}
-        for pair in pairs[:_PAIRS]
+def population_sections(population: Population, found: ExchangeableCovariance | str) -> list[Section]:
+    """The metrics of a population, and its covariance; a text says why there is none."""
+    sections = [_metrics(population)]
+    if isinstance(found, str):
+        return [*sections, Section("Correlations of the weights", [found])]
+    text = [
+        "Renumbering hidden units, channels or the coordinates of a head leaves the function of a network unchanged. "
+        "The covariance is an average over all renumberings, so that every unit of every network is a sample.",
+        f"{found.summary()}; {described(found.index_effects)}".strip("; "),
     ]
-    if len(pairs) > _PAIRS:
-        notes.append(f"The table has the {_PAIRS:,} largest effects of {len(pairs):,} pairs.")
-    maps = [_map(one, pairs, notes) for one in found.types if len(one.kind.views) > 1]
-    types = [one for one in maps if len(one["labels"]) > 1]
-    types.sort(key=lambda one: (one["dimensions"] != 1, -len(one["labels"])))
-    return {
-        "types": types,
-        "pairs": rows,
-        "notes": notes,
-        "curves": _over_depth(found, pairs),
-        "filters": [{"title": "end", "layers": _filters(found)}],
-    }
+    if population.snapshot is not None:
+        text.append(f"The weights are those after {population.unit} {population.snapshot}; the metrics are final.")
+    sure = [pair for pair in found.pairs() if pair.p < 0.05]
+    heads = ["pair", "correlation", "95 % interval", "standard errors", "p"]
+    rows = [
+        [
+            found.words(pair) + ("" if pair.signed else " (largest canonical)"),
+            _signed(pair.correlation),
+            f"{_signed(pair.ci95[0])} to {_signed(pair.ci95[1])}",
+            _signed(pair.z, 0) if math.isfinite(pair.z) else "–",
+            f"{pair.p:.1g}".replace("-", "−"),
+        ]
+        for pair in sure[:_PAIRS]
+    ]
+    if not rows:
+        text.append("No pair of tensors is correlated (p < 0.05, adjusted for all pairs).")
+    elif len(sure) > _PAIRS:
+        text.append(f"The table has the {_PAIRS} strongest of {len(sure)} pairs with p < 0.05, adjusted for all pairs.")
+    caption = "Outside the blocks on the diagonal: correlations between tensors and between layers."
+    pictures = [(found.plot(), caption), *_over_depth(found), *_filters(found)]
+    return [*sections, Section("Correlations of the weights", text, pictures, (heads, rows) if rows else None)]
 
 
-def _map(found: TypeCovariance, pairs: Sequence[Pair], notes: list[str]) -> dict[str, Any]:
-    """Correlations of the entries of one type, those of the strongest pairs if there are too many."""
-    kind, chosen, size = found.kind, dict[str, None](), 0
-    copies = {view.name: view.copies for view in kind.views}
-    ordered = [name for pair in pairs if pair.groups == kind.groups for name in (pair.a, pair.b)]
-    for name in dict.fromkeys([*ordered, *copies]):
-        if size + copies[name] <= _ENTRIES:
-            chosen[name], size = None, size + copies[name]
-    if len(chosen) < len(copies):
-        notes.append(
-            f"{kind.label}: the map shows {len(chosen)} of {len(copies)} tensors, those of the largest effects."
-        )
-    names = [name for name in copies if name in chosen]
-    places = np.concatenate([np.arange(copies[n]) + kind.slices[n].start for n in names] or [np.empty(0, int)])
-    matrix = found.correlation()[np.ix_(places, places)]
-    constant = found.covariance.diagonal()[places] <= 0
-    matrix[constant], matrix[:, constant] = np.nan, np.nan
-    labels = [f"{n}[{i}]" if copies[n] > 1 else n for n in names for i in range(copies[n])]
-    return {
-        "groups": kind.label,
-        "dimensions": len(kind.groups),
-        "samples": found.samples,
-        "labels": labels,
-        "views": [i for i, n in enumerate(names) for _ in range(copies[n])],
-        "names": names,
-        "matrix": [[None if math.isnan(x) else round(float(x), 3) for x in row] for row in matrix],
-    }
+def _signed(value: float, decimals: int = 2) -> str:
+    return f"{value:+.{decimals}f}".replace("-", "−")
 
 
-def _over_depth(found: ExchangeableCovariance, pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """Correlations of the same two parts of each block, the largest effects first."""
+def _embedded(drawn: Any) -> dict[str, Any]:
+    """A picture as PNG in base64, and its size in CSS pixels."""
+    png = plots.render(drawn)
+    width, height = (round(n * _CSS_PIXELS / plots.theme.DPI) for n in struct.unpack(">II", png[16:24]))
+    return {"base64": base64.b64encode(png).decode(), "width": width, "height": height}
+
+
+def _metrics(population: Population) -> Section:
+    """Quantiles of every metric over the networks, and the first one with a value after each epoch over training."""
+    kept, rows, pictures = ~population.diverged, list[list[str]](), list[tuple[Any, str]]()
+    for name, values in sorted(at_end(population.metrics).items(), key=lambda item: not item[0].startswith("test_")):
+        finite = values[kept][np.isfinite(values[kept])]
+        if name in _NOT_RESULTS or not finite.size:
+            continue
+        rows.append([name, *(f"{q:.4g}".replace("-", "−") for q in np.quantile(finite, (0.05, 0.5, 0.95)))])
+        curves = population.metrics.get(f"{name}{PER_EPOCH}", np.empty((len(kept), 0)))[kept]
+        evaluated = curves[:, np.isfinite(curves).any(axis=0)]
+        if not pictures and evaluated.shape[1] == curves.shape[1] > 1 and (metric := metric_named(name)) is not None:
+            pictures.append((plots.training_curves(curves, metric=metric), "Median and central 90 % of the networks."))
+    heads = ["metric", "5 % of the networks below", "median", "95 % below"]
+    text = [f"{len(kept):,} networks of {population.spec.size:,} weights each, {(~kept).sum():,} of them left out."]
+    return Section("Metrics of the networks", text, pictures, (heads, rows) if rows else None)
+
+
+def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
+    """Correlations of the same two parts in every block, the largest effects first."""
     lines = defaultdict[str, dict[str, Pair]](dict)
-    for pair in pairs:
+    for pair in found.pairs():
         block, _, parts = found.words(pair).partition(": ")
         if pair.signed and pair.a.startswith(f"{block}.") and pair.b.startswith(f"{block}."):
             lines[parts][block] = pair
     several = {name: line for name, line in lines.items() if len(line) > 1}
+    if not several:
+        return []
     views = [view.name for view in found.permutations.views]
     blocks = {block for line in several.values() for block in line}
     order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
-    drawn = [_line(name, order, [line.get(block) for block in order]) for name, line in several.items()][:_CURVES]
-    return [{"title": "Correlations within a block, over depth", "axis": "block", "order": order, "lines": drawn}]
+    curves = []
+    for name, line in list(several.items())[:_CURVES]:
+        r = [line[block].correlation if block in line else math.nan for block in order]
+        ends = [line[block].ci95 if block in line else (math.nan, math.nan) for block in order]
+        errors = [(high - low) / (2 * 1.96) for low, high in ends]
+        curves.append(plots.Curve(name, range(len(order)), {"correlation": r}, {"correlation": errors}))
+    figure = plots.depth_curves(curves, [plots.Statistic("correlation", "correlation", 0.0)])
+    return [(figure, "Correlations within a block, over depth, with 95 % intervals.")]
 
 
-def _line(name: str, x: Sequence[int | str], pairs: Sequence[Pair | None]) -> dict[str, Any]:
-    ends = [(math.nan, math.nan) if pair is None else pair.ci95 for pair in pairs]
-    r = [math.nan if pair is None else pair.correlation for pair in pairs]
-    low, high = zip(*ends, strict=True)
-    return {"name": name, "x": list(x), "r": _rounded(r), "low": _rounded(low), "high": _rounded(high)}
-
-
-def _filters(found: ExchangeableCovariance) -> list[dict[str, Any]]:
-    """The variance of each position of depthwise filters, over units and networks."""
-    out: list[dict[str, Any]] = []
+def _filters(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
+    """The variance of each position of depthwise filters, over channels and networks."""
+    panels = []
     for one in found.types:
         for view in one.kind.views:
             *others, h, w = view.shape if len(view.shape) == 4 else (0, 1, 1)
             if one.kind.groups and view.copies == h * w > 1 and view.axes[-2:] == (None, None) and others[1:] == [1]:
-                grid = one.covariance.diagonal()[one.kind.slices[view.name]].reshape(h, w)
-                out.append({"name": view.name, "groups": one.kind.label, "grid": _rounded(grid)})
-    return out
+                grid = one.covariance.diagonal()[one.kind.slices[view.name]].reshape(1, 1, h, w)
+                panels.append(plots.Panel(grid, view.name))
+    rows = [panels[i : i + _ACROSS] for i in range(0, len(panels), _ACROSS)]
+    return [(plots.filter_page(rows), "The variance of each filter position.")] if rows else []

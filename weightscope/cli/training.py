@@ -37,9 +37,9 @@ from weightscope.errors import UsageError
 
 @command()
 @out_option("Folder for everything.", "weightscope-demo")
-@click.option("--networks", type=int, default=128, help="Size of the population, at least 16.")
+@click.option("--networks", type=int, default=40, help="Size of the population, at least 16.")
 @click.option("--epochs", type=int, default=12, help="Epochs of the population's training.")
-@click.option("--seeds", type=int, default=64, help="Paired seeds of the benchmark, at least 2.")
+@click.option("--seeds", type=int, default=16, help="Paired seeds of the benchmark, at least 2.")
 @training_options
 def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> None:
     """The whole chain on embedded real data: population, covariance, initialiser, benchmark, report.

@@ -15,13 +15,16 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from weightscope._util.arms import (
+    CI,
     CONTROLS,
     FROZEN,
-    count_range,
+    bars_note,
+    curves_note,
     divergence,
     epochs_text,
     place_of,
     point_text,
+    seeds_text,
     value_text,
 )
 from weightscope.data.metrics import ACCURACY, Metric
@@ -29,13 +32,12 @@ from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
 from weightscope.plots.theme import LABEL, interval, number, p_value, places, signed, wrap
 
-_MOST_MOMENTS = 12  # of an axis, with a tick each
+_MOST_TICKS = 12  # of an axis of epochs
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
 _TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
-CI = "95 % intervals (Holm)"
 Row = Mapping[str, Any]
 
 
@@ -69,29 +71,6 @@ def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tupl
             found.append(tuple(np.clip(np.asarray(interval) + shift * compared, *metric.bounds)))
     low, high = np.array(found).T
     return low, high
-
-
-def seeds_note(rows: Sequence[Row]) -> str:
-    """How many seeds a mean has, what its bar is (see `ends`), and how many networks diverged."""
-    counts, lost = [row["n"] for row in rows], divergence(rows)
-    compared = [row for row in rows if row.get("difference") is not None]
-    text = f"mean of {count_range(counts)} seeds"
-    if set(counts) == {1}:
-        text = "1 seed, so no interval"
-    elif not compared:
-        text += " with 95 % CI"
-    else:
-        references = " or ".join(dict.fromkeys(row.get("reference") or rows[0]["init"] for row in compared))
-        text += f"; bars: adjusted {CI} of the paired difference from {references}"
-        if any(row["n"] != row["pairs"] for row in compared if row.get("pairs") is not None):
-            text += seeds_text([row.get("pairs") for row in compared]) + " of both"
-    return f"{text}; {lost}" if lost else text
-
-
-def seeds_text(pairs: Sequence[int | None]) -> str:
-    """`, 2 to 8 seeds`: how many differences are over; empty if rows do not have `pairs`."""
-    known = [n for n in pairs if n is not None]
-    return f", {count_range(known)} seed{'s' * (max(known) != 1)}" if known else ""
 
 
 def value_axis(axis: Any, factor: float = 1.0) -> None:
@@ -146,7 +125,7 @@ def _means(
     _value_ticks(ax, values, text)
     ax.set_xlabel(label)
     styles = {name: style for name, (style, _, _) in lines.items()}
-    return _finished(canvas, metric, styles, everything, seeds_note(everything), title, after)
+    return _finished(canvas, metric, styles, everything, bars_note(everything), title, after)
 
 
 def _value_ticks(ax: Axes, values: Sequence[float], text: Mapping[float, str] | None = None) -> None:
@@ -232,12 +211,11 @@ def _single_length(
         theme.bar(ax, y, row["mean"], (low[y], high[y]), **style)
         if row.get("difference") is None and row.get("p_holm") is None and len(rows) > 1:
             ax.axvline(row["mean"], color=style["color"], lw=1, ls=(0, (4, 2)), zorder=1, gid="reference")
-    theme.list_axis(ax, range(len(rows)), names, len(rows))
-    heads = [("mean", [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows])]
-    heads += [("difference", [_difference(row, metric) for row in rows])] if len(rows) > 1 else []
-    theme.columns(ax, range(len(rows)), -0.8, heads)
+    columns = {"mean": [f"{metric.factor * row['mean']:.{metric.decimals - 1}f}" for row in rows]}
+    columns |= {"difference": [_difference(row, metric) for row in rows]} if len(rows) > 1 else {}
+    theme.list_axis(ax, range(len(rows)), names, columns)
     value_axis(ax.xaxis, metric.factor)
-    label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {seeds_note(rows)}"
+    label = f"{metric.title} after {epochs_text(rows[0]['epochs'])}{metric.direction}; {bars_note(rows)}"
     label += chance_line(ax, rows, upright=True)
     ax.set_xlabel(wrap(label, 0.7 * canvas.width, LABEL))
     return canvas.finish(title)
@@ -303,11 +281,7 @@ def metric_curves(
     ax.set_xlabel("epoch")
     ticks = FixedLocator([1]) if len(epochs) == 1 else MaxNLocator(8, integer=True, min_n_ticks=2)
     ax.xaxis.set_major_locator(ticks)
-    note = f"mean of {count_range([row['n'] for row in curves])} seeds"
-    if left_out := sum(row["networks"] - row["n"] for row in curves):
-        note += f", {left_out} diverged networks left out"
-    note += f"; bands: adjusted {CI} of the difference from {curves[0]['init']}" if len(curves) > 1 else ""
-    return _finished(canvas, metric, styles, curves, note, title)
+    return _finished(canvas, metric, styles, curves, curves_note(curves), title)
 
 
 @theme.themed()
@@ -405,6 +379,8 @@ def difference_map(
     the best of them is framed if it is an improvement. Combinations that were not run are grey. Rows are of one
     initialiser at one length, `axes` the parameters along x and y; `of` is written below the map.
     """
+    import seaborn
+
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
         if row.get("difference") is not None and set(axes) <= set(place_of(row)):
@@ -417,32 +393,29 @@ def difference_map(
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
     columns, rows = (_in_order([place_of(row)[axis] for row in found.values()]) for axis in axes)
     at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
-    values = [metric.factor * row.get("difference", np.nan) for row in at.values()]  # as shown
-    grid = np.reshape(values, (len(rows), len(columns)))
+    grid = metric.factor * np.reshape([row.get("difference", np.nan) for row in at.values()], (len(rows), len(columns)))
     height = max(0.36 * len(rows), 1.8)
     canvas, ax = theme.canvas(ax, max(0.5 * len(columns), 2.0) + 1.9, height + 0.8)
-    limit = theme.colour_limit(grid[np.isfinite(grid)], 1.0)
-    image = ax.imshow(grid, origin="lower", aspect="auto", **theme.colours(limit))
-    for (i, j), row in at.items():
-        if row:
-            colour = "white" if abs(grid[i, j]) > 0.65 * limit else theme.INK
-            weight, text = "bold" if _sure(row) else "normal", signed(grid[i, j], metric.decimals - 1)
-            ax.text(j, i, text, ha="center", va="center", size=7, color=colour, weight=weight)
+    colours, texts = theme.colours(limit := theme.colour_limit(grid[np.isfinite(grid)], 1.0)), {"size": 7}
+    seaborn.heatmap(grid, ax=ax, annot=True, fmt=f"+.{metric.decimals - 1}f", annot_kws=texts, cbar=False, **colours)
+    ax.set_facecolor(theme.GREY)  # of combinations that were not run
+    for text, row in zip(ax.texts, (row for row in at.values() if row), strict=True):
+        text.set(text=signed(metric.factor * row["difference"], metric.decimals - 1))
+        text.set_fontweight("bold" if _sure(row) else "normal")
     shown = list(found.values())
     whole = [row for row in shown if row.get("networks") in (None, row.get("pairs"))]  # else p may be of the others
     better = [row for row in whole if _sure(row) and metric.better(row["difference"])]
     best = max(better, key=lambda row: abs(row["difference"]), default=None)
     for i, j in (place for place, row in at.items() if row is best):
-        ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
-    for axis, places_, name in ((ax.xaxis, columns, axes[0]), (ax.yaxis, rows, axes[1])):
-        axis.set_ticks(range(len(places_)), [value_text(value, name) for value in places_])
-        axis.set_label_text(name)
-        axis.set_tick_params(length=0)
-    ax.set_xlabel("\n".join(filter(None, (axes[0], of))))
-    ax.spines[:].set_visible(False)
+        ax.add_patch(Rectangle((j, i), 1, 1, fill=False, ec=theme.INK, lw=1.6, gid="largest"))
+    ax.set_xticks(np.arange(len(columns)) + 0.5, [value_text(value, axes[0]) for value in columns])
+    ax.set_yticks(np.arange(len(rows)) + 0.5, [value_text(value, axes[1]) for value in rows], rotation=0)
+    ax.tick_params(length=0)
+    ax.invert_yaxis()
+    ax.set(xlabel="\n".join(filter(None, (axes[0], of))), ylabel=axes[1])
     what = f"{metric.label} minus that of {shown[0]['reference']}"
     label = difference_label(metric, what, [row.get("pairs") for row in shown], shown)
-    theme.colour_bar(ax, image, limit, label, height=height, beyond=False)
+    theme.colour_bar(ax, ax.collections[0], limit, label, height=height, beyond=False)
     return canvas.finish(title)
 
 
@@ -470,6 +443,8 @@ def training_curves(
     `per_epoch` (N, E) has the values after each epoch; networks with values that are not finite are excluded and
     counted. `chance` is the metric's chance level.
     """
+    import seaborn
+
     values = np.asarray(per_epoch, dtype=np.float64)
     if values.ndim != 2 or values.size == 0:
         raise DataError(f"training curves: expected (networks, epochs), found {values.shape}")
@@ -478,15 +453,12 @@ def training_curves(
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
     metric.check(kept.ravel(), "training curves")
     canvas, ax = theme.canvas(ax, 6.4, 3.9)
-    epochs = np.arange(1, values.shape[1] + 1)
-    style = theme.look(0, lw=1.6, marker="o" if len(epochs) == 1 else None)
-    low, median, high = np.quantile(kept, [0.05, 0.5, 0.95], axis=0)
-    text = f"median of {len(kept):,}"
-    if len(kept) > 1:
-        ax.fill_between(epochs, low, high, color=style["color"], alpha=0.18, lw=0)
-        text += ", 5 to 95 % shaded"
+    epochs = np.tile(np.arange(1, values.shape[1] + 1), len(kept))
+    text = f"median of {len(kept):,}" + ", 5 to 95 % shaded" * (len(kept) > 1)
     text += f", {len(values) - len(kept):,} diverged" if len(kept) < len(values) else ""
-    ax.plot(epochs, median, label=text, gid="curve", zorder=3, **style)
+    style: dict[str, Any] = {"color": theme.PALETTE[0], "marker": "o" if values.shape[1] == 1 else None, "gid": "curve"}
+    band = ("pi", 90) if len(kept) > 1 else None
+    seaborn.lineplot(x=epochs, y=kept.ravel(), estimator="median", errorbar=band, ax=ax, label=text, **style)
     ax.grid(axis="y")
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     ax.set_xlabel("epoch" + chance_line(ax, [{"chance": chance}]))
@@ -498,8 +470,8 @@ def training_curves(
 
 
 @theme.themed()
-def moment_curves(
-    moments: Sequence[int],
+def emergence_curves(
+    epochs: Sequence[int],
     lines: Mapping[str, Sequence[float]],
     limits: Sequence[float],
     ax: Axes | None = None,
@@ -507,26 +479,25 @@ def moment_curves(
     unit: str = "epoch",
     title: str | None = None,
 ) -> Axes:
-    """Correlations against moments of training, on a logarithmic axis with 0; dashed, +- the limits of chance.
+    """Correlations against the epochs of snapshots, on a logarithmic axis with 0; dashed, +- the limits of chance.
 
-    `lines` has the values of each entry, `limits` one number for each moment; NaN is not drawn.
+    `lines` has the values of each entry, `limits` one number for each snapshot; NaN is not drawn.
     """
     canvas, ax = theme.canvas(ax, 6.8, 3.4 + 0.2 * len(lines))
+    handles = []
     for order, (label, values) in enumerate(lines.items()):
-        ax.plot(moments, values, label=label, zorder=3, gid="curve", **theme.look(order, ms=4.5, ls="-"))
-    for sign in (-1, 1):
-        ax.plot(moments, sign * np.array(limits), color=theme.MUTED, ls="--", lw=1.0, zorder=2, gid="limit")
+        handles += ax.plot(epochs, values, label=label, zorder=3, gid="curve", **theme.look(order, ms=4.5, ls="-"))
+    chance: dict[str, Any] = {"color": theme.MUTED, "ls": "--", "lw": 1.0, "zorder": 2, "gid": "limit"}
+    ax.plot(epochs, -np.array(limits), **chance)
+    handles += ax.plot(epochs, np.array(limits), label="p = 0.05, adjusted for all pairs", **chance)
     ax.axhline(0, color=theme.INK, lw=0.8, zorder=1)
-    ax.set_xscale("symlog", base=2, linthresh=next((m for m in moments if m), 1))
-    shown = moments if len(moments) <= _MOST_MOMENTS else moments[:: -(-len(moments) // _MOST_MOMENTS)]
-    ax.set_xticks(shown, [str(moment) for moment in shown])
+    ax.set_xscale("symlog", base=2, linthresh=next((epoch for epoch in epochs if epoch), 1))
+    shown = epochs[:: -(-len(epochs) // _MOST_TICKS)]
+    ax.set_xticks(shown, [str(epoch) for epoch in shown])
     ax.minorticks_off()
     ax.grid(axis="y")
-    ax.set_xlabel(unit)
-    ax.set_ylabel("correlation")
-    handles = [line for line in ax.lines if line.get_gid() == "curve"]
-    chance = Line2D([], [], color=theme.MUTED, ls="--", lw=1.0, label="p = 0.05, adjusted for all pairs")
-    canvas.legend([*handles, chance])
+    ax.set(xlabel=unit, ylabel="correlation")
+    canvas.legend(handles)
     return canvas.finish(title)
 
 
@@ -579,9 +550,8 @@ def heldout_scores(
     for y in range(len(fitted), len(rows)):
         theme.outside(ax, 0, y, "not fitted", 4, color=theme.MUTED)
     names, blank = [wrap(row["structure"], 2.1) for row in (*fitted, *failed)], [""] * len(failed)
-    theme.list_axis(ax, range(len(names)), names, len(names))
     parameters = [f"{row['parameters']:,}" for row in fitted] + blank
-    theme.columns(ax, range(len(names)), -0.85, [("difference ± s.e.", texts + blank), ("parameters", parameters)])
+    theme.list_axis(ax, range(len(names)), names, {"difference ± s.e.": texts + blank, "parameters": parameters})
     return canvas.finish(title)
 
 
@@ -625,9 +595,8 @@ def paired_differences(
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
     theme.reference(ax, 0)
-    theme.list_axis(ax, range(len(rows)), names, len(rows))
+    theme.list_axis(ax, range(len(rows)), names, {f"mean, {CI}": means, "better on": better})
     value_axis(ax.xaxis)
-    theme.columns(ax, range(len(rows)), -0.8, [(f"mean, {CI}", means), ("better on", better)])
     references = " or ".join(dict.fromkeys(row["reference"] for row in arms))
     label = difference_label(metric, f"{metric.label} minus that of {references} on the same seed")
     label += "; × diverged" if any(np.any(row["diverged"]) for row in rows) else ""
@@ -680,9 +649,9 @@ def scale_and_structure(
     theme.reference(ax, 0)
     several = len({row["epochs"] for row, _ in pairs}) > 1
     names = [wrap(_named(row, several=several), 2.3) for row, _ in pairs]
-    theme.list_axis(ax, [(at[2 * i] + at[2 * i + 1]) / 2 for i in range(len(pairs))], names, at[-1] + 1)
-    heads = zip((f"mean, {CI}", "adjusted"), map(list, zip(*texts, strict=True)), strict=True)
-    theme.columns(ax, at, -0.8, list(heads))
+    values, ps = zip(*texts, strict=True)
+    middles = [(at[2 * i] + at[2 * i + 1]) / 2 for i in range(len(pairs))]
+    theme.list_axis(ax, middles, names, {f"mean, {CI}": values, "adjusted": ps}, at)
     value_axis(ax.xaxis)
     counts = [n for row, other in pairs for n in (row.get(f"{beyond}_pairs"), other.get("pairs"))]
     drawn = {_place(row, str(row.get(key))) for row, _ in pairs for key in ("init", name, "reference")}

@@ -34,7 +34,7 @@ def covariance_map(
     Variances are much larger than covariances, so the colour scale ends at the 99 % quantile of the off-diagonal
     absolute values, rounded up to two digits and printed at the colour bar; zero is white. A matrix with more than
     `cells` coordinates is averaged over cells that do not cross block borders (see `pool`); cells on the diagonal then
-    show the mean variance. Constant coordinates, whose correlations are NaN, are grey.
+    show the mean variance. All cells are drawn in one size. Constant coordinates, whose correlations are NaN, are grey.
 
     With `groups`, the picture is the covariance matrix of the groups' means, such as the means of a matrix's columns: a
     cell is the mean over all pairs of coordinates from two groups, and the diagonal holds the variances of the means,
@@ -54,15 +54,15 @@ def covariance_map(
         raise UsageError(f"expected kind covariance or correlation and diagonal show or mask, found {kind}, {diagonal}")
     array = checked_square(matrix, f"{kind} matrix")
     names, bounds = _bounds(blocks, len(array))
-    missing = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)
+    constant = np.isnan(np.diagonal(array)) if kind == "correlation" else np.zeros(len(array), dtype=bool)
     own: _Diagonal = "others" if diagonal == "mask" else "variances" if groups is None else "all"
     if groups is None:
         order, (edges, factor) = np.arange(len(array)), cell_edges(bounds, cells)
         quantile, where = 0.99, "off-diagonal values"
     else:
         (order, edges), factor, quantile, where = _grouped(names, bounds, groups), 1, 1.0, "cells"
-    pooled = pool(array, order, edges, missing, own)
-    counted = np.add.reduceat((~missing[order]).astype(int), edges[:-1])
+    pooled = pool(array, order, edges, constant, own)
+    counted = np.add.reduceat((~constant[order]).astype(int), edges[:-1])
     finite, apart = np.isfinite(pooled), np.eye(len(pooled), dtype=bool) & (groups is None)
     empty = np.eye(len(counted), dtype=bool) & (counted == 1)  # a single coordinate has no off-diagonal entries
     if not (finite | empty | (np.outer(counted, counted) == 0)).all():
@@ -73,27 +73,25 @@ def covariance_map(
     limit = theme.colour_limit(pooled[scaled], quantile, pooled[finite])
 
     canvas, ax = theme.canvas(ax, _SIDE + 3.2, _SIDE + 1.4)
-    side = _SIDE if canvas.owned else 0.82 * canvas.width
-    places, cells_drawn = edges.astype(float), np.ma.masked_invalid(np.where(empty & ~finite, 0.0, pooled))
-    image = ax.pcolorfast(places, places, cells_drawn, **theme.colours(limit))
-    ax.set(xlim=(0, len(array)), ylim=(len(array), 0))  # the first row on top
-    ax.set_aspect("equal", anchor="NW")
+    side, size = _SIDE if canvas.owned else 0.82 * canvas.width, len(pooled)
+    drawn = np.ma.masked_invalid(np.where(empty & ~finite, 0.0, pooled))
+    image = ax.imshow(drawn, **theme.colours(limit), extent=(0, size, size, 0))
+    ax.set_anchor("NW")
     ax.spines[:].set_visible(True)
     unit = "correlation" if kind == "correlation" else "covariance (weight units squared)"
     label = f"{unit}\n±{number(limit)} holds {100 * quantile:g} % of the {where}"
     theme.colour_bar(ax, image, limit, label, height=side, beyond=bool((np.abs(pooled[finite]) > limit).any()))
-    remark = _label_blocks(ax, side, names, bounds)
+    remark = _label_blocks(ax, side, names, np.searchsorted(edges, [0, *(stop for _, stop in bounds)]))
     text = f"{len(array):,} coordinates"
     if groups is not None:
         pairs = "group means" if diagonal == "show" else "pairs of different coordinates"
         pairs = "standardised " * (kind == "correlation") + pairs
-        text += f" in {len(pooled):,} groups; cells are covariances of {pairs}"
+        text += f" in {size:,} groups; cells are covariances of {pairs}"
     elif factor > 1:
         text += f"; each cell is a mean over {factor} × {factor}"
-    if constant := int(missing.sum()):
-        text += f"; {constant:,} constant {'one is' if constant == 1 else 'ones are'} grey"
-    text += f"; {remark}" if remark else ""
-    ax.set_xlabel(wrap(text, side), fontsize=SMALL, color=theme.MUTED)
+    if (many := int(constant.sum())) > 0:
+        text += f"; {many:,} constant {'one is' if many == 1 else 'ones are'} grey"
+    ax.set_xlabel(wrap(f"{text}; {remark}" if remark else text, side), fontsize=SMALL, color=theme.MUTED)
     return canvas.finish(title)
 
 
@@ -124,28 +122,25 @@ def _bounds(blocks: Mapping[str, slice], size: int) -> tuple[list[str], list[tup
     return [name for name, _ in kept], [bound for _, bound in kept]
 
 
-def _label_blocks(ax: Axes, side: float, names: list[str], bounds: list[tuple[int, int]]) -> str:
+def _label_blocks(ax: Axes, side: float, names: list[str], borders: np.ndarray) -> str:
     """Draw borders between blocks and name those that have room, the largest first, on both axes of `side` inches."""
-    size, drawn, named = bounds[-1][1], 0, list[int]()
-    for start, _ in bounds[1:]:
-        if start - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
+    size, drawn, named = borders[-1], 0, list[int]()
+    for at in borders[1:-1]:
+        if at - drawn >= _CLEAR * size:  # lines next to one another would cover what is between
             for line in (ax.axhline, ax.axvline):
-                line(start, color=theme.INK, lw=0.5, gid="border")
-            drawn = start
-    centres, gap = [(start + stop) / 2 for start, stop in bounds], size * 1.35 * SMALL / (72 * side)
-    for i in sorted(range(len(bounds)), key=lambda i: bounds[i][0] - bounds[i][1]):
+                line(at, color=theme.INK, lw=0.5, gid="border")
+            drawn = at
+    centres, gap = (borders[1:] + borders[:-1]) / 2, size * 1.35 * SMALL / (72 * side)
+    for i in np.argsort(-np.diff(borders), kind="stable"):
         if all(abs(centres[i] - centres[other]) >= gap for other in named):
             named.append(i)
     short, remark = short_names([names[i] for i in sorted(named)])
-    at = [centres[i] for i in sorted(named)]
-    level = max(map(inches, short)) + 0.08 <= np.diff(at).min(initial=np.inf) * side / size
-    for axis, rotation in ((ax.yaxis, 0), (ax.xaxis, 0 if level else 90)):
-        axis.set_ticks(at, short, rotation=rotation)
+    places = centres[sorted(named)]
+    level = max(map(inches, short)) + 0.08 <= np.diff(places).min(initial=np.inf) * side / size
+    ax.set_yticks(places, short)
+    ax.set_xticks(places, short, rotation=0 if level else 90)
     left = f"small blocks without a label: {len(names) - len(named)}" if len(named) < len(names) else ""
     return "; ".join(filter(None, [remark, left]))
-
-
-# Large matrices, averaged over cells of about a pixel
 
 
 def cell_edges(bounds: Sequence[tuple[int, int]], most: int) -> tuple[np.ndarray, int]:

@@ -79,24 +79,22 @@ def depth_curves(
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
             ax.yaxis.set_minor_formatter(NullFormatter())
         ax.set_xlabel(axis)
-        if axis == "layer":  # integer ticks, even for a single layer
-            places = np.concatenate([curve.depth for curve in curves])
-            ax.set_xlim(places.min() - 0.5, places.max() + 0.5)
         ax.set_title(wrap(statistic.label, 3.7, LABEL), fontsize=LABEL, fontweight="normal")
-        ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis == "layer", min_n_ticks=1))
+        ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis in ("layer", "block"), min_n_ticks=1))
         ax.grid(axis="y")
     several = curves if len(curves) > 1 else ()
     handles = [Line2D([], [], label=each.label, **theme.look(i, marker=None)) for i, each in enumerate(several)]
-    for j, kind in enumerate(kinds if len(kinds) > 1 else ()):
-        handles.append(Line2D([], [], label=kind, **_kind(j, theme.INK)))
+    handles += [Line2D([], [], label=kind, **_kind(j, theme.INK)) for j, kind in enumerate(kinds) if len(kinds) > 1]
     if any(s.even is not None for s in statistics):
         handles.append(Line2D([], [], label="independent entries", **even))
-    text = wrap(note, figure.get_size_inches()[0] - 0.3)
+    width = figure.get_size_inches()[0] - 0.3
     if handles:
-        columns = min(len(handles), 6)
-        figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=text)
+        columns = theme.legend_columns(handles, width)
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=wrap(note, width)
+        )
     elif note:
-        figure.supxlabel(text, fontsize=SMALL, color=theme.MUTED, x=0.012, ha="left")
+        figure.supxlabel(wrap(note, width), fontsize=SMALL, color=theme.MUTED, x=0.012, ha="left")
     theme.head(figure, title)
     return figure
 
@@ -111,14 +109,13 @@ def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequ
     depth, values = (np.asarray(a, dtype=np.float64) for a in (curve.depth, curve.values[statistic.key]))
     style, order = theme.look(index, marker=None), np.argsort(depth, kind="stable")
     ax.plot(depth[order], values[order], zorder=2, gid="mean", **style)
-    ends = values
-    if (errors := curve.errors.get(statistic.key)) is not None:
-        half = 1.96 * np.asarray(errors, dtype=np.float64)
+    half = 1.96 * np.asarray(curve.errors.get(statistic.key, np.zeros(len(values))), dtype=np.float64)
+    if half.any():
         ax.errorbar(depth, values, yerr=half, fmt="none", ecolor=style["color"], elinewidth=1.0, zorder=2)
-        ends = np.concatenate([values - half, values + half])
     for j, kind in enumerate(kinds or [""]):
         here = np.array([not curve.kinds or curve.kinds[i] == kind for i in range(len(depth))])
         ax.plot(depth[here], values[here], ms=5, zorder=3, **_kind(j, style["color"]))
+    ends = np.concatenate([values - half, values + half])
     return ends[np.isfinite(ends)]
 
 
@@ -133,28 +130,23 @@ def products_by_depth(rows: Sequence[Mapping[str, Any]], *, title: str | None = 
     Example:
         >>> save(products_by_depth(found.rows), "depth.png")
     """
-    layers: dict[str, dict[int, None]] = {}
-    numbers: dict[tuple[str, str, str], dict[int, list[float]]] = {}
-    for row in rows:
-        layers.setdefault(row["source"], {})[row["layer"]] = None
-        for quantity in ("beta", "alpha"):
-            if (row["head"] is None) == (row["part"] == "vo") and row[quantity] is not None:
-                place = numbers.setdefault((row["source"], row["part"], quantity), {})
-                place.setdefault(row["layer"], []).append(row[quantity])
-    same, statistics = len({len(found) for found in layers.values()}) == 1, []
-    curves = [
-        Curve(source, np.array(sorted(found)) if same else np.linspace(0, 1, len(found)), {}, {})
-        for source, found in layers.items()
-    ]
-    for part, quantity in product((p for p in _PARTS if any(row["part"] == p for row in rows)), ("beta", "alpha")):
+    import pandas as pd
+
+    frame = pd.DataFrame([dict(row) for row in rows], columns=["source", "part", "layer", "head", "alpha", "beta"])
+    drawn = frame[frame["head"].isna() == (frame["part"] == "vo")].astype({"alpha": float, "beta": float})
+    means, errors = (drawn.groupby(["source", "part", "layer"])[["alpha", "beta"]].agg(how) for how in ("mean", "sem"))
+    layers = {str(source): sorted(set(found)) for source, found in frame.groupby("source", sort=False)["layer"]}
+    same = len({len(found) for found in layers.values()}) == 1
+    curves = [Curve(s, found if same else np.linspace(0, 1, len(found)), {}, {}) for s, found in layers.items()]
+    statistics = []
+    for part, quantity in product((p for p in _PARTS if p in set(frame["part"])), ("beta", "alpha")):
         key, sizes = f"{quantity} of {_PARTS[part]}", []
         for curve in curves:
-            found = numbers.get((curve.label, part, quantity), {})
-            values = [np.array(found.get(layer, [np.nan])) for layer in sorted(layers[curve.label])]
-            curve.values[key] = np.array([v.mean() for v in values])
-            if any(len(v) > 1 for v in values):
-                curve.errors[key] = np.array([v.std(ddof=1) / len(v) ** 0.5 if len(v) > 1 else 0.0 for v in values])
-            sizes += [float(np.nanmedian(np.abs(curve.values[key])))] if found else []
+            places = pd.MultiIndex.from_product([[curve.label], [part], layers[curve.label]])
+            curve.values[key] = means[quantity].reindex(places).to_numpy()
+            curve.errors[key] = errors[quantity].reindex(places).fillna(0.0).to_numpy()
+            if np.isfinite(curve.values[key]).any():
+                sizes.append(float(np.nanmedian(np.abs(curve.values[key]))))
         apart = len(sizes) > 1 and min(sizes) > 0 and max(sizes) > _APART * min(sizes)
         even = linear = None
         if quantity == "beta":

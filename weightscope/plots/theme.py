@@ -10,7 +10,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,9 @@ def wrap(text: str, width: float, size: float = SMALL) -> str:
 
 def number(value: float, digits: int = 3) -> str:
     """A number as text: 0.0012, 1.5, 12,300, 1.2×10⁻⁷, with a typographic minus sign."""
-    if not math.isfinite(value):
-        return "not finite" if math.isnan(value) else ("∞" if value > 0 else "−∞")
-    if value == 0:
-        return "0"
-    if 1e-3 <= abs(value) < 1e6:
-        text = f"{value:,.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"
-        text = text.rstrip("0").rstrip(".") if "." in text else text
-    else:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
-        text = f"{mantissa}×10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return text.replace("-", "−")
+    mantissa, _, exponent = f"{float(f'{value:.{digits}g}'):,.10g}".partition("e")
+    power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")) if exponent else ""
+    return (mantissa + f"×10{power}" * bool(exponent)).replace("-", "−")
 
 
 def signed(value: float, places: int) -> str:
@@ -170,6 +161,7 @@ _SETTINGS: dict[str, Any] = {
     "grid.linewidth": 0.7,
     "lines.linewidth": 1.6,
     "lines.markersize": 5.0,
+    "image.interpolation": "nearest",
     "svg.hashsalt": "weightscope",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,
@@ -201,13 +193,12 @@ class Canvas:
         """Place a legend above the axes, in as many columns as fit; long labels are broken."""
         for handle in handles:
             handle.set_label(wrap(str(handle.get_label()), self.width - 0.6))
-        widest = max(inches(str(handle.get_label())) for handle in handles) + 0.6
         self.ax.legend(
             handles=handles,
             title=title and wrap(title, self.width + 0.3),
             loc="lower left",
             bbox_to_anchor=(-0.01, 1.0),
-            ncols=max(1, min(len(handles), int(self.width / widest))),
+            ncols=legend_columns(handles, self.width),
             alignment="left",
             borderaxespad=0.5,
             borderpad=0.2,
@@ -225,6 +216,12 @@ class Canvas:
                 pad += legend.get_window_extent().height * 72 / self.ax.figure.figure.dpi
             self.ax.set_title(wrap(title, self.width, TITLE), linespacing=1.25, pad=pad)
         return self.ax
+
+
+def legend_columns(handles: Sequence[Any], width: float) -> int:
+    """As many columns of a legend as fit into `width` inches."""
+    widest = max(inches(str(handle.get_label())) for handle in handles) + 0.6
+    return max(1, min(len(handles), int(width / widest)))
 
 
 def canvas(ax: Axes | None, width: float, height: float) -> tuple[Canvas, Axes]:
@@ -288,27 +285,34 @@ def outside(ax: Axes, side: float, y: float, text: str, points: float, **style: 
     ax.annotate(text, (side, y), (points, 0), va="center", fontsize=SMALL, **style)
 
 
-def columns(ax: Axes, places: Sequence[float], top: float, texts: Sequence[tuple[str, Sequence[str]]]) -> None:
-    """Columns of text to the right of the axes, with grey headers at y = `top`; `places` are in data coordinates."""
-    offset = 0.12  # inches; relative distances would change when the layout makes room for the text
-    for name, entries in texts:
-        for y, text in zip([top, *places], [name, *entries], strict=True):
-            outside(ax, 1, y, text, 72 * offset, color=MUTED if y == top else INK)
-        offset += max(map(inches, [name, *entries])) + 0.2
-
-
 def bar(ax: Axes, y: float, value: float, ends: Sequence[float], **style: Any) -> None:
     """A point with its interval along x."""
     ax.errorbar([value], [y], xerr=[[value - ends[0]], [ends[1] - value]], **{"capsize": 3, **style})
 
 
-def list_axis(ax: Axes, places: Sequence[float], labels: Sequence[str], rows: float) -> None:
-    """Names along the vertical axis, the first on top, with room for column headers above it."""
-    ax.set_yticks(places, labels)
+def list_axis(
+    ax: Axes,
+    places: Sequence[float],
+    names: Sequence[str],
+    columns: Mapping[str, Sequence[str]],
+    at: Sequence[float] | None = None,
+) -> None:
+    """Names at `places` along the vertical axis, the first on top, and columns of text to the right by their headers.
+
+    The entries of columns are at `places`, or `at` others.
+    """
+    at = places if at is None else at
+    ax.set_yticks(places, names)
     ax.tick_params(axis="y", length=0, pad=6)
-    ax.set_ylim(rows - 0.45, -1.3)
+    ax.set_ylim(max(*places, *at) + 0.55, -1.3)
     ax.spines["left"].set_visible(False)
     ax.grid(axis="x")
+    offset = 0.12  # inches; relative distances would change when the layout makes room for the text
+    for header, entries in columns.items():
+        outside(ax, 1, -0.85, header, 72 * offset, color=MUTED)
+        for y, text in zip(at, entries, strict=True):
+            outside(ax, 1, y, text, 72 * offset, color=INK)
+        offset += max(map(inches, [header, *entries])) + 0.2
 
 
 def log_ticks(axis: Any, low: float, high: float) -> None:
