@@ -10,6 +10,7 @@ from weightscope.analysis.attention_products import Key
 
 HERE = Path(__file__).parent
 STUDY = HERE.parent / "analyses" / "attention_products"
+SIDE = 32  # entries of a panel, of 64 that are stored
 DEPTHS = {
     "vit": (
         ["ViT-S", "ViT-S, with LayerScale", "ViT-S shape, default", "ViT-S shape, mimetic"],
@@ -33,7 +34,7 @@ def main(study: Path = STUDY, out: Path = HERE / "attention_products.png") -> No
             corners = {}
             for i, line in enumerate(stored[name].astype(np.float32)):
                 part, head = ("vo", None) if i == len(stored[name]) - 1 else ("qk", i)
-                corners |= {Key(name, layer, part, head): matrix for layer, matrix in enumerate(line)}
+                corners |= {Key(name, layer, part, head): matrix[:SIDE, :SIDE] for layer, matrix in enumerate(line)}
             figure = plots.product_grid(corners, widths=[384], title=title)
             plots.save(figure, out.with_name(f"{out.stem}_{name}{out.suffix}"))
     for name, (labels, title) in DEPTHS.items():

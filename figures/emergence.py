@@ -20,7 +20,7 @@ KINDS_OF_ARM = ("", *(control.suffix for control in CONTROLS.values()))
 def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
     """Draw three panels: correlations and stripes against training, and both distributions as initialisers."""
     results = json.loads((study / "results.json").read_text())
-    moments = results["snapshots"]
+    epochs = results["snapshots"]
     figure, (axes,) = plots.subplots(1, 3, width=13.5, height=4.3)
     order = 0
     for kind, word in KINDS.items():
@@ -33,9 +33,9 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
             order += 1
             curves = [[one["value"] if one else np.nan for one in r["curve"]] for r in rows if r["what"] == what]
             values = np.exp(curves) if stripes else np.array(curves)
-            ax.plot(moments, values.T, **style | {"lw": 0.6, "alpha": 0.45, "marker": None})
+            ax.plot(epochs, values.T, **style | {"lw": 0.6, "alpha": 0.45, "marker": None})
             label = f"{word}: {what.removeprefix('stripes of ')}"
-            ax.plot(moments, values.mean(0), label=label, **style)
+            ax.plot(epochs, values.mean(0), label=label, **style)
     titles = (
         "Norms against fc1 correlate, QK and VO hardly",
         "Stripes of fc1 appear by epoch 4",
@@ -46,7 +46,7 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
     for ax, level, text in ((axes[0], 0, "correlation"), (axes[1], 1, "variance of means / of independent entries")):
         ax.axhline(level, color=theme.INK, lw=0.8, zorder=0)
         ax.set_xscale("symlog", base=2, linthresh=1)
-        ax.set_xticks(moments, [str(moment) for moment in moments])
+        ax.set_xticks(epochs, [str(epoch) for epoch in epochs])
         ax.minorticks_off()
         ax.set(xlabel="epoch", ylabel=text)
         ax.legend(frameon=False, fontsize=theme.SMALL)

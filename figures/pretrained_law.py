@@ -19,9 +19,9 @@ TITLES = {
 }
 WORDS = {
     "mimetic": "mimetic attention",
-    "population": "law of ViTs trained on the digits",
+    "population": "distribution of ViTs trained on the digits",
     "population, uncorrelated": "... without correlations",
-    "law": "law of DINOv2, gain 4",
+    "law": "distribution of DINOv2, gain 4",
     "law, gain 1": "... gain 1",
     "law, gain 10": "... gain 10",
     "scale only": "... its scale only",
@@ -36,7 +36,7 @@ WORDS = {
 
 
 def kind(arm: str) -> int:
-    """Colour and marker: the law of DINOv2 and its controls, that of a population, mimetic attention."""
+    """Colour and marker: the distribution of DINOv2 and its controls, that of a population, mimetic attention."""
     return 2 if arm == "mimetic" else 1 if arm.startswith("population") else 0
 
 
@@ -59,7 +59,9 @@ def main(study: Path = STUDY, out: Path = HERE / "pretrained_law.png") -> None:
         base = 100 * np.mean(results[name]["accuracies"]["default"])
         ax.set_title(f"{TITLES[name]}\nn = {results[name]['n']}, default {base:.1f} %", fontsize=9)
         ax.grid(axis="y", lw=0.4, alpha=0.4)
-    figure.suptitle("The law of DINOv2 helps by its values and outputs; its queries and keys do not", fontsize=10)
+    figure.suptitle(
+        "The distribution of DINOv2 helps by its values and outputs; its queries and keys do not", fontsize=10
+    )
     plots.save(figure, out)
 
 

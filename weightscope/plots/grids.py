@@ -44,7 +44,7 @@ def panel_figure(
     whole = max(columns * (width + 0.07) + max((inches(text, LABEL) for text in texts), default=0.0) + 0.9, 2.6)
     foot = wrap(note, whole - 0.2)
     figure = theme.new_figure(whole, rows * (height + 0.07) + 0.3 + 0.15 * (foot.count("\n") + 1))
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.025, h_pad=0.025, wspace=0, hspace=0))
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.035, h_pad=0.025, wspace=0, hspace=0))
     axes = figure.subplots(rows, columns, squeeze=False, subplot_kw={"xticks": [], "yticks": []})
     for ax in axes.flat:
         ax.spines[:].set(visible=True, linewidth=0.5, color=theme.MUTED)
@@ -232,9 +232,9 @@ def attention_grid(
     panels, full = _clipped(maps, None)
     if any(p is None or not (np.isfinite(p).all() and (p >= 0).all()) for line in panels for p in line):
         raise DataError("attention grid: expected probabilities, found negative or non-finite entries")
+    top = rounded_up(max(2.0, float(np.quantile(np.array(panels, dtype=np.float64), _QUANTILE)) / uniform))
     panels, factor, size = _sized(panels)
     entries = np.array(panels, dtype=np.float64) / uniform  # (R, C, m / f, n / f)
-    top = rounded_up(max(2.0, float(np.quantile(entries, _QUANTILE))))
     text = "weight in units of uniform attention" + (f"; {note}" if note else "")
     text += f"; cells are means over {factor} × {factor} of {full[0]} × {full[1]}" if factor > 1 else ""
     labels: dict[str, Any] = {"row_labels": row_labels, "column_labels": column_labels}

@@ -23,6 +23,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from weightscope._util import atomic
 from weightscope._util.threads import one_thread
@@ -375,7 +377,16 @@ def render(drawn: Drawn, kind: str = "png") -> bytes:
     figure.set_layout_engine("none")  # a second layout would move what was measured
     figure.savefig(buffer, format=kind, dpi=DPI, metadata=_METADATA[kind], bbox_inches=whole)
     figure.set_layout_engine(engine)
-    return buffer.getvalue()
+    return _with_fewer_colours(buffer) if kind == "png" else buffer.getvalue()
+
+
+def _with_fewer_colours(png: io.BytesIO) -> bytes:
+    """A picture with the 256 colours that are nearest to its own, in less than half of the bytes."""
+    about, out = PngInfo(), io.BytesIO()
+    about.add_text("Software", str(_METADATA["png"]["Software"]))
+    picture = Image.open(png).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture.save(out, "png", pnginfo=about, dpi=(DPI, DPI), optimize=True)
+    return out.getvalue()
 
 
 def save(drawn: Drawn, path: str | Path) -> None:
