@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_named() -> None:
 def test_select_keeps_the_order_and_refuses_patterns_without_a_match() -> None:
     assert SPEC.select("s,a.w*").names == ("a.weight", "s")
     assert SPEC.columns(SPEC.select("a.bias,s")).tolist() == [6, 7, 8]
-    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; there are a.weight, a.bias, s"):
+    with pytest.raises(UsageError, match=r"no tensor matches 'b\*'; there are "):
         SPEC.select("a.*,b*")
 
 

@@ -38,6 +38,9 @@ def matching(pattern: str | Sequence[str], names: Iterable[str], argument: str =
     patterns = [p.strip() for p in patterns]
     for p in patterns:
         if not any(fnmatchcase(name, p) for name in names):
+            bare = re.sub(r"\[[^]]*\]|[*?]", "", p)  # compared with the end of each name that the pattern fixes
+            ends = {name: name[-len(bare) :] if p.startswith("*") else name for name in names}
+            names.sort(key=lambda name: difflib.SequenceMatcher(None, bare, ends[name]).ratio(), reverse=True)
             raise UsageError(f"{argument}: no tensor matches {shortened(p)!r}; {suggestion(p, names)}")
     return [name for name in names if any(fnmatchcase(name, p) for p in patterns)]
 

@@ -191,10 +191,7 @@ def _text(item: Any) -> str:
 
 
 def name_of(item: Any) -> str:
-    """A short name of any callable: that of the function, `lambda`, `Class.method`, or the class of an instance.
-
-    Registered names and references are their own.
-    """
+    """A short name of a callable: its own, `lambda`, `Class.method` or the class of an instance; texts unchanged."""
     if isinstance(item, str):
         return item
     if isinstance(item, functools.partial):

@@ -25,7 +25,7 @@ _CROP_RATIO = 4 / 3  # Szegedy et al. 2015, section 6; the default of torchvisio
 _ERASED, _ERASED_RATIO, _ERASE_DRAWS = (0.02, 1 / 3), 1 / 0.3, 5  # timm's defaults; Zhong et al. 2020 have (0.02, 0.4)
 _CELLS = 4096  # of the table of the inverse distribution function of aspect ratios
 
-LEVELS = 32  # of a magnitude with a standard deviation
+LEVELS = 32  # of a magnitude with a std
 
 # Strength at magnitude 1.
 ENHANCE = 0.9  # factors of brightness, contrast, saturation and sharpness are 1 -+ this
@@ -50,7 +50,7 @@ def draws_needed(config: AugmentConfig) -> int:
 def augment(images: Tensor, draws: Tensor, config: AugmentConfig) -> Tensor:
     """Augment images, uint8 (n, c, S, S), each by its own draws, float32 (n, P) in [0, 1): float32 in [0, 1].
 
-    P is `draws_needed(config)`, of which `erase` takes the last. A crop shifts the image by up to `crop` pixels along
+    P is `draws_needed(config)`; `erase` takes the last ones. A crop shifts the image by up to `crop` pixels along
     each axis; `resized_crop` cuts out a rectangle of at least that share of the area and of aspect ratio 3/4 to
     4/3, and resizes it bilinearly (Szegedy et al. 2015); `cutout` erases a square of that side around a random pixel
     (DeVries and Taylor 2017); `operations` of strength `magnitude` are those of RandAugment (Cubuk et al. 2020).
@@ -206,7 +206,7 @@ class Tables(NamedTuple):
 
     names: tuple[str, ...]  # of the K operations
     levels: int  # L
-    geometry: Tensor  # int64 (2 K L,), the row of `source` and `inside`, of which there are G
+    geometry: Tensor  # int64 (2 K L,), the row of `source` and `inside`
     source: Tensor  # int64 (G, S * S), index of the source pixel of each pixel
     inside: Tensor  # bool (G, S * S), whether the source is inside the image
     values: Tensor  # uint8 (2 K L, 256), the new value of each value, for operations that do not depend on the image
@@ -237,7 +237,7 @@ def tables(
     magnitude_std: float = 0.0,
     sharpness: bool = False,
 ) -> Tables:
-    """Tables of the operations for images (n, c, height, width), whose strength has this mean and deviation."""
+    """Tables of the operations for images (n, c, height, width), whose strength has this mean and std."""
     names, levels = operations(channels, sharpness), magnitudes(magnitude, magnitude_std)
     rows = [(name, sign * level) for name in names for sign in (-1.0, 1.0) for level in levels]
     moves = [("identity", 0.0), *(row for row in rows if row[0] in GEOMETRY)]
@@ -318,7 +318,7 @@ def _values(name: str, strength: float) -> Tensor:
 
 
 def _smoothed(images: Tensor) -> Tensor:
-    """The mean over 3 x 3 pixels of which the centre counts 5-fold, rounded; border pixels stay, as in Pillow."""
+    """The mean over 3 x 3 pixels, the centre weighted 5-fold, rounded; border pixels stay, as in Pillow."""
     if min(images.shape[2:]) < 3:
         return images
     wide = images.int()

@@ -30,7 +30,7 @@ class Dataset:
         test_images: uint8 (m, c, S, S).
         test_labels: int64 (m,).
         mean: float32 (c,), of the training images' pixels in units of [0, 1].
-        std: float32 (c,), population standard deviation of the same.
+        std: float32 (c,), population std of the same.
     """
 
     info: DatasetInfo
@@ -185,7 +185,7 @@ def _dataset(info: DatasetInfo, arrays: Arrays) -> Dataset:
 
 
 def _pixel_statistics(images: Tensor, name: str) -> dict[str, Tensor]:
-    """Mean and standard deviation of each channel in units of [0, 1], float32 (c,), exact from histograms."""
+    """Mean and std of each channel in units of [0, 1], float32 (c,), exact from histograms."""
     values = torch.arange(256, dtype=torch.float64, device=images.device) / 255
     counts = torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in images.unbind(1)])  # (c, 256)
     shares = counts.double() / counts.sum(1, keepdim=True)

@@ -190,7 +190,7 @@ def _opened(config: SourceConfig, root: str | Path | None) -> tuple[DatasetInfo,
 
 
 def _split(path: Path, labels: Sequence[np.ndarray], config: SourceConfig) -> list[np.ndarray]:
-    """Places of training and of test images in two arrays of labels, or in one, of which a share is for testing."""
+    """Places of training and of test images in two arrays of labels, or in one, a share of which is for testing."""
     if len(labels) == 2:
         if given := [f"data.{name}" for name in ("test_share", "split_seed") if getattr(config, name) is not None]:
             raise DataError(

@@ -50,7 +50,7 @@ def source_of(source: str | SourceConfig) -> SourceConfig:
 
 @lru_cache(maxsize=1)
 def made_by(factory: Callable[[], Any], name: str) -> Arrays:
-    """The checked arrays that a user's factory returns; those of the last factory are kept."""
+    """The checked arrays that a user's factory returns; the last ones are kept."""
     try:
         made = factory()
     except WeightscopeError:

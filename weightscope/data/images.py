@@ -19,7 +19,7 @@ from weightscope.errors import DataError
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 _AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
 _SHOWN = 3  # files in a message
-_DELAY = 2.0  # seconds until progress is shown
+_DELAY = 2.0  # seconds until progress is shown, if standard error is a terminal
 
 
 def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> np.ndarray:
@@ -99,8 +99,10 @@ def reading(where: object, what: str, then: str = "download it again") -> Iterat
 
 def in_parallel(function: Callable[[int], Any], count: int, doing: str) -> None:
     """Call `function(i)` for i < count on as many threads as there are cores; on one in a worker process."""
-    threads = usable_cores() if multiprocessing.parent_process() is None else 1
-    with progress(count, doing, " images") as bar, ThreadPoolExecutor(threads) as pool:
+    main = multiprocessing.parent_process() is None
+    threads = usable_cores() if main else 1
+    bar = Bar(total=count, desc=doing, unit=" images", delay=_DELAY, disable=None if main else True)
+    with bar, ThreadPoolExecutor(threads) as pool:
         for _ in pool.map(function, range(count)):
             bar.update()
 
@@ -109,12 +111,6 @@ class Bar(tqdm):
     """A progress bar whose lock is not tqdm's, a semaphore shared between processes that would leak if killed."""
 
     _lock = threading.RLock()
-
-
-def progress(total: int, doing: str, unit: str) -> tqdm:
-    """A progress bar that appears after 2 seconds if standard error is a terminal; only in the main process."""
-    main = multiprocessing.parent_process() is None
-    return Bar(total=total, desc=doing, unit=unit, delay=_DELAY, disable=None if main else True)
 
 
 def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:

@@ -53,14 +53,14 @@ class SequenceConfig(Task):
     """What all sources of sequences share.
 
     Each network draws its `train` sequences of an epoch from its own stream, new ones in each epoch. The `test`
-    held-out sequences are the same for all networks and all populations; those of the part "valid" are others than
-    those of "test".
+    held-out sequences are the same for all networks and all populations; the parts "valid" and
+    "test" have different ones.
     """
 
     what: ClassVar[str] = "sequences"
     input_axes: ClassVar[int] = 1
     causal: ClassVar[bool] = True
-    moment: ClassVar[str] = "step"
+    snapshot_unit: ClassVar[str] = "step"
     source: ClassVar[str] = "weightscope.data.sequences:SequenceSource.of"
     batches: ClassVar[str] = "weightscope.training.sequence_task:SequenceBatches"
 
@@ -129,7 +129,7 @@ class SequenceConfig(Task):
 
     @model_validator(mode="after")
     def _tokens(self) -> "SequenceConfig":
-        """Refuse sequences that are drawn at once, as those of text are not, and would not fit into memory."""
+        """Refuse sequences that are drawn at once, unlike text, and would not fit into memory."""
         if self.name not in (*TASK_SIZES, MARKOV):
             return self
         for what, number, tokens in (("training", self.train, self.trained), ("held-out", self.test, self.longest)):
@@ -266,7 +266,7 @@ class TextConfig(SequenceConfig):
 
 @SECTIONS.register(MARKOV)
 class MarkovConfig(SequenceConfig):
-    """Tokens of which each depends on the one before, with known entropy, the smallest possible loss.
+    """Tokens that each depend on the one before, with known entropy, the smallest possible loss.
 
     The smaller the `concentration` of the transitions' Dirichlet distribution, the more certain the next token.
     """

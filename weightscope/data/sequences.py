@@ -53,7 +53,7 @@ class ScoredSequences(NamedTuple):
 
     @classmethod
     def of(cls, whole: Tensor, unscored: int = 0) -> "ScoredSequences":
-        """Whole sequences (B, n + 1), of which the first targets are not scored."""
+        """Whole sequences (B, n + 1), without scores of the first targets."""
         mask = torch.ones_like(whole[:, 1:], dtype=torch.bool)
         mask[:, :unscored] = False
         return cls(whole[:, :-1], whole[:, 1:], mask)
@@ -82,7 +82,7 @@ class Corpus:
         raise NotImplementedError
 
     def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
-        """Draw training sequences in a form of which many fit into memory, int32 (B, m): here all tokens."""
+        """Draw training sequences in a compact form, int32 (B, m): here all tokens."""
         found = self.batch(generator, batch, length)
         return torch.cat([found.tokens, found.targets[:, -1:]], 1).int()
 
@@ -141,7 +141,7 @@ def sort(generator: torch.Generator, batch: int, length: int, vocabulary: int) -
 
 @TASKS.register("associative_recall", source="Arora et al. 2024; thesis Eq. 3.37")
 def associative_recall(generator: torch.Generator, batch: int, length: int, vocabulary: int) -> ScoredSequences:
-    """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`, of which the values are scored.
+    """Recall the value of each key (multi-query): `a 1 b 2 c 3 | c 3 a 1 b 2`; the values are scored.
 
     With m = floor((v - 1) / 2), keys are tokens 0 to m - 1, each at most once; values are tokens m to v - 2, uniform.
     All keys are asked for, in random order. The length is even, and there are at least as many keys as pairs.
@@ -227,7 +227,7 @@ class Text(Corpus):
         return len(self.units)
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
-        """Draw windows of `length` tokens (B, n) from the training text, all of which are scored."""
+        """Draw windows of `length` tokens (B, n) from the training text; all are scored."""
         return ScoredSequences.of(self.expanded(self.compact(generator, batch, length), length))
 
     def compact(self, generator: torch.Generator, batch: int, length: int) -> Tensor:
@@ -293,7 +293,7 @@ def _tokens(path: Path, unit: Unit, number: dict[str, int]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class MarkovSource(Corpus):
-    """Tokens of which each depends on the one before, started from the stationary distribution.
+    """Tokens that each depend on the one before, started from the stationary distribution.
 
     `transitions`, P (v, v), are positive probabilities of the next token; rows sum to 1.
 
@@ -338,7 +338,7 @@ class MarkovSource(Corpus):
         return float(-(self.stationary[:, None] * self.transitions * np.log2(self.transitions)).sum())
 
     def batch(self, generator: torch.Generator, batch: int, length: int) -> ScoredSequences:
-        """Draw sequences of `length` tokens (B, n), all of which are scored, on the generator's device."""
+        """Draw sequences of `length` tokens (B, n), all scored, on the generator's device."""
         shape, device = (length + 1, batch), generator.device
         chance = torch.rand(shape, generator=generator, device=device, dtype=torch.float64).unsqueeze(2)
         rows = torch.from_numpy(self.transitions).cumsum(1).to(device)

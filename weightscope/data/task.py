@@ -38,7 +38,7 @@ class Section(BaseModel):
     """A section without unknown keys; immutable.
 
     Fields that are `added` after populations were made are left out of what is written while they have their default:
-    the fingerprint of a population is that of its written recipe.
+    a population is identified by its written recipe.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -103,7 +103,7 @@ class Task(Section):
     input_axes: ClassVar[int]  # number of axes of one input
     stacked: ClassVar[bool] = True  # whether T networks run by `torch.vmap`, or else on the channels of one network
     causal: ClassVar[bool] = False  # whether the outputs at a place of the input must not depend on later places
-    moment: ClassVar[str] = "epoch"  # the unit of training in which `population.snapshots` counts, or "step"
+    snapshot_unit: ClassVar[str] = "epoch"  # the unit of training in which `population.snapshots` counts, or "step"
     source: ClassVar[str]  # "module:function", called with the section and a folder, reads the data
     batches: ClassVar[str]  # "module:class" of the `Batches` (`weightscope.training.engine`)
 
@@ -111,7 +111,7 @@ class Task(Section):
 
     @classmethod
     def of(cls, value: Any) -> "type[Task]":
-        """The class of a section by its name; that of images if the name is not registered."""
+        """The class of a section by its name, the one for images if the name is not registered."""
         name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
         return SECTIONS[name if isinstance(name, str) and name in SECTIONS else IMAGES]
 

@@ -164,7 +164,7 @@ class Population(Result):
     def unit(self) -> str:
         """What `snapshots` count: `"epoch"`, or `"step"` of sequences and of imported networks."""
         made = self.manifest.made
-        return made.data.moment if isinstance(made, Recipe) else "step"
+        return made.data.snapshot_unit if isinstance(made, Recipe) else "step"
 
     @property
     def snapshots(self) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ class TileRun:
         self.batches: Batches = member(recipe.data.batches)(recipe, self.ids, data, device, self.nets, **teacher)
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = self.nets.weights.clone() if training.ema else None  # (T, D)
-        unit = self.steps_per_epoch if recipe.data.moment == "epoch" else 1
+        unit = self.steps_per_epoch if recipe.data.snapshot_unit == "epoch" else 1
         self.moments = [unit * moment for moment in population.snapshots or ()]  # in steps
         self.snapshots: list[np.ndarray] = []  # (T, D) each
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch

@@ -213,7 +213,7 @@ class Request:
 
 def _check_snapshots(recipe: Recipe, examples: int) -> None:
     """Refuse snapshots after the end of training."""
-    last, unit = recipe.training.epochs, recipe.data.moment
+    last, unit = recipe.training.epochs, recipe.data.snapshot_unit
     if unit == "step":
         last *= examples // min(recipe.training.batch_size, examples)
     if max(recipe.population.snapshots or (0,)) > last:
