@@ -176,6 +176,7 @@ def test_a_sweep_resumes_without_repeating_a_tile(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "train_tile", stopped)
+        patch.setitem(workers.ENGINES, "loky", fake.in_this_process)
         first = CliRunner().invoke(cli, command)
     assert isinstance(first.exception, Resumable)
     assert "stopped: 4 of 8 networks are kept in" in str(first.exception)

@@ -161,12 +161,6 @@ class Arm:
         return "/".join(name.replace("/", "-") for name in names if name)
 
     @property
-    def kind(self) -> str:
-        """The initialiser without its numbers."""
-        config = self.recipe.init[0]
-        return f"{config.artifact or config.name} {config.control}"
-
-    @property
     def folder(self) -> str:
         """Path of the arm's population below the folder of all."""
         name = f"{_file_name(f'{self.init}-{self.epochs}-epochs')}.pop"

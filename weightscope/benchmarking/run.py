@@ -219,22 +219,19 @@ def plan_bench(
     requests = design.requests(on, device)
     missing = [r.manifest.tiles - shards.tiles_done(r.path, r.manifest) for r in requests]
     on = on.on_device(requests[0].device, sum(missing))
-    kinds = [f"{arm.place} {arm.kind}" for arm in design.arms]
-    timed = list(dict.fromkeys(kind for kind, left in zip(kinds, missing, strict=True) if left)) if measure else []
-    costs: dict[str, float] = {}
-    if timed:
-        costs = dict(zip(timed, tile_seconds([requests[kinds.index(kind)] for kind in timed], on), strict=True))
+    timed = [i for i, left in enumerate(missing) if left] if measure else []
+    costs = dict(zip(timed, tile_seconds([requests[i] for i in timed], on) if timed else [], strict=True))
     rows: dict[str, dict[str, Any]] = {}
     total = 0.0
-    for arm, request, left, kind in zip(design.arms, requests, missing, kinds, strict=True):
-        each = costs.get(kind, 0.0)
-        total += each * left
+    for i, (arm, request, left) in enumerate(zip(design.arms, requests, missing, strict=True)):
+        seconds = costs.get(i, 0.0) * left
+        total += seconds
         row = rows.setdefault(arm.place, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
         tiles = request.manifest.tiles
         for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
             row[key] += more
-        known = row["seconds"] is not None and (kind in costs or not left)
-        row["seconds"] = row["seconds"] + each * left if known else None
+        known = row["seconds"] is not None and (i in costs or not left)
+        row["seconds"] = row["seconds"] + seconds if known else None
     workers = on.count or usable_cores()
     expected = total / workers if measure or not any(missing) else None
     return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)

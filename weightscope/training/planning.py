@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from weightscope._util.checks import number
-from weightscope._util.remote import is_there
+from weightscope._util.remote import is_remote, is_there
 from weightscope._util.results import Result, duration
 from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers, spread
@@ -121,7 +121,8 @@ def plan(
         done = shards.tiles_done(request.path, manifest)
     on = chosen.on_device(request.device, manifest.tiles)
     (seconds,) = tile_seconds([request], on)
-    here = next((each for each in (request.path, *request.path.parents) if each.is_dir()), None)
+    folder = request.path.absolute()
+    there = None if is_remote(folder) else next(each for each in (folder, *folder.parents) if each.is_dir())
     return Plan(
         path=str(path),
         networks=manifest.networks,
@@ -130,7 +131,7 @@ def plan(
         done=done,
         files=2 * manifest.tiles + 1,
         bytes_on_disk=expected_bytes(manifest),
-        disk_free=shutil.disk_usage(here).free if isinstance(here, Path) else None,
+        disk_free=None if there is None else shutil.disk_usage(there).free,
         workers=on.count,
         device=request.device,
         tile_seconds=seconds,

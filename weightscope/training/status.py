@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from weightscope._util.remote import reporting
 from weightscope._util.results import Result, duration, text_table
 from weightscope._util.sources import POPULATION_FILE, is_population, location
 from weightscope.errors import DataError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 
+_READ = 100  # shards of a population whose times are read
 _RECENT_SECONDS, _RECENT = 3600.0, 9  # the rate is that of the last hour, and of so many shards at least
 
 
@@ -21,7 +23,7 @@ class Status(Result):
     path: Path
     networks: int  # N of the complete population; 0 if it cannot be read
     trained: int  # networks on disk
-    times: tuple[tuple[float, int], ...] = field(repr=False)  # when each shard was written, and its networks
+    times: tuple[tuple[float, int], ...] = field(repr=False)  # when the last shards were written, and their networks
     why: str = ""  # a population that cannot be read: what is wrong
     populations: tuple["Status", ...] = ()  # of a benchmark
 
@@ -30,8 +32,9 @@ class Status(Result):
         """Read the state of one population."""
         manifest = manifests.read(path)
         tiles = shards.tiles_on_disk(path, manifest)
-        written = [(shards.shard_file(path, tile).stat().st_mtime, manifest.rows(tile)) for tile in tiles]
-        return cls(path, manifest.networks, sum(rows for _, rows in written), tuple(sorted(written)))
+        with reporting(path):
+            recent = [(shards.shard_file(path, t).stat().st_mtime, manifest.rows(t)) for t in tiles[-_READ:]]
+        return cls(path, manifest.networks, sum(map(manifest.rows, tiles)), tuple(sorted(recent)))
 
     @classmethod
     def together(cls, path: Path, parts: list["Status"]) -> "Status":
