@@ -16,7 +16,7 @@ from tiny import NETWORKS
 
 from weightscope._util import workers
 from weightscope.errors import UsageError
-from weightscope.training import network_check, request, train_tile
+from weightscope.training import network_check, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.kernels import build
 from weightscope.training.network_check import choose_kernels
@@ -177,31 +177,6 @@ def test_a_population_that_began_without_a_compiler_keeps_torchs_kernels(compile
     assert population.recipe.training.kernels == "torch"
     assert population.provenance() == {f"torch {torch.__version__} on cpu": 2}
     assert not caplog.records
-
-
-@pytest.mark.slow
-def test_slower_compiled_kernels_are_not_chosen_for_a_new_population(compiler, monkeypatch, tmp_path):
-    """With "auto", if torch's are faster by a tenth, and neither is asked for or recorded. One measurement decides."""
-    assert build.library("float")[1]  # compiled, before the measurements have a folder of their own
-    (tmp_path / "cache").mkdir()
-    monkeypatch.setattr(build, "cache_folder", lambda: tmp_path / "cache")
-    seconds = {"c": 2.1, "torch": 2.0}  # of each step: those of a busy machine would decide by chance
-    monkeypatch.setattr(request, "timed", lambda step: (seconds[step.func.__self__.nets.kernels], step()))
-    monkeypatch.setattr(request, "_COMPARED_SECONDS", 0.0)
-    fast = collect(recipe(), tmp_path / "fast.pop", workers=1, device="cpu")
-    (timed,) = (tmp_path / "cache").rglob("timed-*")
-    assert timed.read_text() == ""
-    seconds["c"] = 3.0
-    again = collect(recipe(), tmp_path / "again.pop", workers=1, device="cpu")
-    timed.unlink()
-    found = [collect(recipe(), tmp_path / f"{k}.pop", workers=1, device="cpu") for k in range(2)]
-    asked = collect(recipe(kernels="compiled"), tmp_path / "asked.pop", workers=1, device="cpu")
-    grown = collect(recipe(), tmp_path / "fast.pop", networks=4, workers=1, device="cpu")
-    kernels = [each.recipe.training.kernels for each in (fast, again, *found, asked, grown)]
-    assert kernels == ["compiled", "compiled", "torch", "torch", "compiled", "compiled"]
-    assert header(tmp_path / "0.pop", "kernels") == (
-        "torch's kernels are faster: 2e+03 ms for a step, compiled ones 3e+03"
-    )
 
 
 @pytest.mark.parametrize("size", [100, 1 << 14, 3 << 14, 100_001, 5_543_716])

@@ -4,11 +4,9 @@ A tile is part of a population's identity (its padding is trained, too, and a GP
 sizes), so its size is chosen once, when the population is created, and recorded in its recipe. So are the kernels.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import sys
 import time
@@ -41,16 +39,14 @@ from weightscope.training.devices import (
     DEFAULT_TILE,
     check_memory,
     current,
-    one_thread,
     resolve_device,
     unaffected,
 )
 from weightscope.training.distillation import teacher_of
 from weightscope.training.engine import TileRun
 from weightscope.training.initial_weights import check_initialisers
-from weightscope.training.kernels import build
 from weightscope.training.kernels.functions import Kernels
-from weightscope.training.network_check import Choice, choose_kernels, settings
+from weightscope.training.network_check import Choice, choose_kernels
 
 T = TypeVar("T")
 
@@ -61,9 +57,7 @@ _LARGEST = 1024
 _SHARE = 0.8  # of the free memory; the rest is for fragmentation and other processes
 _TRIED = (4, 8)  # sizes of tiles whose memory is measured; it is linear in the size
 _BATCHES = 2
-_COMPARED_SECONDS, _ROUNDS = 0.5, 5  # of steps with both kinds of kernels
 _LOADED: dict[str, str] = {}  # reference -> the hash of the source that was imported in this process
-_MUCH = 0.9  # of the compiled kernels' time: torch's are chosen below
 
 
 @dataclass(frozen=True)
@@ -183,9 +177,6 @@ class Request:
             wanted = wanted.replace({"training.kernels": "torch"})
         kernels = choose_kernels(wanted, where)
         if wanted.training.kernels == "auto":
-            if there is None:  # one choice for all arms of a benchmark that differ in nothing else
-                about = str(where), settings(wanted), wanted.population.tile
-                kernels = once(lambda: faster_kernels(wanted, source, where, kernels), "faster kernels", *about)
             kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
             if (kept, kernels.kernels) == ("compiled", "torch"):
                 other = "its kernels are compiled ones; what is trained here uses torch's, which round differently"
@@ -369,45 +360,6 @@ def _peak(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels, 
     whole = data.examples // run.batch
     more = (whole - run.steps_per_epoch) * sum(values[0].nbytes for values in run.numbers.values())
     return peak + more + data.nbytes
-
-
-def faster_kernels(recipe: Recipe, data: Source, device: torch.device, choice: Choice) -> Choice:
-    """The choice, or torch's kernels if they train a tile of the recipe faster; for `kernels = "auto"`.
-
-    Steps of both are timed in turns, for about a second, once on a machine: the first result is kept beside the
-    compiled kernels.
-    """
-    if choice.kernels == "torch":
-        return choice
-    about = [choice.build, torch.__version__, str(device), recipe.population.tile, settings(recipe)]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
-    file = build.cache_folder() / f"timed-{name}.txt"
-    if not file.exists():
-        plain = recipe.replace({"init": [{"name": "default"}], "distillation": None})
-        with one_thread(), current(device):
-            text = _compared(plain, data, device, choice.kernels)
-        with contextlib.suppress(OSError), file.open("x") as new:  # of two processes, the first one decides
-            new.write(text)
-    text = file.read_text() if file.exists() else text
-    return Choice("torch", checked=text) if text else choice
-
-
-def _compared(recipe: Recipe, data: Source, device: torch.device, compiled: Kernels) -> str:
-    """What says that torch's kernels are faster, or "" if they are not."""
-    one_step = data.shortened(min(recipe.training.batch_size, data.examples))
-    runs = [TileRun(recipe, 0, one_step, device, kernels) for kernels in (compiled, "torch")]
-    for run in runs:
-        run.epoch(0)  # compiles, and allocates what is allocated once
-    best, end = [math.inf, math.inf], time.perf_counter() + _COMPARED_SECONDS
-    for _ in range(_ROUNDS):
-        for k, run in enumerate(runs):
-            best[k] = min(best[k], timed(partial(run.epoch, 0))[0])
-        if time.perf_counter() > end:
-            break
-    ours, torchs = (f"{1000 * seconds:.3g}" for seconds in best)
-    return (
-        f"torch's kernels are faster: {torchs} ms for a step, compiled ones {ours}" if best[1] < _MUCH * best[0] else ""
-    )
 
 
 def timed(work: Callable[[], T]) -> tuple[float, T]:
