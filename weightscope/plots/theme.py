@@ -384,7 +384,7 @@ def _with_fewer_colours(png: io.BytesIO) -> bytes:
     """A picture with the 256 colours that are nearest to its own, in less than half of the bytes."""
     about, out = PngInfo(), io.BytesIO()
     about.add_text("Software", str(_METADATA["png"]["Software"]))
-    picture = Image.open(png).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    picture = Image.open(png).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
     picture.save(out, "png", pnginfo=about, dpi=(DPI, DPI), optimize=True)
     return out.getvalue()
 
