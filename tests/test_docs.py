@@ -26,7 +26,6 @@ import pytest
 import shims
 import tomli_w
 import yaml
-from programs import FORKSERVER
 
 import weightscope
 from weightscope.cli import cli
@@ -142,22 +141,10 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     recipe = Recipe.load(ROOT / "populations" / "digits-convnext.toml").replace(SMALL_RECIPE)
     (tmp_path / "small.toml").write_text(tomli_w.dumps(recipe.to_dict()))
     (tmp_path / "page.py").write_text(_ONE_CORE + script(page))
-    process = FORKSERVER.Process(target=_run, args=(tmp_path,))
-    process.start()
-    process.join(300)
-    process.kill()
-    assert process.exitcode == 0, (tmp_path / "printed").read_text()[-6000:]
-
-
-def _run(folder: Path) -> None:
-    """Run page.py as a script, in a process of its own that has imported everything."""
-    os.environ |= {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
-    os.chdir(folder)
-    with open("printed", "w") as printed:
-        os.dup2(printed.fileno(), 1)
-        os.dup2(printed.fileno(), 2)
-    sys.path[0] = str(folder)
-    runpy.run_path("page.py", run_name="__main__")
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": _paths()}
+    command = [sys.executable, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
 OTHERS = [(page, block) for page in PAGES for block in blocks(page) if block.package is not None]
