@@ -14,7 +14,7 @@ from weightscope.errors import UsageError
 from weightscope.recipe import Recipe
 
 ROOT = Path(__file__).parent.parent
-STEPS = 17_000  # 0.015 processor seconds each, imports and figures included: 260 s, 130 s by the clock of two cores
+STEPS = 17_000  # 0.013 processor seconds each, imports and figures included: 216 s, 2 minutes by the clock of two cores
 
 
 @pytest.mark.slow

@@ -157,7 +157,7 @@ def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
         ends = [line[block].ci95 if block in line else (math.nan, math.nan) for block in order]
         errors = [(high - low) / (2 * 1.96) for low, high in ends]
         curves.append(plots.Curve(name, range(len(order)), {"correlation": r}, {"correlation": errors}))
-    figure = plots.depth_curves(curves, [plots.Statistic("correlation", "correlation", 0.0)])
+    figure = plots.depth_curves(curves, [plots.Statistic("correlation", "correlation", 0.0)], axis="block")
     return [(figure, "Correlations within a block, over depth, with 95 % intervals.")]
 
 
