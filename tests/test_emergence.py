@@ -51,19 +51,20 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_commands_take_a_moment(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_a_snapshot(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot, data, law = (tmp_path / name for name in ("a.png", "a.json", "a.safetensors"))
     for at in (["--at", "1"], []):
         run("covariance", path, *at, "-o", plot, "--json", data, capsys=capsys)
         stripes = json.loads(data.read_text())["stripes"]["blocks.0.mlp.fc1.weight"]["column"]["ratio"]
         source = Population(path).at(1) if at else Population(path)
+        assert json.loads(data.read_text())["diagnostics"].get("at") == ("epoch 1" if at else None)
         fc1 = source.weights("*fc1.weight").reshape(8, -1, 8).astype(np.float64)
         fc1 -= fc1.mean(0)
         assert stripes == pytest.approx(fc1.shape[1] * np.square(fc1.mean(1)).mean() / np.square(fc1).mean())
     run("covariance", path, "--exchangeable", "--at", "2", "-o", plot, "--json", data, capsys=capsys)
     last = json.loads(data.read_text())
     run("fit-init", path, "--structure", "diagonal", "--at", "1", "-o", law, capsys=capsys)
-    assert load_artifact(law).provenance["moment"] == 1
+    assert load_artifact(law).provenance["snapshot"] == 1
     code, _, _ = run("covariance", path, "--exchangeable", "--at", "all", "-o", plot, "--json", data, capsys=capsys)
     moments = json.loads(data.read_text())["snapshots"]
     assert [each.pop("at") for each in moments] == [0, 1, 2]
@@ -76,10 +77,10 @@ def test_commands_take_a_moment(path: Path, tmp_path: Path, capsys: pytest.Captu
     [
         (["--at", "all"], "--at: expected an epoch or a step, or all with --exchangeable, found all"),
         (["--at", "-1"], "--at: expected an epoch or a step"),
-        (["--at", "3"], "expected a moment that has a snapshot, found 3; there are 0, 1, 2"),
+        (["--at", "3"], "expected a snapshot after epoch 3; there are 0, 1, 2"),
     ],
 )
-def test_moments_that_are_not_there(
+def test_snapshots_that_are_not_there(
     arguments: list[str], message: str, path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run("covariance", path, *arguments, capsys=capsys)

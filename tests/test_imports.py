@@ -15,7 +15,7 @@ ONLY_IN = {
     "h5py": {"population"},
     "matplotlib": {"plots"},
     "seaborn": {"plots"},
-    "huggingface_hub": {"checkpoint", "data"},
+    "huggingface_hub": {"benchmarking", "checkpoint", "data"},
 }
 NUMPY_ONLY = (
     "fits/__init__.py",

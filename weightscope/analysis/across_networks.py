@@ -220,8 +220,8 @@ def covariance_across(
         "constant": int((entries.squares == 0).sum()),
         "rank_bound": min(entries.n - 1, size),
     }
-    if (moment := getattr(source, "moment", None)) is not None:
-        diagnostics["at"] = f"{source.unit} {moment}"  # type: ignore[attr-defined]
+    if (snapshot := getattr(source, "snapshot", None)) is not None:
+        diagnostics["at"] = f"{source.unit} {snapshot}"  # type: ignore[attr-defined]
     result = PopulationCovariance(matrix, entries.mean, entries.n, found.excluded, coordinates.spec, kind, diagnostics)
     matrices = [t.name for t in coordinates.tensors if len(t.shape) == 2] if stripes else []
     if matrices:

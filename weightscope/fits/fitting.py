@@ -222,8 +222,8 @@ def _provenance(source: WeightSamples) -> dict[str, Any]:
         out["source"] = os.path.basename(str(path))
     if (recipe := getattr(source, "recipe", None)) is not None:
         out["recipe"] = recipe.to_dict()
-    if (moment := getattr(source, "moment", None)) is not None:  # of training; without, its end
-        out["moment"] = moment
+    if (snapshot := getattr(source, "snapshot", None)) is not None:  # of training; without, its end
+        out["snapshot"] = snapshot
     return out
 
 
