@@ -87,7 +87,8 @@ def test_a_block_with_attention_for_all(name):
 
 
 def test_a_block_of_a_file_without_a_number_of_heads(tmp_path):
-    student, teacher = built("ours-vit-token"), scramble(built("ours-vit-token"), seed=5)
+    student = copy.deepcopy(built("ours-vit-token"))
+    teacher = scramble(copy.deepcopy(student), seed=5)
     torch.save(teacher.state_dict(), tmp_path / "teacher.pt")
     repeat_layer_(student, tmp_path / "teacher.pt", layer=1)
     wanted = {name: value for name, value in teacher.state_dict().items() if name.startswith("blocks.1.")}

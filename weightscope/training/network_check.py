@@ -274,7 +274,10 @@ def _computed(
         return inputs.to(dtype) if inputs.is_floating_point() else inputs
 
     trained, evaluated = (_EXAMPLES, _EXAMPLES) if data.stacked else _sizes(recipe)
-    logits = by_kernels(nets.train().forward, nets.kernels)(drawn(nets.count, trained)).clone()
+    inputs = drawn(nets.count, trained)
+    if nets.drop_paths:
+        nets.drop(torch.rand(nets.count, trained, nets.drop_paths, generator=generator).to(device))
+    logits = by_kernels(nets.train().forward, nets.kernels)(inputs).clone()
     direction = torch.randn(logits.shape, generator=generator)
     nets.backward((logits * direction.to(logits)).sum())
     gradients = nets.spec.unpack(nets.gradient.clone())
