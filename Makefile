@@ -26,7 +26,7 @@ lint: $(INSTALLED)
 test-oldest:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "expected Python 3.11: make test-oldest PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-timeout pytest-xdist hypothesis psutil pandas cloudpickle
+	.venv-oldest/bin/pip install --quiet -c constraints-oldest.txt -e . pytest pytest-timeout pytest-xdist psutil pandas cloudpickle
 	.venv-oldest/bin/python -m pytest -n 2 --dist worksteal -q
 
 docs: $(INSTALLED)
