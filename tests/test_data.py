@@ -213,18 +213,10 @@ def test_files_that_are_not_needed_are_not_read(tmp_path: Path) -> None:
         load("cifar10", tmp_path, train=21)
 
 
-def test_a_smaller_copy_serves_those_who_ask_for_no_more(tmp_path: Path) -> None:
-    write(tmp_path, "fashion-mnist", (20, 10))
-    assert len(load("fashion-mnist", tmp_path, train=20).train_labels) == 20
-    for train, expected in ((None, "30"), (21, "21 to 30")):
-        with pytest.raises(DataError, match=rf"{IDX[0]}: expected {expected} items of shape \(28, 28\), found 20"):
-            load("fashion-mnist", tmp_path, train=train)
-
-
 IDX_DAMAGE = [
-    (lambda raw: raw[:-100], "expected 23536 bytes as its header says, found 23436"),
-    (lambda raw: raw[:11], "expected a header of 16 bytes, found 11"),
-    (lambda raw: b"\x89PNG" + raw[4:], "beginning with 00 00 08 03, found 89 50 4e 47"),
+    (lambda raw: raw[:-100], r"expected 23536 bytes, an IDX file of shape \(30, 28, 28\), found 23436"),
+    (lambda raw: raw[:11], "found 11 that begin with"),
+    (lambda raw: b"\x89PNG" + raw[4:], "found 23536 that begin with 89 50 4e 47"),
 ]
 DAMAGE = [
     *(("fashion-mnist", IDX[0], change, match) for change, match in IDX_DAMAGE),
@@ -232,7 +224,7 @@ DAMAGE = [
     ("fashion-mnist.gz", f"{IDX[2]}.gz", lambda raw: raw[: len(raw) // 2], "cannot be read .*again"),
     ("fashion-mnist", IDX[1], lambda raw: _idx(np.arange(30) % 11), "labels from 0 to 9, found 10 at item 10"),
     ("fashion-mnist", IDX[3], None, "expected a file of fashion-mnist, found none"),
-    ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-1], r"expected 30730 bytes \(10 records .*, found 30729"),
+    ("cifar10-binary", "data_batch_2.bin", lambda raw: raw[:-1], "expected 30730 bytes, found 30729"),
     ("cifar10-binary", "data_batch_5.bin", lambda raw: raw[:3073] + b"\x0a" + raw[3074:], "found 10 at item 1"),
 ]
 
@@ -269,8 +261,8 @@ def _batch(**changes: object) -> dict:
     [
         (pickle.dumps({"data": _Runs()}, 2), r"its pickle needs posix\.system"),
         ({b"data": np.zeros((10, 3072), np.uint8)}, "cannot be read as a CIFAR file .*labels"),
-        (_batch(data=np.zeros((10, 300))), "10 images of 3072 unsigned bytes, found float64"),
-        (_batch(labels=[0] * 9), "expected 10 labels"),
+        (_batch(data=np.zeros((10, 300))), "10 images of 3072 bytes and as many labels, found float64"),
+        (_batch(labels=[0] * 9), "as many labels, found .* and 9"),
         (_batch(labels=[0] * 9 + [17]), "expected labels from 0 to 9, found 17 at item 9"),
     ],
 )
@@ -415,23 +407,22 @@ def _changed(part: int, change: Callable[[np.ndarray], object]) -> list[object]:
         (_own()[:3], r"lambda.*: expected a Dataset or the four arrays \(train_images, .*\), found 3 items"),
         (
             _changed(0, lambda x: x / 255),
-            r"train_images: expected integers .*, found float64; .*\(255 \* images\).round",
+            r"train_images: expected integers .*, found float64 .*\(255 \* images\).round",
         ),
-        (_changed(0, lambda x: x.astype(int) * 2), "train_images: expected values from 0 to 255, found 0 to 510"),
-        (_changed(0, lambda x: x[:, 0, 0]), r"train_images: expected shape \(n, channels, S, S\).*found \(20, 6\)"),
-        (_changed(2, lambda x: x[:0]), r"test_images: expected shape .*none of them 0, found \(0, 2, 6, 6\)"),
-        (_changed(0, lambda x: x.transpose(0, 2, 3, 1)), "expected square images .*; move the channels to the second"),
+        (_changed(0, lambda x: x.astype(int) * 2), "train_images: expected integers from 0 to 255, .* from 0 to 510"),
+        (_changed(0, lambda x: x[:, 0, 0]), r"train_images: expected images \(n, channels, S, S\).*shape \(20, 6\)"),
+        (_changed(2, lambda x: x[:0]), r"test_images: expected images .*, found shape \(0, 2, 6, 6\)"),
+        (_changed(0, lambda x: x.transpose(0, 2, 3, 1)), r"expected images .*, found shape \(20, 6, 6, 2\)"),
         (
             _changed(2, lambda x: x[:, :1]),
             r"test_images: expected images \(2, 6, 6\) as in training, found \(1, 6, 6\)",
         ),
-        (_changed(1, lambda x: x[:19]), r"train_labels: expected shape \(20,\), one label .*, found \(19,\)"),
-        (_changed(1, lambda x: x + 0.5), "train_labels: expected integers, found float64"),
-        (_changed(1, lambda x: x - 1), "train_labels: expected labels from 0, found -1 at item 0"),
-        (_changed(1, lambda x: x + 1), "expected every class from 0 to 3, found no image of class 0; number the"),
-        (_changed(3, lambda x: x + 1), "test_labels: expected labels from 0 to 2, found 3"),
+        (_changed(1, lambda x: x[:19]), r"train_labels: expected .* \(20,\), one .*, found int64 of shape \(19,\)"),
+        (_changed(1, lambda x: x + 0.5), "train_labels: expected integers .*, found float64"),
+        (_changed(1, lambda x: x - 1), "train_labels: expected every class from 0, found `-1`, `0`, `1`"),
+        (_changed(1, lambda x: x + 1), "expected every class from 0, found `1`, `2`, `3`; number the"),
+        (_changed(3, lambda x: x + 1), "test_labels: expected 0 to 2 as in training, found 1 to 3"),
         (_changed(0, lambda x: x * 0), "channel 0 of the training images is constant"),
-        (_changed(0, lambda x: [x, x[0]]), "train_images: expected an array, found list"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(source: object, match: str) -> None:

@@ -10,6 +10,7 @@ from weightscope.spec import TensorSpec, WeightSpec
 
 SPEC = WeightSpec([TensorSpec("a.weight", (2, 3)), TensorSpec("a.bias", (2,)), TensorSpec("s", (), "statistic")])
 
+
 @pytest.mark.parametrize(
     "sizes", [[()], [(3,)], [(2, 3), (), (4,)], [(0,), (2, 1, 4)], [(1, 0, 2)], [(2, 2, 3), (3, 2), (2,), (), (4, 1)]]
 )

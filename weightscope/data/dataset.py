@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope.data import folder
-from weightscope.data.folder import PARTS, check_counts, checked, info_of
+from weightscope.data.arrays import PARTS, check_counts, checked, info_of
 from weightscope.data.image_section import dataset_info, made_by, source_of
 from weightscope.data.images import resize
 from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig

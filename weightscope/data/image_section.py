@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from weightscope._util.checks import count as checked_count
 from weightscope._util.names import shortened, unknown
 from weightscope._util.plugins import is_reference
-from weightscope.data import folder, readers  # noqa: F401 - importing readers registers them
+from weightscope.data import arrays, folder, readers  # noqa: F401 - importing readers registers them
 from weightscope.data.metrics import ACCURACY, LOSS, Metric
 from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
 from weightscope.data.task import IMAGES, SECTIONS, Count, Section, Share, Task
@@ -35,7 +35,7 @@ def dataset_info(source: str | SourceConfig, root: str | Path | None = None) -> 
         return folder.described(config, root)
     reader = DATASETS.find(config.name)
     if is_reference(config.name):
-        info = folder.info_of(config.name, made_by(reader, config.name))
+        info = arrays.info_of(config.name, made_by(reader, config.name))
     else:
         info = DatasetInfo(config.name, **DATASETS.details[config.name])
     return info if config.size is None else replace(info, size=config.size)
@@ -58,7 +58,7 @@ def made_by(factory: Callable[[], Any], name: str) -> Arrays:
     except Exception as error:
         why = shortened(f"{type(error).__name__}: {error}", 200)
         raise DataError(f"{name}: the data set's factory raised {why}") from error
-    return folder.checked(made, name)
+    return arrays.checked(made, name)
 
 
 class AugmentConfig(Section):

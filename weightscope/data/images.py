@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from weightscope._util.environment import available_memory, usable_cores
+from weightscope._util.environment import usable_cores
 from weightscope._util.names import shortened
 from weightscope.errors import DataError
 
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".gif", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 _AT_MOST_16_BITS = ("PNG", "PPM")  # Pillow opens 16-bit PGM, and old ones PNG as well, in mode I, of 32 bits
-_SHOWN = 3  # files in a message
 _DELAY = 2.0  # seconds until progress is shown, if standard error is a terminal
 
 
@@ -28,45 +27,14 @@ def read_images(paths: Sequence[Path], size: int, channels: int, what: str) -> n
     The shorter side is resized to S pixels (bicubic, antialiased) and the middle of the longer one is kept. Palettes,
     CMYK and 16 bits are converted, transparent pixels are laid over black, and the camera's orientation is applied.
     """
-    wanted, there = len(paths) * channels * size**2, available_memory()
-    if wanted > there:
-        raise DataError(
-            f"{what}: expected at most {there / 2**30:.1f} GiB of pixels, the memory that is free here, found "
-            f"{wanted / 2**30:.1f} ({len(paths)} images of {channels} x {size} x {size}); use fewer (data.train, "
-            "data.test) or a smaller data.size"
-        )
     out = np.empty((len(paths), channels, size, size), np.uint8)
-    failures: dict[int, str] = {}
 
     def read(i: int) -> None:
-        try:
-            out[i] = decode(paths[i], size, channels)
-        except DataError as error:
-            failures[i] = str(error)
+        with reading(paths[i], "an image", "repair or remove it"), Image.open(paths[i]) as image:
+            out[i] = pixels(image, size, channels)
 
     in_parallel(read, len(paths), f"reading {what}")
-    if failures:
-        first = [f"{paths[i]} ({failures[i]})" for i in sorted(failures)[:_SHOWN]]
-        more = f" and {len(failures) - _SHOWN} more" if len(failures) > _SHOWN else ""
-        raise DataError(
-            f"{what}: {len(failures)} of {len(paths)} images cannot be read: {', '.join(first)}{more}; "
-            "repair or remove them"
-        )
     return out
-
-
-def decode(path: Path, size: int, channels: int) -> np.ndarray:
-    """Pixels of one image file, uint8 (c, S, S)."""
-    try:
-        with Image.open(path) as image:
-            deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _AT_MOST_16_BITS)
-            return _pixels(ImageOps.exif_transpose(image), deep, size, channels)
-    except DataError:
-        raise
-    except UnidentifiedImageError:
-        raise DataError("no image that Pillow can read") from None
-    except Exception as error:  # decoders raise whatever they meet in a damaged file
-        raise DataError(" ".join(str(error).split()) or type(error).__name__) from error
 
 
 def resize(images: np.ndarray, size: int, what: str) -> np.ndarray:
@@ -113,12 +81,14 @@ class Bar(tqdm):
     _lock = threading.RLock()
 
 
-def _pixels(image: Image.Image, deep: bool, size: int, channels: int) -> np.ndarray:
-    """Pixels (c, S, S) of an open image; `deep` if it has 16 bits."""
+def pixels(image: Image.Image, size: int, channels: int) -> np.ndarray:
+    """Pixels (c, S, S) of an open image."""
+    deep = image.mode.startswith("I;16") or (image.mode == "I" and image.format in _AT_MOST_16_BITS)
+    image = ImageOps.exif_transpose(image)
     if deep:
         image = Image.fromarray((np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise DataError(f"pixels of 32 bits (mode {image.mode}); expected 8 or 16")
+        raise ValueError(f"expected pixels of 8 or 16 bits, found 32 (mode {image.mode})")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, (0, 0, 0, 255)), image)

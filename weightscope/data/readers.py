@@ -53,18 +53,8 @@ def existing(path: Path, info: DatasetInfo) -> Path:
     return path
 
 
-def read_records(path: Path, record: int, most: int, count: int) -> np.ndarray:
-    """The first records of a binary file, uint8 (count, record); DataError unless it has `count` to `most` records."""
-    size = path.stat().st_size
-    if size % record or not count * record <= size <= most * record:
-        raise DataError(
-            f"{path}: expected {most * record} bytes ({most} records of {record}), found {size}; download it again"
-        )
-    return np.fromfile(path, np.uint8, count * record).reshape(count, record)
-
-
 def checked_part(images: np.ndarray, labels: np.ndarray, info: DatasetInfo, where: object) -> Part:
-    """Images (n, c, S, S) and labels (n,) as uint8; DataError naming the first label that is not below K."""
+    """Images uint8 (n, c, S, S) and labels int64 (n,); DataError naming the first label that is not below K."""
     wrong = np.flatnonzero((labels < 0) | (labels >= info.classes))
     if len(wrong):
         raise DataError(
@@ -72,13 +62,13 @@ def checked_part(images: np.ndarray, labels: np.ndarray, info: DatasetInfo, wher
             "is this another data set?"
         )
     shape = (len(labels), info.channels, info.size, info.size)
-    return np.array(images, order="C").reshape(shape), labels.astype(np.uint8)  # a copy, which may be written to
+    return np.array(images, np.uint8, order="C").reshape(shape), labels.astype(np.int64)  # copies
 
 
 # --- CIFAR-10 and CIFAR-100 (Krizhevsky 2009): the official binary version and the Python version ---------------------
 
-# name -> the usual folder, training files of equally many images, test file, and in the binary version the label bytes
-# before each image, of which the last is read, in the Python version the key of the labels
+# name -> for each version the usual folder, training files of equally many images, test file, and in the binary version
+# the label bytes before each image, of which the last is read, in the Python version the key of the labels
 _CIFAR: dict[str, list[tuple[str, tuple[str, ...], str, int | str]]] = {
     "cifar10": [
         ("cifar-10-batches-bin", tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin", 1),
@@ -102,18 +92,33 @@ def cifar(info: DatasetInfo, root: Path | None, train: int, test: int) -> Arrays
     if found is None:
         return _from_hub(info, root, train, test)
     folder, (_, train_files, test_file, labels) = found[0], versions[found[1]]
-    read = _cifar_binary if isinstance(labels, int) else _cifar_python
-    each, parts = info.train // len(train_files), []
-    for start, name in zip(range(0, train, each), train_files, strict=False):
-        parts.append(read(existing(folder / name, info), labels, info, min(each, train - start), each))
-    images, train_labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return images, train_labels, *read(existing(folder / test_file, info), labels, info, test, info.test)
+    each = info.train // len(train_files)
+    files = [folder / name for name in train_files[: -(-train // each)]]
+    parts = [_read_cifar(existing(file, info), labels, info, each) for file in files]
+    images, train_labels = (np.concatenate(arrays)[:train] for arrays in zip(*parts, strict=True))
+    test_images, test_labels = _read_cifar(existing(folder / test_file, info), labels, info, info.test)
+    return images, train_labels, test_images[:test], test_labels[:test]
 
 
-def _cifar_binary(path: Path, labels: Any, info: DatasetInfo, count: int, most: int) -> Part:
-    """The first images of a file of records: label bytes, then the red, green and blue planes."""
-    records = read_records(path, labels + info.channels * info.size**2, most, count)
-    return checked_part(records[:, labels:], records[:, labels - 1], info, path)
+def _read_cifar(path: Path, labels: int | str, info: DatasetInfo, count: int) -> Part:
+    """The images of a file: the red, green and blue planes of each, in records behind label bytes, or pickled."""
+    pixels = info.channels * info.size**2
+    if isinstance(labels, int):
+        raw, record = np.fromfile(path, np.uint8), labels + pixels
+        if len(raw) != count * record:
+            raise DataError(f"{path}: expected {count * record} bytes, found {len(raw)}; download it again")
+        records = raw.reshape(count, record)
+        return checked_part(records[:, labels:], records[:, labels - 1], info, path)
+    with reading(path, "a CIFAR file"), path.open("rb") as file:
+        batch = _ArrayUnpickler(file, encoding="latin1").load()
+        entries = {name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()}
+        data, numbers = entries["data"], np.array(entries[labels])
+        if (data.dtype, data.shape, numbers.shape) != (np.uint8, (count, pixels), (count,)):
+            raise DataError(
+                f"{path}: expected {count} images of {pixels} bytes and as many labels, found {data.dtype} of shape "
+                f"{data.shape} and {len(numbers)}"
+            )
+    return checked_part(data, numbers, info, path)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
@@ -128,22 +133,6 @@ class _ArrayUnpickler(pickle.Unpickler):
 
 _NUMPY = {f"numpy.{core}.multiarray _reconstruct" for core in ("core", "_core")}
 _NUMPY |= {"numpy ndarray", "numpy dtype", "_codecs encode"}
-
-
-def _cifar_python(path: Path, key: Any, info: DatasetInfo, count: int, most: int) -> Part:
-    """The first images of a pickled dictionary with `data` (n, c * S * S) and a list of labels."""
-    with reading(path, "a CIFAR file"), path.open("rb") as file:
-        batch = _ArrayUnpickler(file, encoding="latin1").load()
-        entries = {name.decode() if isinstance(name, bytes) else name: value for name, value in batch.items()}
-        data, labels = np.asarray(entries["data"]), np.asarray(entries[key])
-    pixels = info.channels * info.size**2
-    if data.dtype != np.uint8 or data.shape[1:] != (pixels,) or not count <= len(data) <= most:
-        raise DataError(
-            f"{path}: expected {most} images of {pixels} unsigned bytes, found {data.dtype} of shape {data.shape}"
-        )
-    if labels.shape != (len(data),) or labels.dtype.kind != "i":
-        raise DataError(f"{path}: expected {len(data)} labels in {key!r}, found {labels.dtype} of shape {labels.shape}")
-    return checked_part(data[:count], labels[:count], info, path)
 
 
 # --- digits: the test half of UCI's "Optical Recognition of Handwritten Digits" ---------------------------------------
@@ -166,7 +155,6 @@ def digits(info: DatasetInfo, root: Path | None, train: int, test: int) -> Array
     images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, info.size, info.size)
     held_out = np.zeros(len(labels), dtype=bool)
     held_out[np.argsort(labels, kind="stable")[::5]] = True
-    labels = labels.astype(np.uint8)
     return images[~held_out][:train], labels[~held_out][:train], images[held_out][:test], labels[held_out][:test]
 
 
@@ -194,13 +182,14 @@ def fashion_mnist(info: DatasetInfo, root: Path | None, train: int, test: int) -
     if found is None:
         return _from_hub(info, root, train, test)
 
-    def part(names: tuple[str, ...], count: int, most: int) -> Part:
-        paths = [found[0] / name for name in names]
+    def part(images: str, labels: str, count: int) -> Part:
+        paths = [found[0] / images, found[0] / labels]
         paths = [path if path.is_file() else existing(path.with_name(f"{path.name}.gz"), info) for path in paths]
-        images = _read_idx(paths[0], (info.size, info.size), count, most)
-        return checked_part(images, _read_idx(paths[1], (), count, most), info, paths[1])
+        pixels = _read_idx(paths[0], (count, info.size, info.size))
+        return checked_part(pixels, _read_idx(paths[1], (count,)), info, paths[1])
 
-    return *part(_IDX[:2], train, info.train), *part(_IDX[2:], test, info.test)
+    (images, labels), (test_images, test_labels) = part(*_IDX[:2], info.train), part(*_IDX[2:], info.test)
+    return images[:train], labels[:train], test_images[:test], test_labels[:test]
 
 
 def fashion_mnist_at_hand(root: Path | None = None) -> bool:
@@ -208,26 +197,18 @@ def fashion_mnist_at_hand(root: Path | None = None) -> bool:
     return find(root, *_FASHION) is not None
 
 
-def _read_idx(path: Path, shape: tuple[int, ...], count: int, most: int) -> np.ndarray:
-    """The first items of an IDX file, uint8 (count, *shape); its header is compared before anything else is read."""
-    magic, header = bytes([0, 0, _UBYTE, 1 + len(shape)]), 8 + 4 * len(shape)
+def _read_idx(path: Path, shape: tuple[int, ...]) -> np.ndarray:
+    """An IDX file of unsigned bytes of this shape."""
     with reading(path, "an IDX file"), (gzip.open if path.suffix == ".gz" else open)(path, "rb") as stream:
-        head = stream.read(header)
-        if head[:4] != magic:
-            found = head[:4].hex(" ") or "nothing"
-            raise DataError(f"{path}: expected an IDX file beginning with {magic.hex(' ')}, found {found}")
-        if len(head) != header:
-            raise DataError(f"{path}: expected a header of {header} bytes, found {len(head)}; download it again")
-        items, *axes = (int(n) for n in np.frombuffer(head[4:], ">u4"))
-        if tuple(axes) != shape or not count <= items <= most:
-            number = f"{most}" if count == most else f"{count} to {most}"
-            raise DataError(f"{path}: expected {number} items of shape {shape}, found {items} of {tuple(axes)}")
-        data = stream.read(items * prod(shape) + 1)
-    wanted, there = header + items * prod(shape), header + len(data)
-    if wanted != there:
-        more = there if there < wanted else "more"
-        raise DataError(f"{path}: expected {wanted} bytes as its header says, found {more}; download it again")
-    return np.frombuffer(data, np.uint8, count * prod(shape)).reshape(count, *shape)
+        raw = stream.read()
+    header = bytes([0, 0, _UBYTE, len(shape)]) + np.array(shape, ">u4").tobytes()
+    expected = len(header) + prod(shape)
+    if not raw.startswith(header) or len(raw) != expected:
+        raise DataError(
+            f"{path}: expected {expected} bytes, an IDX file of shape {shape}, found {len(raw)} that begin with "
+            f"{raw[: len(header)].hex(' ') or 'nothing'}; download it again"
+        )
+    return np.frombuffer(raw, np.uint8, offset=len(header)).reshape(shape)
 
 
 # --- the Hugging Face Hub, which has Parquet files of PNG images -----------------------------------------------------

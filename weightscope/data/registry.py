@@ -21,7 +21,7 @@ FOLDER = "folder"
 SHARED = Path("/usr/share/datasets")  # where Debian's dataset-* packages install their files
 
 Part = tuple[np.ndarray, np.ndarray]
-"""Images (n, c, S, S) and labels (n,) of one part, uint8; int64 for labels of more than 256 classes."""
+"""Images uint8 (n, c, S, S), or paths of their files (n,), and labels (n,) of one part."""
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 """The training part and the test part."""
@@ -52,10 +52,10 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _of_a_folder(self) -> "SourceConfig":
-        if self.name == FOLDER and self.path is not None and not self.path.endswith(".npz"):
+        if self.name == FOLDER and not (self.path or "").endswith(".npz"):
             if self.size is None:
                 raise ValueError('size: missing; with name = "folder", the side length that images are resized to')
-            if self.channels not in (None, 1, 3):
+            if self.path is not None and self.channels not in (None, 1, 3):
                 raise ValueError(f"channels: expected 1 or 3 for image files, found {self.channels}")
         for field in ("path", "channels", "classes", "test_share", "split_seed"):
             if self.name != FOLDER and getattr(self, field) is not None:
