@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from law_parts import law_parts_
+from drawn_parts import draw_parts_
 from torch import Tensor, nn
 
 from weightscope._util.environment import environment
@@ -105,7 +105,7 @@ STEPS, MEASURED_NETWORKS, IMAGES = (0, 5, 10, 20, 40, 88), 8, 64
 ORDER = ("parts", "rates", "parts, learned positions", "rates, 16 epochs", "by step", "rates, learned positions")
 
 
-def law(recipe: Recipe, work: Path, networks: int, **options: Any) -> tuple[Path, dict[str, Any]]:
+def fitted(recipe: Recipe, work: Path, networks: int, **options: Any) -> tuple[Path, dict[str, Any]]:
     """The artifact that the starts are drawn from, and what its fit says of each type of part and of all."""
     folder = work / f"population-{recipe.network.positions}"
     file, notes = (folder.resolve() / name for name in ("derived.safetensors", "fit.json"))
@@ -146,7 +146,7 @@ def every_arm(file: Path) -> dict[str, InitConfig]:
     derived = InitConfig(artifact=str(file))
     arms = {"default": InitConfig(), "derived": derived}
     arms |= {f"derived, {key}": derived.model_copy(update={"control": key}) for key in ("uncorrelated", "scale")}
-    arms |= {arm: named(law_parts_, law=str(file), **options) for arm, options in PARTS.items()}
+    arms |= {arm: named(draw_parts_, file=str(file), **options) for arm, options in PARTS.items()}
     arms |= {"mimetic": named("mimetic_attention"), "mimetic, VO only": named("mimetic_attention", parts="vo")}
     # W_Q = W_K = 0 and W_V W_O = -c I
     return arms | {f"uniform, c = {c:g}": named(uniform_attention_, c=c) for c in (0.0, 0.4)}
@@ -317,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in options.only or ORDER:
         recipe = Recipe.load(options.recipe)
         own = recipe.replace(LEARNED) if "learned" in name else recipe
-        drawn_from, notes = law(own, options.work, options.networks, **where)
+        drawn_from, notes = fitted(own, options.work, options.networks, **where)
         short = recipe.replace({"training.epochs": 4})
         if name == "by step":
             found = by_step(short, drawn_from, min(options.seeds or MEASURED_NETWORKS, MEASURED_NETWORKS))

@@ -224,8 +224,8 @@ def test_the_study_of_emergence_and_its_figure(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("stage", ["FIRST", "SECOND"])
 def test_the_study_of_pretrained_networks(stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "analyses" / "pretrained_law")
-    study = script("analyses/pretrained_law/run.py")
+    monkeypatch.syspath_prepend(ROOT / "analyses" / "pretrained_distribution")
+    study = script("analyses/pretrained_distribution/run.py")
     (tmp_path / "vit.toml").write_text(study.RECIPE.read_text().replace("epochs = 16", "epochs = 1"))
     monkeypatch.setattr(study, "RECIPE", tmp_path / "vit.toml")
     recipe, contrasts = Recipe.load(study.RECIPE), getattr(study, stage)
@@ -238,14 +238,14 @@ def test_the_study_of_pretrained_networks(stage: str, tmp_path: Path, monkeypatc
     found = json.loads((tmp_path / "results.json").read_text())["digits"]
     assert {len(values) for values in found["accuracies"].values()} == {2}
     assert len(found["contrasts"]) == len(contrasts)
-    script("figures/pretrained_law.py").main(tmp_path, tmp_path / "figure.png")
+    script("figures/pretrained_distribution.py").main(tmp_path, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
     network = build_for(recipe)
     turned, part = copy.deepcopy(network), copy.deepcopy(network)
     for module, options in ((network, {}), (turned, {"turn": "v"}), (part, {"parts": "qk"})):
         generator = torch.Generator().manual_seed(0)
-        study.law_parts_(module, law=str(tmp_path / "law-4.safetensors"), generator=generator, **options)
+        study.draw_parts_(module, file=str(tmp_path / "gain-4.safetensors"), generator=generator, **options)
     for one, other, third in zip(*map(anatomy.self_attention, (network, turned, part)), strict=True):
         assert all(torch.equal(one.read(key), (1 - 2 * (key == "v")) * other.read(key)) for key in "qkvo")
         assert [torch.equal(one.read(key), third.read(key)) for key in "qkvo"] == [True, True, False, False]
@@ -308,11 +308,11 @@ def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pyt
     script("figures/derived_vit_start.py").main(tmp_path, tmp_path / "figure.png")
     assert all((tmp_path / f"figure{end}.png").stat().st_size > 10_000 for end in ("", "_rates"))
 
-    default, law = build_for(recipe), str(tmp_path / "work/population-sinusoidal/derived.safetensors")
+    default, artifact = build_for(recipe), str(tmp_path / "work/population-sinusoidal/derived.safetensors")
 
     def start(**options: str) -> torch.nn.Module:
         generator = torch.Generator().manual_seed(0)
-        return study.law_parts_(copy.deepcopy(default), law=law, generator=generator, **options)
+        return study.draw_parts_(copy.deepcopy(default), file=artifact, generator=generator, **options)
 
     whole = start()
     for options in study.PARTS.values():
@@ -326,7 +326,7 @@ def test_the_study_of_the_derived_start_of_vits(tmp_path: Path, monkeypatch: pyt
                 assert torch.equal(*(torch.sort(x.abs().flatten()).values for x in (wanted, value)))
         rest = (whole if "r" in kept else default).get_parameter("blocks.0.mlp.fc1.weight")
         assert torch.equal(rest, changed.get_parameter("blocks.0.mlp.fc1.weight"))
-    by_file = load_init(law)(copy.deepcopy(default), generator=torch.Generator().manual_seed(0))
+    by_file = load_init(artifact)(copy.deepcopy(default), generator=torch.Generator().manual_seed(0))
     assert all(torch.equal(a, b) for a, b in zip(by_file.parameters(), whole.parameters(), strict=True))
 
 

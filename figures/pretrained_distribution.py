@@ -1,4 +1,4 @@
-"""Small ViTs drawn from the distribution of a pretrained one: reads analyses/pretrained_law/results.json."""
+"""Small ViTs drawn from the distribution of a pretrained one: reads analyses/pretrained_distribution/results.json."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from weightscope import plots
 from weightscope.plots import theme
 
 HERE = Path(__file__).parent
-STUDY = HERE.parent / "analyses" / "pretrained_law"
+STUDY = HERE.parent / "analyses" / "pretrained_distribution"
 TITLES = {
     "digits": "Digits",
     "digits, parts": "Digits, other seeds",
@@ -21,17 +21,17 @@ WORDS = {
     "mimetic": "mimetic attention",
     "population": "distribution of ViTs trained on the digits",
     "population, uncorrelated": "... without correlations",
-    "law": "distribution of DINOv2, gain 4",
-    "law, gain 1": "... gain 1",
-    "law, gain 10": "... gain 10",
+    "distribution": "distribution of DINOv2, gain 4",
+    "distribution, gain 1": "... gain 1",
+    "distribution, gain 10": "... gain 10",
     "scale only": "... its scale only",
     "uncorrelated": "... without correlations",
-    "law, first block": "... of its block 0, in all blocks",
-    "law, QK only": "... queries and keys only",
-    "law, VO only": "... values and outputs only",
-    "law, MLP only": "... MLPs only",
-    "law, QK turned": "... queries and keys, sign turned",
-    "law, VO turned": "... values and outputs, sign turned",
+    "distribution, first block": "... of its block 0, in all blocks",
+    "distribution, QK only": "... queries and keys only",
+    "distribution, VO only": "... values and outputs only",
+    "distribution, MLP only": "... MLPs only",
+    "distribution, QK turned": "... queries and keys, sign turned",
+    "distribution, VO turned": "... values and outputs, sign turned",
 }
 
 
@@ -40,7 +40,7 @@ def kind(arm: str) -> int:
     return 2 if arm == "mimetic" else 1 if arm.startswith("population") else 0
 
 
-def main(study: Path = STUDY, out: Path = HERE / "pretrained_law.png") -> None:
+def main(study: Path = STUDY, out: Path = HERE / "pretrained_distribution.png") -> None:
     results = json.loads((study / "results.json").read_text())
     found = [name for name in TITLES if name in results]
     over = {

@@ -1,4 +1,4 @@
-"""A law restricted to some of the matrices of a ViT's blocks, or with signs or the residual branches' size changed."""
+"""Some of the matrices of a ViT's blocks drawn from a distribution, or with signs or residual branches changed."""
 
 from functools import cache
 
@@ -10,10 +10,10 @@ from weightscope import anatomy, load_init
 loaded = cache(load_init)  # of 70 MB
 
 
-def law_parts_(
+def draw_parts_(
     module: nn.Module,
     *,
-    law: str,
+    file: str,
     parts: str = "qkvo12",
     turn: str = "",
     residual: float = 1.0,
@@ -26,7 +26,7 @@ def law_parts_(
     views = [(part, key) for part in anatomy.self_attention(module) for key in "qkvo"]
     views += [(part, key) for part in anatomy.mlps(module) for key in ("fc1", "fc2")]
     before = [part.read(key).clone() for part, key in views]
-    loaded(law)(module, generator=generator)
+    loaded(file)(module, generator=generator)
     for (part, key), value in zip(views, before, strict=True):
         if key[-1] not in parts:
             part.write(key, value)

@@ -1,6 +1,6 @@
 """Is the distribution of a pretrained ViT a better start for small ViTs? DESIGN.md says what is compared.
 
-    python analyses/pretrained_law/run.py --source FOLDER_OF_A_VIT --work pretrained-law --data FOLDER_OF_DATA_SETS
+    python analyses/pretrained_distribution/run.py --source A_VIT --work FOLDER --data FOLDER_OF_DATA_SETS
 
 Trains the arms (it resumes), and writes `results.json`.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from initialisers import law_parts_
+from initialisers import draw_parts_
 from torch import nn
 
 from weightscope import load_init
@@ -44,19 +44,27 @@ PARTS: dict[str, dict[str, str]] = {
     "VO turned": {"turn": "v"},
 }
 BOTH = {"W_V and W_O turned": {"turn": "vo"}, "W_Q and W_K turned": {"turn": "qk"}}  # keep the products
-FIRST = (("law, gain 4", "default"), ("law, gain 4", "scale only"), ("mimetic", "law, gain 4"))
+FIRST = (
+    ("distribution, gain 4", "default"),
+    ("distribution, gain 4", "scale only"),
+    ("mimetic", "distribution, gain 4"),
+)
 SECOND = (
-    ("law", "uncorrelated"),
-    ("mimetic", "law"),
-    ("law", "law, VO turned"),
-    ("law", "law, QK turned"),
-    ("law, first block", "law"),
+    ("distribution", "uncorrelated"),
+    ("mimetic", "distribution"),
+    ("distribution", "distribution, VO turned"),
+    ("distribution", "distribution, QK turned"),
+    ("distribution, first block", "distribution"),
     ("population", "population, uncorrelated"),
 )
-THIRD = (("law, VO only", "law"), ("mimetic", "law, VO only"), ("law, QK turned", "law"))
-POST_HOC = tuple((arm, "law") for arm in BOTH)
-FOURTH = (("law", "default"), ("mimetic", "law"), ("law, VO only", "law"))
-FIFTH = (("law, residual x 0.5", "law"), ("law, residual x 2", "law"))
+THIRD = (
+    ("distribution, VO only", "distribution"),
+    ("mimetic", "distribution, VO only"),
+    ("distribution, QK turned", "distribution"),
+)
+POST_HOC = tuple((arm, "distribution") for arm in BOTH)
+FOURTH = (("distribution", "default"), ("mimetic", "distribution"), ("distribution, VO only", "distribution"))
+FIFTH = (("distribution, residual x 0.5", "distribution"), ("distribution, residual x 2", "distribution"))
 SMALL: dict[str, Any] = {"data.train": 1000, "data.test": 1000}
 WIDER: dict[str, Any] = {"data.train": 2000, "data.test": 1000, "network.width": 48, "network.heads": 3}
 SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]] = {  # changes, seed, n, contrasts
@@ -74,7 +82,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, tuple[tuple[str, str], ...]]
 def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitConfig]:
     """The arms of a setting; artifacts are fitted once and written into the working folder."""
 
-    def law(file: str, origin: Any, gain: int, select: str | None = None) -> InitConfig:
+    def fitted(file: str, origin: Any, gain: int, select: str | None = None) -> InitConfig:
         path = (work / f"{file}.safetensors").resolve()
         if not path.exists():
             if isinstance(origin, Population):
@@ -88,27 +96,29 @@ def arms(name: str, source: str, work: Path, networks: int) -> dict[str, InitCon
         return init.model_copy(update={"control": kind})
 
     mimetic = {"mimetic": InitConfig(name="mimetic_attention")}
-    four = law("law-4", source, 4)
+    four = fitted("gain-4", source, 4)
     if SETTINGS[name][3] is FIRST:
-        gains = {f"law, gain {gain}": law(f"law-{gain}", source, gain) for gain in (1, 4, 10)}
+        gains = {f"distribution, gain {gain}": fitted(f"gain-{gain}", source, gain) for gain in (1, 4, 10)}
         return gains | {"scale only": control(four, "scale")} | mimetic
     changes = {"population.networks": networks, "population.seed": POPULATION_SEED}
     population = collect(Recipe.load(RECIPE).replace(changes), work / "digits.pop", workers=1, device="cpu")
-    own = law("population", population, POPULATION_GAIN, MATRICES)
-    part = {"name": reference_to(law_parts_), "law": four.artifact}
+    own = fitted("population", population, POPULATION_GAIN, MATRICES)
+    part = {"name": reference_to(draw_parts_), "file": four.artifact}
     if SETTINGS[name][3] is POST_HOC:
-        return {"law": four} | {arm: InitConfig.model_validate(part | options) for arm, options in BOTH.items()}
+        return {"distribution": four} | {
+            arm: InitConfig.model_validate(part | options) for arm, options in BOTH.items()
+        }
     found = {
-        "law": four,
+        "distribution": four,
         "scale only": control(four, "scale"),
         "uncorrelated": control(four, "uncorrelated"),
         **mimetic,
-        **{f"law, {key}": InitConfig.model_validate(part | options) for key, options in PARTS.items()},
-        "law, first block": law("first", source, 4, "blocks.0.*"),
+        **{f"distribution, {key}": InitConfig.model_validate(part | options) for key, options in PARTS.items()},
+        "distribution, first block": fitted("first", source, 4, "blocks.0.*"),
         "population": own,
         "population, uncorrelated": control(own, "uncorrelated"),
     }
-    found |= {f"law, residual x {c:g}": InitConfig.model_validate(part | {"residual": c}) for c in (0.5, 2.0)}
+    found |= {f"distribution, residual x {c:g}": InitConfig.model_validate(part | {"residual": c}) for c in (0.5, 2.0)}
     contrasts = SETTINGS[name][3]
     wanted = [arm for arm in found if "residual" not in arm] if contrasts is SECOND else sum(contrasts, ())
     return {arm: found[arm] for arm in wanted if arm != "default"}
@@ -148,7 +158,7 @@ def setting(name: str, configs: dict[str, InitConfig], folder: Path, seeds: int,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", required=True, help="the pretrained ViT: a folder, a file or hf://org/name")
-    parser.add_argument("--work", type=Path, default=Path("pretrained-law"), help="folder of the runs")
+    parser.add_argument("--work", type=Path, default=Path("pretrained-distribution"), help="folder of the runs")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seeds", type=int, help="networks of each arm; by default those of the design")

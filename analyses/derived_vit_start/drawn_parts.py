@@ -12,16 +12,16 @@ REST = "r"  # all tensors of the artifact that are no attention matrix
 
 
 @torch.no_grad()
-def law_parts_(
+def draw_parts_(
     module: nn.Module,
     *,
-    law: str,
+    file: str,
     parts: str = "qkvor",
     permute: str = "",
     turn: str = "",
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """Draw W_Q, W_K, W_V, W_O and the rest (q, k, v, o, r) from the artifact `law`; what `parts` lacks stays default.
+    """Draw W_Q, W_K, W_V, W_O and the rest (q, k, v, o, r) from the artifact `file`; what `parts` lacks stays default.
 
     Each of q, k, v in `permute` reads its channels in a random order, one for each block, and each in `turn` has its
     sign changed: both keep the set of a tensor's absolute values.
@@ -29,7 +29,7 @@ def law_parts_(
     attention = anatomy.self_attention(module)
     default = {name: value.clone() for name, value in module.named_parameters()}
     kept = [{key: part.read(key).clone() for key in "qkvo"} for part in attention]
-    loaded(law)(module, generator=generator)
+    loaded(file)(module, generator=generator)
     drawn = [{key: part.read(key).clone() for key in "qkvo"} for part in attention]
     if REST not in parts:
         for name, value in module.named_parameters():
