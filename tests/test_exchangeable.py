@@ -79,7 +79,7 @@ def dense(covariances) -> np.ndarray:
     """The D x D covariance of small ones, by way of the parts of the unit vectors."""
     out = np.zeros((SPEC.size, SPEC.size))
     for found, part in zip(covariances, invariant_parts(np.eye(SPEC.size), SPEC, PERMUTATIONS), strict=True):
-        flat = part.reshape(SPEC.size, -1, found.kind.copies)
+        flat = part.reshape(SPEC.size, -1, found.kind.multiplicity)
         out += np.einsum("iac,cd,jad->ij", flat, found.covariance, flat)
     return out
 
@@ -90,7 +90,7 @@ def test_parts_are_an_orthogonal_decomposition() -> None:
     np.testing.assert_allclose(assembled(parts, SPEC, PERMUTATIONS), x, atol=1e-12)
     squares = sum(np.square(part).reshape(len(x), -1).sum(1) for part in parts.values())
     np.testing.assert_allclose(squares, np.square(x).sum(1), rtol=1e-12)
-    assert sum(k.dimension * k.copies for k in PERMUTATIONS.types) == SPEC.size
+    assert sum(k.dimension * k.multiplicity for k in PERMUTATIONS.types) == SPEC.size
 
 
 def test_the_streamed_estimate_is_the_projection_of_numpys_covariance() -> None:

@@ -92,7 +92,9 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
         # 2,400 correlations and deviations in all, each beyond 5.5 standard errors with probability 4e-8.
         error = np.sqrt((1 - expected**2) ** 2 / found.samples)
         assert (np.abs(found.correlation() - expected) <= 5.5 * error + 1e-12).all()
-        ratio = np.concatenate([np.full(v.copies, now[v.tensor] / (before[v.tensor] or 1)) for v in found.kind.views])
+        ratio = np.concatenate(
+            [np.full(v.multiplicity, now[v.tensor] / (before[v.tensor] or 1)) for v in found.kind.views]
+        )
         wanted = np.sqrt(np.square(factor).sum(1)) * np.where(ratio == 0, 1, ratio)
         np.testing.assert_allclose(
             np.sqrt(found.covariance.diagonal()) / wanted, 1, atol=5.5 / np.sqrt(2 * found.samples)

@@ -98,7 +98,7 @@ def compiler(monkeypatch, tmp_path):
 def test_right_kernels_are_used_without_a_word(compiler, caplog, network):
     found = choose_kernels(recipe(network), CPU)
     assert (found.kernels, found.build) == ("c", build.library("float")[1])
-    assert found.checked == CHECKED
+    assert found.comparison == CHECKED
     assert not caplog.records
 
 

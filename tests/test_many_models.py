@@ -36,11 +36,11 @@ def test_few_results_wait_for_an_earlier_one(monkeypatch):
     @contextlib.contextmanager
     def engine(task, _workers, _running):
         def submit(item):
-            begun.append(item.place)
+            begun.append(item.index)
             if len(begun) == 8:
                 late.set_result(pickle.dumps((0, None)))
             with fake.in_this_process(task, None, None) as here:
-                return here(item) if item.place else late
+                return here(item) if item.index else late
 
         yield submit
 

@@ -222,7 +222,7 @@ def test_groups_have_one_length_on_one_axis_and_every_axis_a_label() -> None:
 def test_types_are_the_subsets_of_the_groups() -> None:
     views = (View("w", "w", (4, 3, 2), ("h", "c", None)), View("q", "q", (4, 3), ("~u", "c")))
     permutations = PermutationSpec(views)
-    found = {kind.groups: (kind.dimension, kind.copies) for kind in permutations.types}
+    found = {kind.groups: (kind.dimension, kind.multiplicity) for kind in permutations.types}
     assert found == {
         (): (1, 2),
         ("h",): (3, 2),

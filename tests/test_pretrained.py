@@ -53,7 +53,7 @@ def correlations(module: nn.Module) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for kind, matrix in zip(structure.permutations.types, structure.correlations, strict=True):
         label = " x ".join(sorted(group.split(".")[0] for group in kind.groups))
-        if kind.copies == 2:
+        if kind.multiplicity == 2:
             found.setdefault(label, []).append(float(matrix[0, 1]))
     return {label: float(np.mean(values)) for label, values in found.items()}
 
@@ -173,7 +173,7 @@ def test_networks_of_other_sizes_are_pooled() -> None:
             assert matrix[0, 1] == pytest.approx(0.6 * (d[0] + d[1]) / sum(d), abs=0.05)
     kind = next(k for k in structure.permutations.types if k.groups == ("channels",))
     assert structure.diagnostics["channels"]["samples"] == 47 + 63 + 63
-    assert kind.copies == 8
+    assert kind.multiplicity == 8
 
 
 def test_an_audit_tells_the_default_start_from_the_law(artifact: Path) -> None:

@@ -10,7 +10,7 @@ CI = "95 % intervals (Holm)"
 
 
 class Control(NamedTuple):
-    """A control of initialisers: networks with moments of theirs and nothing else."""
+    """A control of initialisers: networks with means and variances of theirs and nothing else."""
 
     suffix: str  # of the label of such an arm, before that of a frozen one
     arm: str  # the column of a row with the label of its control
@@ -36,7 +36,7 @@ CONTROLS = {
         " (uncorrelated)",
         "uncorrelated",
         "correlations",
-        ("effect of moments", "correlations"),
+        ("effect of means and variances", "correlations"),
         "correlations: an initialiser minus its control, with the same means and variances of every part",
         "without its correlations",
         "by correlations",
@@ -69,7 +69,7 @@ def _count(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"{diverged} of {sum(row['networks'] for row in rows)}"
 
 
-def place_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def point_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of the recipe and the numbers of the initialiser that vary, with their values in a row."""
     return {**row.get("cell", {}), **row.get("numbers", {})}
 

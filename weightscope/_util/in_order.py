@@ -20,7 +20,7 @@ _WAITING = 4  # results of each worker that may wait for an earlier one
 
 @dataclass(frozen=True, eq=False)
 class _Item:
-    place: int
+    index: int
     value: Any
 
 
@@ -42,16 +42,16 @@ def in_order(
         return
     waiting = deque(_Item(*each) for each in itertools.islice(left, _WAITING * (chosen.count or 16)))
     try:
-        with contextlib.closing(spread(one, waiting, chosen, lambda item: names[item.place])) as results:
-            for place in range(len(items)):
-                while place not in held:
+        with contextlib.closing(spread(one, waiting, chosen, lambda item: names[item.index])) as results:
+            for index in range(len(items)):
+                while index not in held:
                     item, found = next(results)
-                    held[item.place] = found
-                yield held.pop(place)
+                    held[item.index] = found
+                yield held.pop(index)
                 waiting.extend(_Item(*each) for each in itertools.islice(left, 1))
     except TilesFailed as error:
         item, why = next(iter(error.errors.items()))
-        raise WeightscopeError(f"{names[item.place]}: {why}; run the same command again, with fewer workers") from why
+        raise WeightscopeError(f"{names[item.index]}: {why}; run the same command again, with fewer workers") from why
 
 
 def _in_folder(task: Callable[[Any], T], folder: str, trust: bool, item: _Item) -> T | WeightscopeError:

@@ -50,7 +50,7 @@ def listing(names: Iterable[str], most: int = 8) -> str:
     return joined((f"`{name}`" for name in names), most)
 
 
-def parts_of(text: str) -> list[str]:
+def split_initialisers(text: str) -> list[str]:
     """The initialisers of a text, joined by `+` outside of parentheses."""
     parts, inside = [""], False
     for piece in reversed(re.split(r"([()+])", text)):
@@ -76,7 +76,7 @@ def unverified(source: str, files: Iterable[str]) -> str:
     )
 
 
-def numbered(label: str, taken: Collection[str]) -> str:
+def unique_label(label: str, taken: Collection[str]) -> str:
     """The label, or with the first free number if it is taken: `vit (2)`."""
     names = itertools.chain([label], (f"{label} ({n})" for n in itertools.count(2)))
     return next(name for name in names if name not in taken)
@@ -105,7 +105,7 @@ def labels_of(names: Sequence[str], given: Sequence[str | None] | None) -> list[
         raise UsageError(f"labels: expected a list of {len(names)} unique names, found {given!r}")
     labels: list[str] = []
     for name, label in zip(names, asked, strict=True):
-        labels.append(numbered(name, [*labels, *fixed]) if label is None else label)
+        labels.append(unique_label(name, [*labels, *fixed]) if label is None else label)
     return labels
 
 

@@ -29,7 +29,9 @@ _MARKS = {
 _ENDS = 1 << 16
 
 
-def checked(path: str | os.PathLike[str], *suffixes: str, json_of: str | None = None, overwrite: bool = False) -> Path:
+def writable_path(
+    path: str | os.PathLike[str], *suffixes: str, json_of: str | None = None, overwrite: bool = False
+) -> Path:
     """The path of a file that can be written, whose suffix is one of those if any are given.
 
     An existing file is replaced only if weightscope wrote it, as it says in itself, and it is of the same kind: that of

@@ -1,4 +1,4 @@
-"""Random numbers of code that names no generator."""
+"""Seed the global random generators, for code that takes no generator of its own."""
 
 import contextlib
 import random

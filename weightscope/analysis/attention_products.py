@@ -86,14 +86,14 @@ class Count:
     beta: float | None  # mean over the products; None without products
     alpha: float | None  # mean over the products; None without products
 
-    def text(self, what: str, places: str) -> str:
+    def text(self, what: str, counted: str) -> str:
         """One phrase on the more frequent sign, such as "QK diagonal positive in 65 of 72 heads (64 with z > 4)"."""
         if not self.n:
             return f"{what}: no finite product"
         if self.positive >= self.negative:
-            return f"{what} diagonal positive in {self.positive} of {self.n} {places} ({self.sure} with z > {_SURE:g})"
+            return f"{what} diagonal positive in {self.positive} of {self.n} {counted} ({self.sure} with z > {_SURE:g})"
         sure = f"{self.surely_negative} with z < -{_SURE:g}"
-        return f"{what} diagonal negative in {self.negative} of {self.n} {places} ({sure})"
+        return f"{what} diagonal negative in {self.negative} of {self.n} {counted} ({sure})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)

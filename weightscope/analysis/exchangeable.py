@@ -80,7 +80,8 @@ class ExchangeableCovariance(Result):
         """What crosses tensors, strongest first, in a table of at most so many rows."""
         lines = [f"{self.n} network{'s' * (self.n != 1)}" + (f" ({self.excluded} excluded)" if self.excluded else "")]
         head = ("units", "independent units", "samples", "variables", "tensors")
-        cells = [(t.kind.label, t.kind.dimension, t.samples, t.kind.copies, len(t.kind.views)) for t in self.types]
+        kinds = [(t.kind, t.samples) for t in self.types]
+        cells = [(k.label, k.dimension, samples, k.multiplicity, len(k.views)) for k, samples in kinds]
         lines.append(text_table(head, cells))
         lines.append("one covariance for each set of units: of what varies with these units alone")
         lines.append("samples: independent units times networks; variables: rows of the covariance, one for each fixed")
@@ -128,7 +129,7 @@ class ExchangeableCovariance(Result):
     def to_dict(self) -> dict[str, Any]:
         covariances = [
             {"groups": list(t.kind.groups), "independent_units": t.kind.dimension, "samples": t.samples}
-            | {"tensors": [[view.name, view.copies] for view in t.kind.views]}
+            | {"tensors": [[view.name, view.multiplicity] for view in t.kind.views]}
             for t in self.types
         ]
         pairs = [asdict(pair) | {"z": finite_or_none(pair.z)} for pair in self._pairs]
@@ -144,7 +145,8 @@ class ExchangeableCovariance(Result):
         from weightscope import plots
 
         if groups is None:
-            found = max([t for t in self.types if len(t.kind.groups) == 1] or self.types, key=lambda t: t.kind.copies)
+            of_one_group = [t for t in self.types if len(t.kind.groups) == 1]
+            found = max(of_one_group or self.types, key=lambda t: t.kind.multiplicity)
         else:
             there = {frozenset(t.kind.groups): t for t in self.types}
             if frozenset(groups) not in there:

@@ -84,10 +84,11 @@ def keep(tensor: Tensor) -> None:
 
 @contextmanager
 def writable(module: nn.Module, caller: str, *, idle: bool = False) -> Iterator[nn.Module]:
-    """The plain module, whose tensors are to be set in place; what is computed is set when the block ends, or nothing.
+    """The module with its effective weights as plain tensors, which the block sets in place.
 
-    DataError if weights cannot be set (quantised, sharded, without memory), or a computed one would not have the value
-    that was given to it; UsageError if no tensor was set, unless it may be `idle`.
+    Weights that the module computes (by a parametrisation or an adapter) get their new values when the block ends, and
+    nothing is changed if the block raises an error. DataError if weights cannot be set (quantised, sharded, without
+    memory) or a computed weight cannot take its value; UsageError if no tensor was set, unless `idle`.
     """
     inner, computed = plain(module)
     if why := unsettable(inner, writing=True):

@@ -363,10 +363,11 @@ class Place:
 def places(
     tensors: NamedTensors, schemes: Mapping[Any, Sequence[str]], build: Callable[[str, Any], Any]
 ) -> list[Place]:
-    """Where the names of a scheme are, in order, with the parts that `build(prefix, scheme)` reads, tied ones once.
+    """The prefixes at which the names of a scheme occur, in order, with the part that `build(prefix, scheme)` reads.
 
-    A prefix has the first scheme of which all tensors are there, readable or not; `build` returns None if shapes are
-    those of something else. A prefix that differs from a part's in numbers only is a place where some are missing.
+    Of several schemes, a prefix has the first one whose tensors all exist. `build` returns None if the shapes do not
+    fit. A prefix without some of the tensors is listed if it differs from the prefix of a part in numbers only. Tied
+    tensors are listed once.
     """
     anchors = {(key, scheme) for scheme, keys in schemes.items() for key in keys}
     found: dict[str, tuple[int, set[Any]]] = {}  # prefix -> place in the order of names, schemes

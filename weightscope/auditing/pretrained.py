@@ -40,7 +40,7 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
         types, rho = structure.permutations.types, structure.correlations
         weights = structure.spec.pack(model.folded(structure.spec.names), np.float64)[None]
         parts = invariant_parts(weights, structure.spec, structure.permutations)
-        flat = [x.reshape(-1, kind.copies) for kind, x in zip(types, parts, strict=True)]
+        flat = [x.reshape(-1, kind.multiplicity) for kind, x in zip(types, parts, strict=True)]
         found, rng = _slopes(types, rho, [x.T @ x for x in flat]), np.random.default_rng(0)
 
         def draw(share: float) -> dict[str, float]:
@@ -69,7 +69,7 @@ def _slopes(
     sums: dict[str, np.ndarray] = {}
     for kind, wanted, product in zip(types, rho, products, strict=True):
         label = " x ".join(sorted(re.sub(r"\.\d+", "", group) for group in kind.groups))
-        upper, scale = np.triu_indices(kind.copies, 1), np.sqrt(product.diagonal())
+        upper, scale = np.triu_indices(kind.multiplicity, 1), np.sqrt(product.diagonal())
         with np.errstate(invalid="ignore", divide="ignore"):  # a part without variation fails its check
             r = product / np.outer(scale, scale)
         both = wanted[upper] @ r[upper], wanted[upper] @ wanted[upper]

@@ -119,7 +119,7 @@ class AuditReport(Result):
     def undecidable(self) -> dict[str, tuple[str, ...]]:
         """Initialiser -> the parts in which an untouched network would pass with a probability above 1 %.
 
-        For initialisers of which the default start is one instance (`kaiming_uniform`), the error is in their scale,
+        For initialisers that include the default start as a special case (`kaiming_uniform`), the error is in the scale
         and counts for all parts together.
         """
         out: dict[str, tuple[str, ...]] = {}

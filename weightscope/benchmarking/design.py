@@ -17,7 +17,7 @@ from typing import Any
 
 from weightscope._util.arms import CONTROLS, FROZEN, epochs_text, point_text, value_text
 from weightscope._util.checks import choice, count
-from weightscope._util.names import parts_of, shortened
+from weightscope._util.names import shortened, split_initialisers
 from weightscope._util.plugins import name_of, reference_to
 from weightscope.errors import RecipeError, UsageError
 from weightscope.recipe import InitConfig, Recipe
@@ -89,7 +89,7 @@ def parse_init(text: str) -> InitConfig:
     """The [init] table of `"name"`, `"name(number=1.5)"`, or several of these joined by `+`."""
     names: list[str] = []
     numbers: dict[str, Any] = {}
-    for part in parts_of(text):
+    for part in split_initialisers(text):
         found = _FORM.fullmatch(part)
         if found is None:
             raise UsageError(f"--init: expected NAME or NAME(NUMBER=VALUE, ...), found {shortened(text)!r}")
@@ -150,7 +150,7 @@ class Arm:
     numbers: Mapping[str, Any] = field(default_factory=dict)  # the initialiser's: `{"mimetic_mlp.sigma": 0.2}`
 
     @property
-    def place(self) -> str:
+    def cell_key(self) -> str:
         """The cell as text, equal for equal cells."""
         return json.dumps(dict(self.cell), sort_keys=True)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weightscope._util.arms import CONTROLS, Control, count_range, divergence, epochs_text, place_of, point_text
+from weightscope._util.arms import CONTROLS, Control, count_range, divergence, epochs_text, point_of, point_text
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import reason
 from weightscope.benchmarking.statistics import (
@@ -84,7 +84,7 @@ class BenchResult(Result):
         """
         axes, out = axes_of(self.arms), []
         for row in self.arms:
-            place = place_of(row)
+            place = point_of(row)
             out.append({"init": row["init"], **{name: place.get(name) for name in axes}})
             for key, value in row.items():
                 stem, is_interval, kind = key.rpartition("ci")
@@ -451,7 +451,7 @@ def _of_runs(draw: Callable[..., Any], statistic: Callable[..., Any], runs: Rows
 
 def axes_of(arms: Rows) -> list[str]:
     """The fields and numbers that vary, in order."""
-    return list(dict.fromkeys(name for row in arms for name in place_of(row)))
+    return list(dict.fromkeys(name for row in arms for name in point_of(row)))
 
 
 def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
@@ -461,7 +461,7 @@ def _maps(arms: Rows, x: str, y: str) -> dict[str, list[dict[str, Any]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in arms:
         rest = {key: value for key, value in row.get("cell", {}).items() if key not in (x, y)}
-        if row["difference"] is not None and {x, y} <= set(place_of(row)):
+        if row["difference"] is not None and {x, y} <= set(point_of(row)):
             parts = [label_without(row["init"], x, y), point_text(rest), epochs_text(row["epochs"])]
             groups.setdefault(", ".join(filter(None, parts)), []).append(row)
     return groups

@@ -28,7 +28,7 @@ from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers
 from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import Contrast, Place, cell_key, contrast_tests, summarise
+from weightscope.benchmarking.statistics import ArmKey, Contrast, cell_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -226,7 +226,7 @@ def plan_bench(
     for i, (arm, request, left) in enumerate(zip(design.arms, requests, missing, strict=True)):
         seconds = costs.get(i, 0.0) * left
         total += seconds
-        row = rows.setdefault(arm.place, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
+        row = rows.setdefault(arm.cell_key, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
         tiles = request.manifest.tiles
         for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
             row[key] += more
@@ -309,7 +309,7 @@ class Design:
         lines = Recipe.parse(stored.environment["recipe"]).differences(self.recipe)
         chosen = ("training.kernels: auto", "training.kernels: absent")  # the runs keep what auto became
         what = [line for line in lines if not line.startswith((*free, *chosen)) and not line.endswith("-> auto")][:3]
-        mine = {(arm.place, arm.epochs, arm.init) for arm in self.arms}
+        mine = {(arm.cell_key, arm.epochs, arm.init) for arm in self.arms}
         lost = [row["init"] for row in stored.arms if (cell_key(row), row["epochs"], row["init"]) not in mine]
         if lost:
             what.append(f"arms that are missing here: {listing(list(dict.fromkeys(lost)), 3)}")
@@ -347,23 +347,23 @@ class Design:
 
     def _tile(self, arm: Arm, device: torch.device, shared: dict[Any, Any]) -> int:
         """Networks in a tile: the recipe's, or on a GPU by the memory that the first arm of each cell takes."""
-        tile = arm.recipe.population.tile or (TILE if device.type == "cpu" else shared.get(("tile", arm.place)))
+        tile = arm.recipe.population.tile or (TILE if device.type == "cpu" else shared.get(("tile", arm.cell_key)))
         if tile is None:
             recipe = arm.recipe.completed(self.data)
-            tile = shared["tile", arm.place] = choose_tile(recipe, recipe.data.load(self.data), device)
+            tile = shared["tile", arm.cell_key] = choose_tile(recipe, recipe.data.load(self.data), device)
         return min(tile, arm.recipe.population.networks)
 
     def result(self, measured: Iterable[Measured]) -> BenchResult:
         """Compare the arms and write `results.json`."""
         runs: list[dict[str, Any]] = []
         device: dict[str, Any] = {}
-        hits: dict[Place, np.ndarray] = {}
+        hits: dict[ArmKey, np.ndarray] = {}
         for arm, (metrics, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - the last device
             runs += self._rows(arm, metrics, seconds)
             if right is not None and self.metric == ACCURACY:
-                hits[arm.place, arm.epochs, arm.init] = right
+                hits[arm.cell_key, arm.epochs, arm.init] = right
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
-        recipes = {arm.place: arm.recipe.completed(self.data) for arm in self.arms}
+        recipes = {arm.cell_key: arm.recipe.completed(self.data) for arm in self.arms}
         sections = {recipe.data.model_dump_json(): recipe.data for recipe in recipes.values()}
         levels = {text: data.chance(self.metric, self.data) for text, data in sections.items()}  # each is read once
         found = {place: levels[recipe.data.model_dump_json()] for place, recipe in recipes.items()}

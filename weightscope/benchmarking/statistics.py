@@ -20,9 +20,9 @@ from weightscope.statistics.index_effects import holm
 LEVEL = 0.05  # of adjusted p-values, from which on a difference counts
 _FEWEST_EQUAL = 6  # equal differences of one sign have 2^(1 - n) < 0.05 by the sign test
 Runs = Sequence[dict[str, Any]]
-Place = tuple[str, int, str]
+ArmKey = tuple[str, int, str]
 """The cell (`cell_key`), training length and initialiser of an arm."""
-Hits = Mapping[Place, np.ndarray]
+Hits = Mapping[ArmKey, np.ndarray]
 """Arm -> which images each network classifies rightly, (n, m) bool; row k belongs to seed k."""
 Chance = tuple[float, int]
 """The chance level of an accuracy and the number of examples that it is taken over; see `Task.chance`."""
@@ -52,11 +52,11 @@ def summarise(
     A network that diverged counts with the metric that it reached. If its metric is not finite, it has the worst rank
     in the tests and is left out of means, and differences have no interval. `n` is the number of networks with a finite
     value, `networks` the number of all, and `pairs` the number of seeds with finite values in both arms. Without pairs,
-    `difference` is None, and there is a p. Differences keep their sign, whichever direction is better. The reference of
-    an arm is the first initialiser in the same cell at the same length; of a frozen arm, the first frozen one. An arm
-    is also compared with its controls: `beyond_scale` is the mean paired difference from the arm in `control`, the
-    scale control, and `correlations` the difference from the arm in `uncorrelated`. The `difference` of a control is
-    the effect of its means and variances. For the intervals see `mean_interval` and `paired`.
+    `difference` is None, and there is a p. Differences are arm minus reference, whichever direction is better. The
+    reference is the first initialiser of the same cell and length, for frozen arms the first frozen one. An arm is also
+    compared with its controls: `beyond_scale` is the mean paired difference from the scale control (`control`), and
+    `correlations` that from the uncorrelated control (`uncorrelated`). The `difference` of a control is the effect of
+    its means and variances. For the intervals see `mean_interval` and `paired`.
 
     p-values are two-sided; `p_holm` and `beyond_scale_p_holm` control the family-wise error rate of the whole table
     (Holm 1979). `difference_ci_holm` and `beyond_scale_ci_holm` are intervals at the `level` of each test in that
@@ -91,15 +91,15 @@ def summarise(
     return rows
 
 
-def by_arm(runs: Runs) -> dict[Place, Runs]:
+def by_arm(runs: Runs) -> dict[ArmKey, Runs]:
     """(cell, epochs, initialiser) -> its runs, in order."""
-    groups: dict[Place, list[dict[str, Any]]] = {}
+    groups: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in runs:
         groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
     return groups  # type: ignore[return-value]
 
 
-def _reference(groups: Mapping[Place, Runs], arm: Place) -> Place:
+def _reference(groups: Mapping[ArmKey, Runs], arm: ArmKey) -> ArmKey:
     """The first arm of the cell at the length, of a frozen arm the first frozen one."""
     return next(key for key in groups if (*key[:2], key[2].endswith(FROZEN)) == (*arm[:2], arm[2].endswith(FROZEN)))
 
@@ -109,7 +109,7 @@ def values_of(runs: Runs, metric: Metric) -> dict[int, float]:
     return {run["seed"]: np.nan if run.get(metric.key) is None else run[metric.key] for run in runs}
 
 
-_Question = tuple[dict[str, Any], str, Mapping[Place, float]]
+_Question = tuple[dict[str, Any], str, Mapping[ArmKey, float]]
 """A row, what it compares, and the weights of the arms."""
 _FOUND = ("difference", "ci95", "p", "pairs", "p_holm", "level", "ci_holm", "ci_images")
 
@@ -122,7 +122,7 @@ def _columns(key: str, found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tested(
-    sums: Sequence[Mapping[Place, float]], groups: Mapping[Place, Runs], metric: Metric, hits: Hits | None
+    sums: Sequence[Mapping[ArmKey, float]], groups: Mapping[ArmKey, Runs], metric: Metric, hits: Hits | None
 ) -> list[dict[str, Any]]:
     """Paired tests of sums of arms, adjusted for one another; the weights of each sum add up to zero.
 
@@ -349,7 +349,7 @@ def over_images(d: np.ndarray, interval: Sequence[float], level: float = LEVEL, 
 
 
 def crossed(
-    weights: Mapping[Place, float], hits: Hits, seeds: np.ndarray, interval: Sequence[float] | None, level: float
+    weights: Mapping[ArmKey, float], hits: Hits, seeds: np.ndarray, interval: Sequence[float] | None, level: float
 ) -> list[float] | None:
     """`over_images` of a sum of arms with weights that add up to zero; None unless all have hits of as many images."""
     known = [hits[arm] for arm in weights if arm in hits]
@@ -416,7 +416,7 @@ class Contrast:
     """A sum of means of arms whose weights add up to zero."""
 
     text: str  # as tables show it: `mean(mimetic_mlp) - mean(default)`
-    weights: Mapping[Place, float]
+    weights: Mapping[ArmKey, float]
 
     @classmethod
     def of(cls, terms: Sequence[Mapping[str, Any]], arms: Sequence[tuple[Mapping[str, Any], int, str]]) -> "Contrast":
@@ -431,7 +431,7 @@ class Contrast:
             >>> Contrast.of([{"init": "a", "width": 24}, {"init": "default", "width": 24, "weight": -1}], arms).text
             'mean(a, width=24) - mean(default, width=24)'
         """
-        text, weights = "", dict[Place, float]()
+        text, weights = "", dict[ArmKey, float]()
         for term in terms:
             weight, chosen = float(term.get("weight", 1)), _arms_of(term, arms)
             for arm in chosen:
@@ -450,7 +450,7 @@ def _names_of(term: Mapping[str, Any]) -> list[str]:
     return [inits] if isinstance(inits, str) else list(inits)
 
 
-def _arms_of(term: Mapping[str, Any], arms: Sequence[tuple[Mapping[str, Any], int, str]]) -> list[Place]:
+def _arms_of(term: Mapping[str, Any], arms: Sequence[tuple[Mapping[str, Any], int, str]]) -> list[ArmKey]:
     """The arms of a term, which have equal weights."""
     names, fields = _names_of(term), {key: value for key, value in term.items() if key not in ("init", "weight")}
     for name in names:

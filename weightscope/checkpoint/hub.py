@@ -207,7 +207,7 @@ class HubFolder(Folder):
         return self.cache / group / f"{_hash(name)[:24]}{suffix}"
 
     def _resolve(self, revision: str) -> tuple[str, list[str]]:
-        """The commit, and the plain names of its files; others, in subfolders, are other models."""
+        """The commit, and the names of the files at its top; subfolders hold other models."""
         commit = revision if _COMMIT.fullmatch(revision) else self.note("refs", revision)
         cached = None
         if isinstance(commit, str) and _COMMIT.fullmatch(commit):

@@ -17,7 +17,7 @@ from weightscope.cli.page import Section, population_sections, write_html
 from weightscope.data.metrics import ACCURACY
 from weightscope.errors import UsageError
 from weightscope.fits.fitting import fit
-from weightscope.plots.theme import interval, places, signed
+from weightscope.plots.theme import decimals, interval, signed
 from weightscope.population import Population
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.collection import collect
@@ -108,7 +108,7 @@ def _points(row: Mapping[str, Any], key: str) -> str:
     if difference is None or not ACCURACY.tells(ends):
         return "not decided by so few networks"
     low, high = (ACCURACY.factor * end for end in ends)
-    value = signed(ACCURACY.factor * difference, places(high - low))
+    value = signed(ACCURACY.factor * difference, decimals(high - low))
     return f"{value} points (95 % interval {interval(low, high)}, {row['pairs']} paired seeds)"
 
 

@@ -153,10 +153,10 @@ class OutputFile(click.Path):
         self.suffixes = suffixes
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        """The path, see `weightscope._util.outputs.checked`."""
+        """The path, see `weightscope._util.outputs.writable_path`."""
         from weightscope._util import outputs
 
-        return outputs.checked(value, *self.suffixes, overwrite=overwriting(ctx))
+        return outputs.writable_path(value, *self.suffixes, overwrite=overwriting(ctx))
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Paths, completed by the shell."""
@@ -170,7 +170,7 @@ class _JSONFile(OutputFile):
         if os.fspath(value) != "-":
             from weightscope._util import outputs
 
-            return outputs.checked(value, json_of=ctx.command.name if ctx else None, overwrite=overwriting(ctx))
+            return outputs.writable_path(value, json_of=ctx.command.name if ctx else None, overwrite=overwriting(ctx))
         if ctx is not None and not ctx.resilient_parsing:
             ctx.meta[_STDOUT] = sys.stdout
             ctx.with_resource(contextlib.redirect_stdout(sys.stderr))

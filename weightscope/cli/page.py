@@ -167,7 +167,8 @@ def _filters(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
     for one in found.types:
         for view in one.kind.views:
             *others, h, w = view.shape if len(view.shape) == 4 else (0, 1, 1)
-            if one.kind.groups and view.copies == h * w > 1 and view.axes[-2:] == (None, None) and others[1:] == [1]:
+            fixed_pixels = view.multiplicity == h * w > 1 and view.axes[-2:] == (None, None)
+            if one.kind.groups and fixed_pixels and others[1:] == [1]:
                 grid = one.covariance.diagonal()[one.kind.slices[view.name]].reshape(1, 1, h, w)
                 panels.append(plots.Panel(grid, view.name))
     rows = [panels[i : i + _ACROSS] for i in range(0, len(panels), _ACROSS)]

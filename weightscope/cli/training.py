@@ -318,7 +318,7 @@ def fit_init(
     if gain == "auto":
         from weightscope.benchmarking.gain import choose_gain
 
-        picture = outputs.checked(out.with_name(f"{out.stem}-gain.png"), overwrite=overwriting(context))
+        picture = outputs.writable_path(out.with_name(f"{out.stem}-gain.png"), overwrite=overwriting(context))
         fitting = {"joint": settings["joint"], **given, "options": options}
         training = {key.removeprefix("gain_"): value for key, value in training.items()} | {"workers": workers}
         select = fitting.pop("select", settings["select"])

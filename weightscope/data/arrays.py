@@ -16,7 +16,7 @@ PARTS = ("train_images", "train_labels", "test_images", "test_labels")
 _TOGETHER = ("images", "labels")
 
 
-def checked(source: Any, name: str) -> Arrays:
+def checked_arrays(source: Any, name: str) -> Arrays:
     """Images as uint8 (n, c, S, S) and labels as int64 (n,), training and test, of a `Dataset` or four arrays."""
     if all(hasattr(source, part) for part in PARTS):
         source = [getattr(source, part) for part in PARTS]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weightscope._util.plugins import is_reference, reference_to
 from weightscope.data import folder
-from weightscope.data.arrays import PARTS, check_counts, checked, info_of
+from weightscope.data.arrays import PARTS, check_counts, checked_arrays, info_of
 from weightscope.data.image_section import dataset_info, made_by, source_of
 from weightscope.data.images import resize
 from weightscope.data.registry import DATASETS, FOLDER, Arrays, DatasetInfo, SourceConfig
@@ -58,7 +58,7 @@ class Dataset:
         Example:
             >>> data = Dataset.from_arrays(images[:800], labels[:800], images[800:], labels[800:], name="shapes")
         """
-        arrays = checked((train_images, train_labels, test_images, test_labels), name)
+        arrays = checked_arrays((train_images, train_labels, test_images, test_labels), name)
         return _dataset(info_of(name, arrays), arrays)
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from weightscope._util.names import listing
 from weightscope.data.arrays import check_counts, count_classes, read_npz
 from weightscope.data.images import SUFFIXES, read_images, resize
-from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, Part, SourceConfig, first_place, places
+from weightscope.data.registry import FOLDER, Arrays, DatasetInfo, Part, SourceConfig, first_found, search_folders
 from weightscope.errors import DataError
 
 _TRAIN, _TESTS = "train", ("test", "val")
@@ -58,9 +58,9 @@ def located(config: SourceConfig, root: str | Path | None) -> Path:
     """The folder or .npz file of a recipe."""
     if config.path is None and root is None:
         raise DataError("folder: expected data.path in the recipe, or --data with the images, found neither")
-    return first_place(
+    return first_found(
         config.path or "",
-        [Path(root or "")] if config.path is None else [*places(root), Path()],
+        [Path(root or "")] if config.path is None else [*search_folders(root), Path()],
         lambda path: path.is_dir() or (path.is_file() and path.suffix == ".npz"),
         "folder: expected a folder of images or an .npz file",
     )

@@ -58,7 +58,7 @@ def made_by(factory: Callable[[], Any], name: str) -> Arrays:
     except Exception as error:
         why = shortened(f"{type(error).__name__}: {error}", 200)
         raise DataError(f"{name}: the data set's factory raised {why}") from error
-    return arrays.checked(made, name)
+    return arrays.checked_arrays(made, name)
 
 
 class AugmentConfig(Section):

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightscope._util.names import shortened
 from weightscope.data.images import reading
-from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, places
+from weightscope.data.registry import DATASETS, Arrays, DatasetInfo, Part, search_folders
 from weightscope.errors import DataError
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -29,9 +29,9 @@ Layout = tuple[str, tuple[str, ...]]
 
 def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
     """The first folder with a data set in one of the layouts, or None."""
-    for place in places(root):
+    for searched in search_folders(root):
         for layout in layouts:
-            for folder in (place / layout[0], place):
+            for folder in (searched / layout[0], searched):
                 if any((folder / file).is_file() for file in layout[1]):
                     return folder, layout
     return None
@@ -39,7 +39,7 @@ def find(root: Path | None, *layouts: Layout) -> tuple[Path, Layout] | None:
 
 def missing(info: DatasetInfo, root: Path | None, instead: str = "") -> DataError:
     """The error that says where files were searched for, and how to get them."""
-    looked = ", ".join(str(place.absolute()) for place in places(root))
+    looked = ", ".join(str(folder.absolute()) for folder in search_folders(root))
     return DataError(
         f"{info.name}: expected its files in one of {looked}, found none; {info.how_to_get}; "
         f"or name another folder with --data or WEIGHTSCOPE_DATA{'; ' + instead if instead else ''}"

@@ -81,15 +81,15 @@ DATASETS: Registry[Callable[..., Any]] = Registry("data set")
 the fields of its `DatasetInfo`."""
 
 
-def places(root: str | Path | None) -> list[Path]:
+def search_folders(root: str | Path | None) -> list[Path]:
     """The folders that are searched, in order."""
     named = os.environ.get("WEIGHTSCOPE_DATA")
     return [*([as_path(root)] if root else []), *([Path(named)] if named else []), Path("data"), SHARED]
 
 
-def first_place(path: str, searched: Iterable[Path], accepted: Callable[[Path], bool], expected: str) -> Path:
-    """The first accepted place of a path in the searched folders; DataError if there is none."""
-    candidates = list(dict.fromkeys(as_path(place / path) for place in searched))  # one, if the path is absolute
+def first_found(path: str, searched: Iterable[Path], accepted: Callable[[Path], bool], expected: str) -> Path:
+    """The first accepted path in the searched folders; DataError if there is none."""
+    candidates = list(dict.fromkeys(as_path(folder / path) for folder in searched))  # one, if the path is absolute
     for candidate in candidates:
         if accepted(candidate):
             return candidate

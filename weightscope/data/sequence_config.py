@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, model_validator
 
 from weightscope.data.metrics import ACCURACY, BITS, LOSS, PERPLEXITY, Metric, accuracy_at
-from weightscope.data.registry import first_place, places
+from weightscope.data.registry import first_found, search_folders
 from weightscope.data.task import SECTIONS, Count, FromList, Positive, Seed, Task
 
 if TYPE_CHECKING:
@@ -261,7 +261,9 @@ class TextConfig(SequenceConfig):
 
     def located(self, root: str | Path | None = None) -> Path:
         """The folder of the files; `root` is searched first, unless the path is absolute."""
-        return first_place(self.path, [*places(root), Path()], Path.is_dir, "text: expected a folder of text files")
+        return first_found(
+            self.path, [*search_folders(root), Path()], Path.is_dir, "text: expected a folder of text files"
+        )
 
 
 @SECTIONS.register(MARKOV)

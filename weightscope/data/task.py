@@ -68,7 +68,7 @@ def check_numbers(values: Mapping[str, Any], *, tables: bool = False) -> None:
             )
 
 
-class Source(Protocol):
+class DataSource(Protocol):
     """What a task reads: `Dataset` of images, `SequenceSource` of sequences."""
 
     @property
@@ -83,7 +83,7 @@ class Source(Protocol):
     def nbytes(self) -> int:
         """The bytes that training keeps on the device."""
 
-    def shortened(self, train: int) -> "Source":
+    def shortened(self, train: int) -> "DataSource":
         """The same with fewer examples in an epoch."""
 
 

@@ -241,7 +241,7 @@ class Exchangeable(Structure):
             correlation, notes[label] = options.correlation(covariance)
             std = np.sqrt(variances)
             factors.append(cholesky(correlation * np.outer(std, std), lower=True))
-            parameters += covariance.kind.copies * (covariance.kind.copies + 1) // 2
+            parameters += covariance.kind.multiplicity * (covariance.kind.multiplicity + 1) // 2
             if not covariance.kind.groups:
                 means = covariance.mean
                 parameters += len(means)
@@ -250,7 +250,7 @@ class Exchangeable(Structure):
     @property
     def noise_shapes(self) -> tuple[tuple[int, ...], ...]:
         """(*sizes of S, C) for each type."""
-        return tuple((*kind.sizes, kind.copies) for kind in self.permutations.types)
+        return tuple((*kind.sizes, kind.multiplicity) for kind in self.permutations.types)
 
     def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Noise projected on each type's representation, times its factor, put together: (size, D)."""
@@ -263,8 +263,8 @@ class Exchangeable(Structure):
         out, n = np.zeros(len(deviations)), len(deviations)
         parts = invariant_parts(deviations, self.spec, self.permutations)
         for kind, factor, part in zip(self.permutations.types, self.factors, parts, strict=True):
-            white = solve_triangular(factor, part.reshape(-1, kind.copies).T, lower=True)  # (C, N * places)
-            out += np.square(white).reshape(kind.copies, n, -1).sum(axis=(0, 2))
+            white = solve_triangular(factor, part.reshape(-1, kind.multiplicity).T, lower=True)  # (C, N * units)
+            out += np.square(white).reshape(kind.multiplicity, n, -1).sum(axis=(0, 2))
             out += 2 * kind.dimension * np.log(np.diag(factor)).sum()
         return out
 
@@ -314,6 +314,6 @@ class Exchangeable(Structure):
 
 def mean_vector(part: np.ndarray | None, spec: WeightSpec, permutations: PermutationSpec) -> np.ndarray:
     """The invariant mean (D,) whose part of the empty type is given, (C,); zero if there is no such type."""
-    shapes = {kind.groups: (1, *kind.sizes, kind.copies) for kind in permutations.types}
+    shapes = {kind.groups: (1, *kind.sizes, kind.multiplicity) for kind in permutations.types}
     own = {} if part is None else {(): part[None]}
     return assembled({key: np.zeros(shape) for key, shape in shapes.items()} | own, spec, permutations)[0]

@@ -78,7 +78,7 @@ class FilterFit(Numbers):
         """The layers that filters are drawn from: of size `kernel`, with at least two filters that are not dead."""
         return tuple(x for x in self.layers if self.kernel in (None, x.kernel) and x.usable)
 
-    def checked(self) -> tuple[FilterDistribution, ...]:
+    def usable_layers(self) -> tuple[FilterDistribution, ...]:
         """`used`, or an error if there are none, or filters of one are all equal and no mean is drawn."""
         if not self.used:
             sizes = ", ".join(str(k) for k in sorted({layer.kernel for layer in self.layers if layer.usable}))
@@ -233,9 +233,9 @@ def _distribution(part: DepthwisePart, filters: np.ndarray, dead: int) -> Filter
             "a covariance needs a network that did not diverge"
         )
     assert found.covariance is not None  # every size is kept
-    place: dict[str, Any] = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
+    layer: dict[str, Any] = {"name": part.name, "stage": part.stage, "depth": part.relative_depth, "kernel": k}
     mean = found.mean.reshape(k, k)
-    return FilterDistribution(**place, mean=mean, covariance=found.covariance, count=found.n, dead=dead)
+    return FilterDistribution(**layer, mean=mean, covariance=found.covariance, count=found.n, dead=dead)
 
 
 def filter_fit(
@@ -257,7 +257,7 @@ def filter_fit(
         odd("kernel", kernel)
     options: dict[str, Any] = {"kronecker": kronecker, "means": means, "schedule": schedule, "psd": psd}
     fit = FilterFit(layers=tuple(layers), left_out=tuple(left_out), kernel=kernel, **options)
-    fit.checked()
+    fit.usable_layers()
     return fit
 
 
@@ -386,16 +386,16 @@ def _layer_fits(layers: list[FilterDistribution], psd: str) -> list[_LayerFit]:
             rows.append([np.vdot(closed, covariance) for covariance in alike.values()])
         for name, cosines in zip(alike, np.transpose(rows), strict=True):
             spline = CubicSpline(logs, cosines)
-            places = np.r_[logs, spline.derivative().roots(extrapolate=False)]
-            out[name] = _LayerFit(spline, math.exp(places[np.nanargmax(spline(places))]))
+            maxima = np.r_[logs, spline.derivative().roots(extrapolate=False)]  # or ends of the range
+            out[name] = _LayerFit(spline, math.exp(maxima[np.nanargmax(spline(maxima))]))
     return [out[layer.name] for layer in layers]
 
 
 def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -> Schedule:
     """The parabola with the largest weighted sum of squared cosines; by its values at depths 0, 1/2 and 1."""
     degree = min(len(set(depths)), 3) - 1
-    places = np.linspace(0, 1, degree + 1)
-    solved = np.linalg.inv(np.vander(places, increasing=True))
+    nodes = np.linspace(0, 1, degree + 1)
+    solved = np.linalg.inv(np.vander(nodes, increasing=True))
 
     def curve(logs: np.ndarray) -> Schedule:
         sigma0, v, a = (float(x) for x in (*(solved @ np.exp(logs)), 0.0, 0.0)[:3])
@@ -411,11 +411,11 @@ def _schedule(fits: list[_LayerFit], depths: list[float], weights: np.ndarray) -
         return minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-6, "fatol": 1e-12, "maxiter": 4000})
 
     best = np.array([fit.best for fit in fits])
-    starts = [np.full(len(places), math.log(float(np.average(best, weights=weights))))]
+    starts = [np.full(len(nodes), math.log(float(np.average(best, weights=weights))))]
     if all(a < b for a, b in itertools.pairwise(depths)):
-        starts.append(np.log(np.interp(places, depths, best)))
+        starts.append(np.log(np.interp(nodes, depths, best)))
     polynomial = np.polynomial.Polynomial.fit(depths, best, degree, w=np.sqrt(weights), domain=[-1, 1])
-    starts.append(np.log(np.maximum(polynomial(places), _NARROWEST)))
+    starts.append(np.log(np.maximum(polynomial(nodes), _NARROWEST)))
     found = min(map(search, starts), key=lambda result: result.fun)
     # The simplex can shrink too early; a second search from its end costs little.
     return curve(search(found.x).x)

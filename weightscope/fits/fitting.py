@@ -25,7 +25,7 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import CENTRE, centre_of
 from weightscope.statistics.moments import finite_rows
 from weightscope.statistics.permutations import PermutationSpec
-from weightscope.statistics.samples import LEAF, Sums, WeightSamples, literal, over_parts, parts_of, usable_chunks
+from weightscope.statistics.samples import LEAF, Sums, WeightSamples, literal, over_parts, partition, usable_chunks
 
 Joint = Literal["tensor", "block", "all"]
 Blocks = Iterator[tuple[int, np.ndarray]]  # the number of the first network of a block, and rows (n, D) float64
@@ -129,7 +129,7 @@ def fit_each(
     spec = source.spec.select(select)
     if empty := [t.name for t in spec.tensors if not t.size]:
         raise UsageError(f"`{empty[0]}` has no entries; select tensors with entries")
-    parts, too_large = parts_of(source), _too_large(source, grouped(spec, joint), classes)
+    parts, too_large = partition(source), _too_large(source, grouped(spec, joint), classes)
     networks = over_parts(parts, partial(_UsableNetworks, spec, len(parts) == 1), workers)
     tests = _splits(networks.n, holdout, seed, networks.excluded)
     fewest = min(int((~test).sum()) for test in tests)

@@ -73,8 +73,8 @@ class ProductFit(Numbers):
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each layer and product: `name`, `depth`, `width`, `heads`, `part` and the product's numbers."""
-        places = ((layer, layer.model_dump(exclude={"qk", "vo"})) for layer in self.layers)
-        return [about | {"part": p} | getattr(layer, p).model_dump() for layer, about in places for p in ("qk", "vo")]
+        each = ((layer, layer.model_dump(exclude={"qk", "vo"})) for layer in self.layers)
+        return [about | {"part": p} | getattr(layer, p).model_dump() for layer, about in each for p in ("qk", "vo")]
 
     def text(self) -> str:
         return (
@@ -237,11 +237,11 @@ class _Limits:
 
     def spectrum(self, alpha: float, beta: float, rank: int, share: float) -> np.ndarray:
         """Singular values (rank,) of one product of the recipe, over |M|_F."""
-        place = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(_ANGLES)))
-        low = min(int(place), _ANGLES - 2)
+        position = float(np.interp(math.atan2(abs(beta), alpha), self.angles, np.arange(_ANGLES)))
+        low = min(int(position), _ANGLES - 2)
         small = max(1, round(share * self.size))
         rows = [self._values(i, small) for i in (low, low + 1)]
-        row = (low + 1 - place) * rows[0] + (place - low) * rows[1]
+        row = (low + 1 - position) * rows[0] + (position - low) * rows[1]
         out = np.interp((np.arange(rank) + 0.5) / rank * small - 0.5, np.arange(small), row)
         return out / np.linalg.norm(out)
 

@@ -68,10 +68,10 @@ def fit_pretrained(
 
         Var r = |A B^T|^2 / ((n - 1) |A|^2 |B|^2)      (n in place of n - 1 where signs flip)
 
-    so that a pair of independent parts is kept with a probability of 6e-5, whatever its spectrum. Of several networks,
-    correlations and variances are averaged with their numbers of samples d_S; blocks are those of the deepest (of
-    equals the largest) and take those of nearest relative depth. Where that is the same block twice, a network says
-    nothing about their correlation.
+    so that a pair of independent parts is kept with a probability of 6e-5, whatever its spectrum. Correlations and
+    variances of several networks are averaged, weighted by the numbers of samples d_S. The result has the blocks of the
+    deepest network (the largest of several), to which the other networks contribute their blocks of nearest relative
+    depth. A network that contributes one block to two of them is left out of the correlation between these two.
 
     Args:
         sources: a module, a mapping of tensors, a `Checkpoint`, a path, `hf://org/name`; or a list of those.
@@ -159,9 +159,9 @@ def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
 
 def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, float]) -> TypeCovariance:
     """Of a part (*sizes of S, C) about zero, with standard errors over renumberings; means as independent entries."""
-    zero, c = np.zeros(kind.copies), kind.copies
+    zero, c = np.zeros(kind.multiplicity), kind.multiplicity
     if not kind.groups:
-        variances = np.concatenate([np.full(view.copies, squares[view.name]) for view in kind.views])
+        variances = np.concatenate([np.full(view.multiplicity, squares[view.name]) for view in kind.views])
         return TypeCovariance(kind, 1, np.diag(variances), zero, np.ones((c, c)), 1)
     rows = part.reshape(-1, c)
     products = rows.T @ rows
@@ -179,16 +179,16 @@ def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, flo
 
 def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measured]) -> TypeCovariance:
     """The covariance of a type of the reference, averaged over networks."""
-    c = kind.copies
+    c = kind.multiplicity
     weight, products, noise = np.zeros((3, c, c))
     variances = np.zeros(c)
     for network in networks:
-        types, places = network.types, _places(kind, reference, network)
-        correlations = {at: types[at].correlation() for at, *_ in places}
-        for one, (at, a, block, taken) in zip(kind.views, places, strict=True):
+        types, origins = network.types, _origins(kind, reference, network)
+        correlations = {at: types[at].correlation() for at, *_ in origins}
+        for one, (at, a, block, taken) in zip(kind.views, origins, strict=True):
             found, mine = types[at], kind.slices[one.name]
             variances[mine] += found.samples * found.covariance.diagonal()[a]
-            for other, (too, b, another, others) in zip(kind.views, places, strict=True):
+            for other, (too, b, another, others) in zip(kind.views, origins, strict=True):
                 if at == too and (block == another or taken != others):  # of one type, no block taken twice
                     pair = mine, kind.slices[other.name]
                     weight[pair] += found.samples
@@ -197,26 +197,26 @@ def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measu
     known = np.where(weight > 0, weight, np.nan)
     units = default_stds(reference.spec)
     std = np.sqrt(variances / weight.diagonal())
-    std *= np.concatenate([np.full(view.copies, units[view.tensor] or 1.0) for view in kind.views])
+    std *= np.concatenate([np.full(view.multiplicity, units[view.tensor] or 1.0) for view in kind.views])
     covariance = np.nan_to_num(products / known) * np.outer(std, std)
     samples = round(float(weight.diagonal().max()))
     # `networks` is 1: the errors are not estimated from how networks differ
     return TypeCovariance(kind, samples, covariance, np.zeros(c), np.sqrt(noise) / known, 1)
 
 
-def _places(kind: InvariantType, reference: _Measured, network: _Measured) -> list[tuple[int, slice, str, str]]:
+def _origins(kind: InvariantType, reference: _Measured, network: _Measured) -> list[tuple[int, slice, str, str]]:
     """Of each view of the reference the number of its type in a network, its slice there, its block, and that taken."""
     tensors = tensors_by_depth(network.spec, reference.spec)
     views, types = {view.name: view for view in network.permutations.views}, network.permutations.types
-    places = []
+    origins = []
     for view in kind.views:
         name = tensors.get(view.tensor, view.tensor) + view.name[len(view.tensor) :]
-        if (origin := views.get(name)) is None or origin.copies != view.copies:
+        if (origin := views.get(name)) is None or origin.multiplicity != view.multiplicity:
             found = "none" if origin is None else f"fixed axes of {origin.shape}"
             raise DataError(
                 f"{network.where}: `{name}`: expected the tensors of {reference.where}, fixed axes of {view.shape}, "
                 f"found {found}; choose common ones by select"
             )
         at = type_of(kind, view, origin, types)
-        places.append((at, types[at].slices[name], block_of(view.tensor), block_of(origin.tensor)))
-    return places
+        origins.append((at, types[at].slices[name], block_of(view.tensor), block_of(origin.tensor)))
+    return origins

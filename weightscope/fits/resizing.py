@@ -71,11 +71,10 @@ def resized(
 ) -> tuple[Exchangeable | None, dict[str, str]]:
     """The structure for the tensors of another network, all of whose tensors are given.
 
-    A part of a tensor, which is a covariance's row, keeps its std in units of the std of the default initialisation
-    (`default_stds`), or as it is where that is 0; correlations stay, and n' - 1 vectors are drawn in place of n - 1.
-    The mean, one number for each fixed entry of a tensor, is kept in the same units. With `stds`, view -> root mean
-    square of its entries in the other network, each view keeps that number, and only the ratios between its parts are
-    the structure's.
+    Correlations are kept, and n' - 1 vectors are drawn in place of n - 1. Standard deviations and means are multiplied
+    by the ratio of the default stds of the two networks (`default_stds`), by 1 where these are 0. With `stds`, view ->
+    root mean square of its entries in the other network, each view has that root mean square instead, and only the
+    ratios between its parts come from the structure.
 
     Blocks take the distribution of the block of nearest relative depth. Where m blocks take the same one, their
     normalised sum has its distribution, and so has each of their contrasts, independently of everything else:
@@ -124,17 +123,17 @@ def _factors(plan: _Plan) -> tuple[list[np.ndarray], list[str]]:
     starts = np.cumsum([0, *map(len, roots)])
     factors, apart = [], dict[str, None]()
     for kind in plan.permutations.types:
-        rows, places = [], []
+        rows, blocks = [], []
         for view in kind.views:
             origin = plan.origins[view.name]
             at = type_of(kind, view, origin, old)
-            row = np.zeros((view.copies, starts[-1]))  # of different types, rows are orthogonal
+            row = np.zeros((view.multiplicity, starts[-1]))  # of different types, rows are orthogonal
             row[:, starts[at] : starts[at + 1]] = plan.ratios[view.name] * roots[at][old[at].slices[origin.name]]
             rows.append(row)
-            places.append((block_of(view.tensor), (block_of(origin.tensor), at)))
-        times = Counter(taken for _, taken in set(places))
+            blocks.append((block_of(view.tensor), (block_of(origin.tensor), at)))
+        times = Counter(taken for _, taken in set(blocks))
         weights = np.ones((len(rows), len(rows)))  # of the covariances between views, see `resized`
-        for (i, (block, taken)), (j, (other, others)) in permutations_of(enumerate(places), 2):
+        for (i, (block, taken)), (j, (other, others)) in permutations_of(enumerate(blocks), 2):
             if block != other:
                 weights[i, j] = 0.0 if taken == others else 1 / sqrt(times[taken] * times[others])
             if i < j and taken[1] != others[1]:

@@ -132,7 +132,7 @@ def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, 
     The rule is "first", "spaced" or "linspace".
     """
     mine = places(student)
-    small, large = numbered(place.name for place in mine.values()), numbered(source.names)
+    small, large = layer_numbers(place.name for place in mine.values()), layer_numbers(source.names)
     out, missing = {}, []
     for name in wanted:
         place = Place(_path(name, mine[name].name, small, large, rule), mine[name].part)
@@ -147,7 +147,7 @@ def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, 
     return out
 
 
-def numbered(names: Iterable[str]) -> dict[str, list[int]]:
+def layer_numbers(names: Iterable[str]) -> dict[str, list[int]]:
     """Path -> the numbers that follow it in any name: `blocks` -> [0, 1, 2]."""
     found: dict[str, set[int]] = {}
     for name in names:

@@ -188,8 +188,8 @@ def mimetic_attention_(
         preset: published numbers instead: "vision" (.7, .7, .4, .4) or "language" (0, .5, .2, .2).
         construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, Gaussian, without alphas of its own.
         parts: "both", "qk" or "vo".
-        heads: which heads of each layer, which alone have the value-output product; None for all; of heads that share
-            a key all or none.
+        heads: which heads of each layer are set; None for all. Heads that share a key must be chosen together. The
+            value-output product is the sum over the chosen heads.
 
     Source: thesis Eq. 3.12 to 3.18; attention paper, section 4, Eq. 3 and 4. Two errors in both are corrected, so that
         the products are those of Eq. 3.12 and 3.13: the sign of beta I (Eq. 3.14), and the missing square root of S in

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice
-from weightscope._util.names import matching, parts_of
+from weightscope._util.names import matching, split_initialisers
 from weightscope._util.plugins import Registry, Signature, distribute, name_of
 from weightscope._util.threads import one_thread
 from weightscope.anatomy.effective import all_or_nothing, keep, writable
@@ -169,7 +169,7 @@ def get(init: str | Callable[..., Any], **numbers: Any) -> Initialiser:
         >>> get("mimetic_attention", alpha_qk=0.6)(vit, generator=torch.Generator().manual_seed(0))
         >>> get("my_package.inits:orthogonal_heads", gain=0.5)(vit)
     """
-    steps: list[Any] = [part.strip() for part in parts_of(init)] if isinstance(init, str) else [init]
+    steps: list[Any] = [part.strip() for part in split_initialisers(init)] if isinstance(init, str) else [init]
     signatures = [_signature(step) for step in steps]
     bound: list[Initialiser] = []
     for step, signature, given in zip(steps, signatures, distribute(signatures, numbers), strict=True):

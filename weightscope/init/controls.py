@@ -144,7 +144,7 @@ class UncorrelatedControl:
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
             for kind, std in zip(self.permutations.types, self.stds, strict=True):
-                z = normal(1, *kind.sizes, kind.copies, generator=generator).numpy()
+                z = normal(1, *kind.sizes, kind.multiplicity, generator=generator).numpy()
                 parts[kind.groups] = centred(z, kind) * std
             row = _row(inner, self.spec)
             drawn = self.spec.unpack(assembled(parts, self.spec, self.permutations) + self.mean)

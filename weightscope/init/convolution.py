@@ -247,7 +247,7 @@ _ROUNDING = 1e-9  # a smaller share of negative eigenvalues is rounding error
 
 def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[tuple[np.ndarray, np.ndarray]]:
     """The mean (k, k) and covariance (k*k, k*k) to draw from for each layer; layers of dead filters are not used."""
-    source, chosen = fit.layers, list(fit.checked())
+    source, chosen = fit.layers, list(fit.usable_layers())
     if fit.schedule == "stage":
         groups, depths, own = _by_stage(parts, source, chosen)
     else:
@@ -256,14 +256,14 @@ def target_distributions(parts: list[DepthwisePart], fit: "FilterFit") -> list[t
     cache: dict[tuple[str, int], np.ndarray] = {}
     out = []
     for part, group, depth in zip(parts, groups, depths, strict=True):
-        size, places = part.kernel[0], [own[layer.name] for layer in group]
+        size, known = part.kernel[0], [own[layer.name] for layer in group]
         for layer in group:
             if (layer.name, size) not in cache:
                 cache[layer.name, size] = resized_covariance(layer.covariance, layer.kernel, size)
-        covariance = at_depth(places, [cache[layer.name, size] for layer in group], depth)
+        covariance = at_depth(known, [cache[layer.name, size] for layer in group], depth)
         if fit.kronecker:
             covariance = _factored(part.name, covariance)
-        mean = at_depth(places, [resized_mean(layer.mean, size) for layer in group], depth)
+        mean = at_depth(known, [resized_mean(layer.mean, size) for layer in group], depth)
         out.append((mean if fit.means else np.zeros_like(mean), covariance))
     return out
 

@@ -22,7 +22,7 @@ from weightscope._util.arms import (
     curves_note,
     divergence,
     epochs_text,
-    place_of,
+    point_of,
     point_text,
     seeds_text,
     value_text,
@@ -30,7 +30,7 @@ from weightscope._util.arms import (
 from weightscope.data.metrics import ACCURACY, Metric
 from weightscope.errors import DataError, UsageError
 from weightscope.plots import theme
-from weightscope.plots.theme import LABEL, interval, number, p_value, places, signed, wrap
+from weightscope.plots.theme import LABEL, decimals, interval, number, p_value, signed, wrap
 
 _MOST_TICKS = 12  # of an axis of epochs
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
@@ -56,9 +56,9 @@ def row_height(names: Sequence[str]) -> float:
 def ends(rows: Sequence[Row], everything: Sequence[Row], metric: Metric) -> tuple[np.ndarray, np.ndarray]:
     """The lower and upper ends of the intervals of some rows, inside the bounds; the mean where there is no interval.
 
-    The adjusted interval of a paired difference is drawn around the mean of its arm, so that it holds the mean of the
-    reference exactly where the adjusted p-value is not below 0.05. The reference has none, nor has an
-    interval as wide as the bounds; means that are compared with nothing have their own.
+    The adjusted interval of a paired difference is drawn around the mean of its arm. It includes the mean of the
+    reference if and only if the adjusted p-value is at least 0.05. The reference has no interval, and intervals as wide
+    as the bounds are not drawn. Means that are compared with nothing have the interval of the mean.
     """
     compared = any(row.get("difference") is not None for row in everything)
     found = []
@@ -226,7 +226,7 @@ def _difference(row: Row, metric: Metric) -> str:
     if row.get("difference") is None:
         return "reference" if p is None else p_value(p)
     low, high = row.get("difference_ci_holm") or (0.0, 0.0)
-    text = signed(metric.factor * row["difference"], places(metric.factor * (high - low)))
+    text = signed(metric.factor * row["difference"], decimals(metric.factor * (high - low)))
     return text if p is None else f"{text}, {p_value(p)}"
 
 
@@ -318,7 +318,7 @@ def metric_along(
     horizontal line.
     """
     grouped = _lines(summary, axis)
-    values = _in_order([place[axis] for row in summary if axis in (place := place_of(row))])
+    values = _in_order([place[axis] for row in summary if axis in (place := point_of(row))])
     numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
     at = {repr(v): float(v) if numeric else float(i) for i, v in enumerate(values)}
     inits, others = (list(dict.fromkeys(key[i] for key in grouped)) for i in (0, 1))
@@ -328,9 +328,9 @@ def metric_along(
         order = inits.index(init) if len(others) == 1 else others.index(rest)
         style = styles[init] if len(others) == 1 else theme.look(order) | {k: styles[init][k] for k in ("color", "mfc")}
         x = None
-        if axis in place_of(rows[0]):
-            rows.sort(key=lambda row: at[repr(place_of(row)[axis])])
-            x = [at[repr(place_of(row)[axis])] for row in rows]
+        if axis in point_of(rows[0]):
+            rows.sort(key=lambda row: at[repr(point_of(row)[axis])])
+            x = [at[repr(point_of(row)[axis])] for row in rows]
             style |= {} if numeric else {"ls": "none"}  # nothing lies between two names
         else:
             style |= {"ls": _DASHES[order % len(_DASHES)] if len(others) > 1 else _DASHES[0], "marker": None}
@@ -346,12 +346,12 @@ def _lines(summary: Sequence[Row], axis: str) -> dict[tuple[str, str], list[Row]
     """(initialiser without its number on the axis, what else varies) -> rows; arms without the parameter come first."""
     lines: dict[tuple[str, str], list[Row]] = {}
     several = len({row["epochs"] for row in summary}) > 1
-    for row in sorted(summary, key=lambda row: axis in place_of(row)):
+    for row in sorted(summary, key=lambda row: axis in point_of(row)):
         rest = point_text({key: value for key, value in row.get("cell", {}).items() if key != axis})
         others = ", ".join(filter(None, [rest, epochs_text(row["epochs"]) * several]))
         lines.setdefault((label_without(row["init"], axis), others), []).append(row)
-    if not any(axis in place_of(row) for row in summary):
-        known = ", ".join(sorted({key for row in summary for key in place_of(row)}))
+    if not any(axis in point_of(row) for row in summary):
+        known = ", ".join(sorted({key for row in summary for key in point_of(row)}))
         raise UsageError(f"axis: expected one of {known or 'fields that vary'}, found {axis!r}")
     return lines
 
@@ -383,15 +383,15 @@ def difference_map(
 
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
-        if row.get("difference") is not None and set(axes) <= set(place_of(row)):
-            key = repr(place_of(row)[axes[0]]), repr(place_of(row)[axes[1]])
+        if row.get("difference") is not None and set(axes) <= set(point_of(row)):
+            key = repr(point_of(row)[axes[0]]), repr(point_of(row)[axes[1]])
             if key in found:
                 both = f"{found[key]['init']} and {row['init']}"
                 raise UsageError(f"difference map: expected one row at {', '.join(key)}, found {both}")
             found[key] = row
     if not found:
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
-    columns, rows = (_in_order([place_of(row)[axis] for row in found.values()]) for axis in axes)
+    columns, rows = (_in_order([point_of(row)[axis] for row in found.values()]) for axis in axes)
     at = {(i, j): found.get((repr(x), repr(y)), {}) for i, y in enumerate(rows) for j, x in enumerate(columns)}
     grid = metric.factor * np.reshape([row.get("difference", np.nan) for row in at.values()], (len(rows), len(columns)))
     height = max(0.36 * len(rows), 1.8)
@@ -532,7 +532,7 @@ def heldout_scores(
         value, error = row["difference"], row["difference_se"]
         bar: dict[str, Any] = {"fmt": "o" if y else "D", "color": theme.MUTED if y else theme.PALETTE[0]}
         theme.bar(ax, y, value, (value - error, value + error), ms=5.5, lw=1.4, **bar)
-        texts.append(f"{signed(value, places(4 * error))} ± {error:,.{places(4 * error)}f}" if value else "best")
+        texts.append(f"{signed(value, decimals(4 * error))} ± {error:,.{decimals(4 * error)}f}" if value else "best")
     sizes, scale = [abs(row["difference"]) for row in fitted if row["difference"]], ""
     if sizes and max(sizes) > _FARTHEST * min(sizes):
         linear = 10.0 ** np.floor(np.log10(min(sizes)))
@@ -590,7 +590,7 @@ def paired_differences(
             why = "one seed" if len(values) == 1 else row["why"] if row["interval"] is None else "too few seeds"
             means.append(f"{signed(mean, metric.decimals - 1)} ({why})")
         else:
-            means.append(f"{signed(mean, places(ends[1] - ends[0]))} ({interval(*ends)})")
+            means.append(f"{signed(mean, decimals(ends[1] - ends[0]))} ({interval(*ends)})")
         equal = int((values == 0).sum())
         more = f"{int((metric.sign * values > 0).sum())} of {len(values)}"
         better.append(more + (f" ({equal} equal)" if equal else ""))
@@ -645,7 +645,7 @@ def scale_and_structure(
         low, high = (metric.factor * end for end in bounds or (row[key], row[key]))
         theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
         around = f" ({interval(low, high)})" if bounds else ""
-        texts.append((f"{signed(value, places(high - low))}{around}", p_value(p)))
+        texts.append((f"{signed(value, decimals(high - low))}{around}", p_value(p)))
     theme.reference(ax, 0)
     several = len({row["epochs"] for row, _ in pairs}) > 1
     names = [wrap(_named(row, several=several), 2.3) for row, _ in pairs]

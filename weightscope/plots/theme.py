@@ -56,20 +56,20 @@ def number(value: float, digits: int = 3) -> str:
     return (mantissa + f"×10{power}" * bool(exponent)).replace("-", "−")
 
 
-def signed(value: float, places: int) -> str:
+def signed(value: float, digits: int) -> str:
     """A difference with its sign: +2.1, −0.4, 0.0."""
-    text = f"{value:+,.{places}f}"
-    return text[1:] if round(value, places) == 0 else text.replace("-", "−")
+    text = f"{value:+,.{digits}f}"
+    return text[1:] if round(value, digits) == 0 else text.replace("-", "−")
 
 
-def places(width: float) -> int:
+def decimals(width: float) -> int:
     """The number of decimals that shows an interval of this width to two digits."""
     return min(6, max(0, 1 - math.floor(math.log10(width)))) if width > 0 and math.isfinite(width) else 1
 
 
 def interval(low: float, high: float) -> str:
     """`+0.4 to +2.1`, to two digits of its width."""
-    return f"{signed(low, places(high - low))} to {signed(high, places(high - low))}"
+    return f"{signed(low, decimals(high - low))} to {signed(high, decimals(high - low))}"
 
 
 def p_value(p: float) -> str:
@@ -294,19 +294,19 @@ def bar(ax: Axes, y: float, value: float, ends: Sequence[float], **style: Any) -
 
 def list_axis(
     ax: Axes,
-    places: Sequence[float],
+    positions: Sequence[float],
     names: Sequence[str],
     columns: Mapping[str, Sequence[str]],
     at: Sequence[float] | None = None,
 ) -> None:
-    """Names at `places` along the vertical axis, the first on top, and columns of text to the right by their headers.
+    """Names at `positions` of the vertical axis, the first on top, and columns of text to the right by their headers.
 
-    The entries of columns are at `places`, or `at` others.
+    The entries of columns are at `positions`, or `at` others.
     """
-    at = places if at is None else at
-    ax.set_yticks(places, names)
+    at = positions if at is None else at
+    ax.set_yticks(positions, names)
     ax.tick_params(axis="y", length=0, pad=6)
-    ax.set_ylim(max(*places, *at) + 0.55, -1.3)
+    ax.set_ylim(max(*positions, *at) + 0.55, -1.3)
     ax.spines["left"].set_visible(False)
     ax.grid(axis="x")
     offset = 0.12  # inches; relative distances would change when the layout makes room for the text

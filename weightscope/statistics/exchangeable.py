@@ -48,7 +48,7 @@ def _averages(arrays: Mapping[str, np.ndarray]) -> Averages:
         axes = [axis for axis in view.axes if axis is None or axis in keep]
         order = [0, *(axes.index(group) + 1 for group in keep), *(i + 1 for i, axis in enumerate(axes) if axis is None)]
         moved = sums[view.name, away].transpose(order)
-        moved = moved.reshape(*moved.shape[: len(keep) + 1], view.copies)
+        moved = moved.reshape(*moved.shape[: len(keep) + 1], view.multiplicity)
         return moved / sqrt(prod(view.shape[i] for i in away)) if away else moved
 
     return averaged
@@ -166,16 +166,18 @@ class ExchangeableMoments:
         self.index = IndexEffects(permutations)
         self._indexed = index
         self._types = {kind.groups: kind for kind in permutations.types}
-        needed = 8 * 4 * sum(kind.copies**2 for kind in self._types.values())  # products, covariances, correlations
+        needed = (
+            8 * 4 * sum(kind.multiplicity**2 for kind in self._types.values())
+        )  # products, covariances, correlations
         if needed > 1 << 28 and needed > (free := available_memory()):
-            largest = max((view for view in permutations.views), key=lambda view: view.copies)
+            largest = max((view for view in permutations.views), key=lambda view: view.multiplicity)
             raise UsageError(
                 f"select: covariances between all fixed entries need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are "
-                f"available; leave out tensors such as `{largest.name}`, which has {largest.copies:,} fixed entries"
+                f"available; leave out tensors such as `{largest.name}` with {largest.multiplicity:,} fixed entries"
             )
-        self._products = {key: np.zeros((kind.copies, kind.copies)) for key, kind in self._types.items()}
+        self._products = {key: np.zeros((kind.multiplicity, kind.multiplicity)) for key, kind in self._types.items()}
         self._single = {
-            key: np.concatenate([np.full(view.copies, view.copies == 1) for view in kind.views])
+            key: np.concatenate([np.full(view.multiplicity, view.multiplicity == 1) for view in kind.views])
             for key, kind in self._types.items()
         }
         # of the correlations of single copies in single networks, their sums and those of their squares; sums of
@@ -185,7 +187,7 @@ class ExchangeableMoments:
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
         # for each type over networks (*sizes of S, C), and single copies over their squared lengths (*sizes of S, C1)
-        self._sums = {key: np.zeros((*kind.sizes, kind.copies)) for key, kind in self._types.items()}
+        self._sums = {key: np.zeros((*kind.sizes, kind.multiplicity)) for key, kind in self._types.items()}
         self._units = {key: np.zeros((*self._types[key].sizes, int(one.sum()))) for key, one in self._single.items()}
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
         self._centre = np.empty(0) if centre is None else centre  # (D,), which is subtracted
@@ -241,13 +243,13 @@ class ExchangeableMoments:
                 joined = np.concatenate([averages(view, key) for view in kind.views], axis=-1)
                 sums, products = joined.sum(axis=0), _centred_products(joined, kind)
                 if key:
-                    parts = centred(joined, kind).reshape(len(block), -1, kind.copies)
+                    parts = centred(joined, kind).reshape(len(block), -1, kind.multiplicity)
                     single = parts[..., self._single[key]]
                     grams = single.transpose(0, 2, 1) @ single  # (n, C1, C1)
                     inverse = _inverse_lengths(grams)
                     units = np.einsum("npc,nc->pc", single, inverse**2).reshape(*joined.shape[1:-1], single.shape[-1])
                     starts = [kind.slices[v.name].start for v in kind.views]
-                    each = np.add.reduceat(np.square(parts), starts, axis=2)  # (n, places, V)
+                    each = np.add.reduceat(np.square(parts), starts, axis=2)  # (n, units, V)
                     traces = each.sum(axis=1)
                     self._traces[key][1] += _moments_of(each.reshape(-1, len(starts)))
             self._products[key] += products
@@ -273,7 +275,7 @@ class ExchangeableMoments:
         out = []
         centres = invariant_parts(self._centre[None], self.spec, self.permutations)
         for (key, kind), centre in zip(self._types.items(), centres, strict=True):
-            sums, centre = (x.reshape(-1, kind.copies) for x in (centred(self._sums[key], kind), centre))
+            sums, centre = (x.reshape(-1, kind.multiplicity) for x in (centred(self._sums[key], kind), centre))
             samples = (self.n - (about == "networks")) * kind.dimension
             matrix = self._products[key] - sums.T @ sums / self.n
             mean = sums / self.n + centre
@@ -286,9 +288,9 @@ class ExchangeableMoments:
             traces = self._traces[key]
             networks = _inflation(traces[0], self.n)
             units = _inflation(traces[1], self.n * prod(kind.sizes)) if traces[1].any() else networks
-            sizes = [view.copies for view in kind.views]
+            sizes = [view.multiplicity for view in kind.views]
             errors = own[1] * np.sqrt(networks).repeat(sizes, axis=0).repeat(sizes, axis=1)
-            means = np.zeros(kind.copies) if key else mean[0]
+            means = np.zeros(kind.multiplicity) if key else mean[0]
             out.append(TypeCovariance(kind, samples, matrix, means, errors, self.n, own, units))
         return tuple(out)
 
@@ -348,7 +350,7 @@ def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
     """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
     unsigned = [label for label in kind.groups if not is_signed(label)]
     alone = len(unsigned) == len(kind.groups) == 1  # centring the products is then cheaper than centring the parts
-    rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.copies)
+    rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.multiplicity)
     out = rows.T @ rows
     if alone:
         sums = joined.sum(axis=1)
@@ -411,13 +413,13 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
         blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
         # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
         testable = [name for name, part in blocks.items() if part.stop - part.start < found.samples - 3]
-        places = {view.name: i for i, view in enumerate(found.kind.views)}
+        index = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}
         for a, b in combinations(testable, 2):
             block, i, j = found.covariance[blocks[a], blocks[b]], blocks[a].start, blocks[b].start
             tested = None
             if block.size > 1:
-                effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[places[a], places[b]]))
+                effect = 1.0 if found.inflation is None else max(1.0, float(found.inflation[index[a], index[b]]))
                 tested = _canonical(block, white[a], white[b], found.samples / effect)
             elif (scale := sqrt(found.covariance[i, i] * found.covariance[j, j])) > 0:
                 value, error = (np.nan, np.nan) if found.own is None else found.own[:, i, j]

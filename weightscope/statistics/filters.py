@@ -44,9 +44,9 @@ def resized_mean(mean: np.ndarray, size: int) -> np.ndarray:
 
 def at_depth(depths: Sequence[float], values: Sequence[np.ndarray], depth: float) -> np.ndarray:
     """Linear interpolation of arrays over relative depth, constant before the first and after the last."""
-    place = float(np.interp(depth, depths, np.arange(len(depths))))
-    low = min(int(place), len(values) - 1)
-    share = place - low
+    position = float(np.interp(depth, depths, np.arange(len(depths))))
+    low = min(int(position), len(values) - 1)
+    share = position - low
     return values[low] if share == 0 else (1 - share) * values[low] + share * values[low + 1]
 
 
@@ -65,8 +65,8 @@ def _recentred(pictures: np.ndarray, size: int) -> np.ndarray:
 
 def _corner_to_corner(k: int, size: int) -> np.ndarray:
     """Weights (size, k) of linear interpolation on a line, ends on ends; a single target is in the middle."""
-    places = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
-    return np.maximum(0.0, 1.0 - np.abs(places[:, None] - np.arange(k)))
+    points = np.linspace(0, k - 1, size) if size > 1 else np.array([(k - 1) / 2])
+    return np.maximum(0.0, 1.0 - np.abs(points[:, None] - np.arange(k)))
 
 
 @dataclass(frozen=True)

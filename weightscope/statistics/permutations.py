@@ -36,7 +36,7 @@ class View:
         return frozenset(axis for axis in self.axes if axis is not None)
 
     @property
-    def copies(self) -> int:
+    def multiplicity(self) -> int:
         """The number of fixed entries, which is how often each irreducible part occurs."""
         return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
 
@@ -111,14 +111,14 @@ class InvariantType:
         """View name -> its rows and columns in the type's covariance (C, C)."""
         out, start = {}, 0
         for view in self.views:
-            out[view.name] = slice(start, start + view.copies)
-            start += view.copies
+            out[view.name] = slice(start, start + view.multiplicity)
+            start += view.multiplicity
         return out
 
     @property
-    def copies(self) -> int:
+    def multiplicity(self) -> int:
         """C, copies of all views together."""
-        return sum(view.copies for view in self.views)
+        return sum(view.multiplicity for view in self.views)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def over_parts(
         WeightscopeError: if workers are lost, with the shards that they read; and what `task` raises.
     """
     chosen = workers if isinstance(workers, Workers) else chosen_workers("loky", workers, None)
-    parts = source if isinstance(source, list) else parts_of(source, networks, size)
+    parts = source if isinstance(source, list) else partition(source, networks, size)
     if len(parts) < 2:
         return task(parts[0], 0)
     total: Any = None
@@ -151,7 +151,7 @@ def over_parts(
     return total
 
 
-def parts_of(source: WeightSamples, networks: int | None = None, size: int = 0) -> list[Any]:
+def partition(source: WeightSamples, networks: int | None = None, size: int = 0) -> list[Any]:
     """The parts of a source, see `over_parts`."""
     return (source.parts(networks or LEAF) if hasattr(source, "parts") and size <= LARGEST else []) or [source]
 

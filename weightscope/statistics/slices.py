@@ -157,8 +157,8 @@ def centre_focus(samples: np.ndarray, shape: tuple[int, int], found: SliceMoment
     # A filter of one pixel has a spread of zero.
     relative = (spread / white, spread_se / white) if white else (math.nan, math.nan)
     weights = squares.sum(axis=0) / energy.sum()  # (pixels,)
-    places = (index.ravel() - (n - 1) / 2 for index, n in zip(np.indices(shape), shape, strict=True))
-    offsets = [float(weights @ place) for place in places]
+    coordinates = (index.ravel() - (n - 1) / 2 for index, n in zip(np.indices(shape), shape, strict=True))
+    offsets = [float(weights @ axis) for axis in coordinates]
     ratio = share * pixels / int(central.sum())
     return Focus(spread, *relative, share, share_se, ratio, neighbours, others, *offsets)
 

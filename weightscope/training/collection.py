@@ -63,9 +63,9 @@ def collect(
             It must be the recipe that the population was created with, except that the number of networks may differ.
             Without `population.tile` it takes the population's tile, or one that fits the device.
         path: the population's folder; created if it does not exist.
-        networks: N, in place of the recipe's. A population that is to grow keeps its size until all networks are
-            trained; one that shrinks keeps its shards. Without it, a population that has grown keeps its size. Of two
-            runs at once the larger number counts, and a warning says so.
+        networks: N, in place of the recipe's; by default a population that exists keeps its size. A population that
+            grows has its old size until all networks are trained; one that shrinks keeps its shards. Of two runs at the
+            same time the larger number counts, and a warning says so.
         workers: processes of this machine, each with one thread; by default one per usable core, or one per GPU that
             CUDA_VISIBLE_DEVICES allows, which sees no other. Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
@@ -207,7 +207,7 @@ def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Reque
                 kernels=kernels.kernels,
                 data_hash=request.manifest.inputs[f"data {request.recipe.data.name}"],
             )
-        shards.save(request.path, request.manifest, trained, device, kernels.checked)
+        shards.save(request.path, request.manifest, trained, device, kernels.comparison)
     return time.perf_counter() - begun
 
 

@@ -22,7 +22,7 @@ from weightscope._util.torch_random import seeded
 from weightscope.data.metrics import PER_EPOCH
 from weightscope.data.registry import FOLDER
 from weightscope.data.sequence_config import TEXT
-from weightscope.data.task import Source, Task
+from weightscope.data.task import DataSource, Task
 from weightscope.errors import DataError
 from weightscope.population.shards import TrainedTile
 from weightscope.recipe import OwnNetworkConfig, Range, Recipe
@@ -106,7 +106,7 @@ def train_tile(
 
 
 @lru_cache(maxsize=2)
-def _loaded(section: Task, root: str | Path | None) -> Source:
+def _loaded(section: Task, root: str | Path | None) -> DataSource:
     return section.load(root)
 
 
@@ -121,7 +121,7 @@ def swept(value: Any, root: int, k: int, position: int) -> float:
 class TileRun:
     """The training of one tile: `train` runs all of it, `epoch` one pass over the data."""
 
-    def __init__(self, recipe: Recipe, tile: int, data: Source, device: torch.device, kernels: Kernels) -> None:
+    def __init__(self, recipe: Recipe, tile: int, data: DataSource, device: torch.device, kernels: Kernels) -> None:
         self.recipe, self.tile, self.device = recipe, tile, device
         training, population = recipe.training, recipe.population
         count = population.tile or DEFAULT_TILE
@@ -157,7 +157,7 @@ class TileRun:
         self.batch, self.steps_per_epoch = self.batches.batch, self.batches.steps
         self.average = self.nets.weights.clone() if training.ema else None  # (T, D)
         unit = self.steps_per_epoch if recipe.data.snapshot_unit == "epoch" else 1
-        self.moments = [unit * moment for moment in population.snapshots or ()]  # in steps
+        self.snapshot_steps = [unit * count for count in population.snapshots or ()]
         self.snapshots: list[np.ndarray] = []  # (T, D) each
         self.now = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the epoch
         self.numbers: dict[str, Tensor] = {}  # random numbers of the epoch, one row per step
@@ -190,7 +190,7 @@ class TileRun:
         finite = np.isfinite(weights).all(axis=1) & np.isfinite(losses).all(axis=0)
         metrics |= {"diverged": ~finite, "learning_rate": self.rates, "weight_decay": self.decays}
         metrics["init"] = np.array([k % len(self.recipe.init) for k in self.ids])
-        snapshots = np.stack(self.snapshots, axis=1) if self.moments else None
+        snapshots = np.stack(self.snapshots, axis=1) if self.snapshot_steps else None
         hits = getattr(self.batches, "hits", None)
         hits = None if hits is None else hits.cpu().numpy()
         return TrainedTile(self.tile, weights, metrics, snapshots, hits=hits)
@@ -201,8 +201,8 @@ class TileRun:
         return np.take(kept.cpu().numpy(), self.stored, axis=1)
 
     def _keep(self, steps: int) -> None:
-        """Keep the weights after this number of steps if it is one of the moments."""
-        if steps in self.moments:
+        """Keep the weights after this number of steps if they are those of a snapshot."""
+        if steps in self.snapshot_steps:
             if any(tensor.role == "statistic" for tensor in self.nets.spec):
                 self.evaluate()  # which sets them
                 self.nets.train()

@@ -166,7 +166,7 @@ class Choice:
 
     kernels: Kernels
     build: str = ""  # what else their results depend on: the build of kernels in C or the version of Triton
-    checked: str = ""  # what was compared with torch's kernels, or why compiled kernels are not used
+    comparison: str = ""  # what was compared with torch's kernels, or why compiled kernels are not used
 
 
 _choices: dict[tuple[Any, ...], Choice] = {}  # a benchmark has many recipes that differ in nothing here
@@ -209,7 +209,7 @@ def _choose(recipe: Recipe, device: torch.device) -> Choice:
         why = shortened(" ".join(str(error).split()).encode("ascii", "replace").decode(), _LONGEST)
         if not isinstance(error, NotSupported):
             _log.warning("compiled kernels are not used, torch's are: %s", why)
-        return Choice("torch", checked=why)
+        return Choice("torch", comparison=why)
     return choice
 
 

@@ -1,4 +1,4 @@
-"""What a call of `collect` asks for, checked before anything is written; what it leaves open is measured and chosen.
+"""The arguments of `collect`: checked before anything is written, and completed by measured choices.
 
 A tile is part of a population's identity (its padding is trained, too, and a GPU sums in an order that depends on
 sizes), so its size is chosen once, when the population is created, and recorded in its recipe. So are the kernels.
@@ -26,7 +26,7 @@ from weightscope._util.environment import environment
 from weightscope._util.remote import is_there
 from weightscope._util.sources import as_path, location, open_regular
 from weightscope._util.trust import trusted
-from weightscope.data.task import Source
+from weightscope.data.task import DataSource
 from weightscope.errors import DataError, RecipeError, UsageError
 from weightscope.init import _trained
 from weightscope.networks import build_for
@@ -180,7 +180,7 @@ class Request:
             kept = there_kernels or ("torch" if kernels.kernels == "torch" else "compiled")
             if (kept, kernels.kernels) == ("compiled", "torch"):
                 other = "its kernels are compiled ones; what is trained here uses torch's, which round differently"
-                _log.warning("%s: %s: %s", path, other, kernels.checked)
+                _log.warning("%s: %s: %s", path, other, kernels.comparison)
             wanted = wanted.replace({"training.kernels": kept})
         machine = once(lambda: environment(str(where)), "environment", str(where))
         return cls(
@@ -306,7 +306,7 @@ def check_sources(requests: Iterable[Request]) -> None:
                 )
 
 
-def choose_tile(recipe: Recipe, data: Source, device: torch.device) -> int:
+def choose_tile(recipe: Recipe, data: DataSource, device: torch.device) -> int:
     """Choose T for a population on a device.
 
     On a CPU 32. On a GPU the largest power of two for which an epoch and its evaluation fit into 80 % of the free
@@ -343,7 +343,7 @@ def largest_tile(memory: float, fixed: float, each: float, networks: int) -> int
     return tile
 
 
-def _peak(recipe: Recipe, data: Source, device: torch.device, kernels: Kernels, tile: int) -> float:
+def _peak(recipe: Recipe, data: DataSource, device: torch.device, kernels: Kernels, tile: int) -> float:
     """Peak memory of training a tile, in bytes of the device."""
     few = data.shortened(min(_BATCHES * recipe.training.batch_size, data.examples))
     torch.cuda.empty_cache()
