@@ -12,8 +12,6 @@ import fcntl
 import os
 import re
 import secrets
-import stat
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -24,18 +22,16 @@ from weightscope.errors import WeightscopeError
 
 _DIGITS = 16
 _OURS = re.compile(rf"\..+\.weightscope-\d+-[0-9a-f]{{{_DIGITS}}}\.tmp")  # name of the file, process, random digits
-# On file systems without locks, temporary files older than this are considered abandoned.
-_STALE_SECONDS = 24 * 3600.0
 
 _swept: set[Path] = set()  # folders that this process has swept
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
+def replacing(path: str | Path) -> Iterator[BinaryIO]:
     """A temporary binary file that replaces `path` when the block ends without an error.
 
     `path` always is either unchanged or the complete new file. A temporary file remains only if the process is killed
-    (see `sweep`). WeightscopeError if the file cannot be written, FileExistsError if `new` and `path` exists.
+    (see `sweep`). WeightscopeError if the file cannot be written.
     """
     path = as_path(path)
     with _one_line(path, "no partial file is left; free space or change permissions and run the same command again"):
@@ -44,16 +40,7 @@ def replacing(path: str | Path, *, new: bool = False) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            linked = False
-            if new:
-                try:
-                    os.link(temporary, path)  # fails if the path exists
-                    linked = True
-                except OSError as error:  # a file system without hard links
-                    if isinstance(error, FileExistsError) or path.exists():
-                        raise FileExistsError(path) from None
-            if not linked:
-                os.replace(temporary, path)
+            os.replace(temporary, path)
             sync_folder(path.parent)
         finally:
             with contextlib.suppress(OSError):  # after a failed write, closing tries to write the buffer again
@@ -85,8 +72,6 @@ def check_writable(path: str | Path) -> None:
 def _one_line(path: Path, advice: str) -> Iterator[None]:
     try:
         yield
-    except FileExistsError:
-        raise
     except OSError as error:
         raise WeightscopeError(f"cannot write {path}: {error.strerror or error}; {advice}") from error
 
@@ -94,18 +79,12 @@ def _one_line(path: Path, advice: str) -> Iterator[None]:
 def create(path: Path, data: bytes) -> bool:
     """Write a new file atomically; returns whether it is new. An existing file is left as it is.
 
-    Of several processes that create one path at the same time, one succeeds; in a store, all do.
+    Of several processes that create one path at the same time, one succeeds; in a store, or without locks, all do.
     """
-    if is_remote(path):
-        new = not is_there(path)
-        if new:
-            put(path, data)
-        return new
-    try:
-        with replacing(path, new=True) as file:
-            file.write(data)
-    except FileExistsError:
-        return False
+    with locked(path.parent):
+        if is_there(path):
+            return False
+        write(path, data)
     return True
 
 
@@ -143,12 +122,12 @@ def sweep(folder: Path) -> list[Path]:
     swept: list[Path] = []
     if is_remote(folder):  # which has no temporary files
         return swept
-    # Files and the folder itself may be removed meanwhile, or a file is of another user in a folder such as /tmp.
-    with contextlib.suppress(FileNotFoundError):
-        for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                if _removed(path):
-                    swept.append(path)
+    for path in sorted(path for path in folder.glob(".*.tmp") if _OURS.fullmatch(path.name)):
+        # being written, without locks, removed meanwhile, or of another user in a folder such as /tmp
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            swept.append(path)
     return swept
 
 
@@ -183,22 +162,3 @@ def _open_temporary(path: Path) -> tuple[Path, BinaryIO]:
         if os.fstat(file.fileno()).st_nlink:  # else another process swept it between creation and lock
             return temporary, file
         file.close()
-
-
-def _removed(path: Path) -> bool:
-    """Remove a temporary file unless it is being written; a writer that waits for the lock then finds it gone."""
-    if not stat.S_ISREG(path.lstat().st_mode):  # a pipe, a link, a folder: not ours
-        return False
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            if time.time() - os.fstat(descriptor).st_mtime <= _STALE_SECONDS:
-                return False
-        path.unlink()
-        return True
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.names import shortened
 from weightscope._util.sources import POPULATION_FILE, is_population
 from weightscope.errors import UsageError
 
@@ -23,7 +22,6 @@ _MARKS = {
     ".hdf5": b"weightscope-export 1, sha256",
     ".html": b'<meta name="generator" content="weightscope report">',
     ".npz": b"written by weightscope",
-    ".py": b'"""Initialise tensors of a network from an artifact',
     ".safetensors": b'{"__metadata__":{"weightscope":',
 }
 _ENDS = 1 << 16
@@ -38,19 +36,12 @@ def writable_path(
     its suffix, or JSON of the command `json_of`. Any other is a UsageError unless `overwrite`.
     """
     path = Path(path)
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, ValueError) as error:  # too long, NUL, permissions
-        raise UsageError(f"{shortened(str(path))}: cannot be written: {getattr(error, 'strerror', error)}") from None
     if suffixes and path.suffix not in suffixes:
         raise UsageError(f"{path}: expected a file name ending in {', '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: its folder {path.parent} does not exist; create it first")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        what = "a folder" if path.is_dir() else "a symbolic link, a pipe or a device"
-        raise UsageError(f"{path}: expected the name of a file, found {what}")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path}: expected the name of a file, found a folder or a device")
     folder = path.absolute().parent
     if path.name == POPULATION_FILE or (folder.name == "shards" and is_population(folder.parent)):
         raise UsageError(f"{path}: expected a name that no file of a population has; only `collect` writes these")

@@ -1,6 +1,5 @@
 """What users give as sources: populations, their members, artifacts, recipes of the package, regular files."""
 
-import io
 import re
 from pathlib import Path
 
@@ -76,16 +75,6 @@ def recipe_path(source: str | Path) -> Path:
 def read_bytes(path: Path) -> bytes:
     """The content of a file, or of an object in a store."""
     return remote.get(path) if remote.is_remote(path) else path.read_bytes()
-
-
-def open_regular(path: str | Path) -> io.BufferedReader:
-    """A file, open for reading in binary."""
-    return open(path, "rb")
-
-
-def read_regular(path: str | Path, most: int) -> bytes:
-    """The bytes of a file; OSError if it has more than `most`."""
-    return read_bytes(Path(path))
 
 
 def reason(error: OSError | UnicodeDecodeError) -> str:

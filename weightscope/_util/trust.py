@@ -1,6 +1,6 @@
 """Whether code runs that data name: populations, artifacts and models do not run anything of a user's without `trust`.
 
-What a user types or writes into a recipe that she runs is not asked for; see docs/what-runs-when.md.
+What a user types or writes into a recipe that she runs is not asked for; see docs/architecture.md.
 """
 
 import contextlib

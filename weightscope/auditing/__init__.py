@@ -55,7 +55,7 @@ def audit(
         strict: whether tensors that look like the parts and cannot be read are an error; if not, they are listed in
             the report's `unparsed`.
         trust: run the code of one's own that `init`, or the population of `model`, names by a text
-            (docs/what-runs-when.md).
+            (docs/architecture.md).
         parameters: the initialiser's named parameters that differ from its defaults.
 
     Returns:

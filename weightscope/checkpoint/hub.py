@@ -32,7 +32,6 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, LocalEntryNotFound
 from huggingface_hub.utils import build_hf_headers, get_session
 
 from weightscope._util import atomic
-from weightscope._util.sources import read_regular
 from weightscope._version import __version__
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, Folder, check_file, open_folder, plain
 from weightscope.checkpoint.tensors import FileCheck, LocalFile, Store
@@ -305,7 +304,7 @@ class HubFile:
         if not path.exists():
             return None
         with contextlib.suppress(OSError):  # longer than it was, or unreadable
-            raw = read_regular(path, stop - start + hashlib.sha256().digest_size)
+            raw = path.read_bytes()
             if hashlib.sha256(raw[: stop - start]).digest() == raw[stop - start :]:
                 return raw[: stop - start]
         log.warning("%s: checksum mismatch of cached bytes %d-%d; they were removed", self.where, start, stop)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weightscope._util import npz
 from weightscope._util.environment import available_memory
-from weightscope._util.sources import open_regular, reason
+from weightscope._util.sources import reason
 from weightscope.errors import DataError, UsageError
 
 # Data types of safetensors that torch has.
@@ -68,7 +68,7 @@ class LocalFile:
         self.where = where or str(path)
         self.bytes_read = 0
         try:
-            self.stream = open_regular(path)
+            self.stream = open(path, "rb")  # noqa: SIM115 - closed with this object
         except OSError as error:
             raise DataError(f"{self.where}: cannot be read: {reason(error)}") from error
         weakref.finalize(self, self.stream.close)

@@ -19,7 +19,7 @@ from safetensors.numpy import save as to_bytes
 
 from weightscope._util import atomic
 from weightscope._util.results import Result
-from weightscope._util.sources import ARTIFACT_KEY, open_regular
+from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.errors import DataError
 
 KEY = ARTIFACT_KEY  # of the header in the file's metadata
@@ -57,7 +57,7 @@ class Artifact(Result):
 def read_contents(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The JSON header and the arrays of an artifact of any format, after comparing its digest; else a DataError."""
     try:
-        open_regular(path).close()
+        Path(path).stat()
         with safe_open(str(path), framework="numpy") as tensors:
             metadata = tensors.metadata() or {}
             arrays = {name: tensors.get_tensor(name) for name in tensors.keys()} if KEY in metadata else {}  # noqa: SIM118

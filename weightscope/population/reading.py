@@ -39,7 +39,7 @@ class Population(Result):
         path: the population's folder, its URL in an object store, `"s3://bucket/digits.pop"`, or a file of `export`.
         partial: open an incomplete population. Its rows, and what `population[k]` counts, are then the networks of
             `indices`, in ascending order.
-        trust: run the code that the population names where networks are built (docs/what-runs-when.md).
+        trust: run the code that the population names where networks are built (docs/architecture.md).
 
     Raises:
         DataError: if it is not a population, or is damaged or incomplete.
@@ -91,7 +91,7 @@ class Population(Result):
             path: the population's folder. If it exists, it must have been made from the same networks.
             network: what builds the network: `"package.module:function"` or a function, called without arguments,
                 that returns it, or it and example inputs; or a recipe. Without, what needs only weights works.
-            trust: run the code that a population, given as `network`, names (docs/what-runs-when.md).
+            trust: run the code that a population, given as `network`, names (docs/architecture.md).
             options: `metrics`, name -> numbers, one for each network; `count`, the number of networks, if the iterable
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings

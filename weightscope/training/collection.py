@@ -76,7 +76,7 @@ def collect(
         device: "auto", "cpu" or "cuda".
         progress: show a progress bar if stderr is a terminal, or in a notebook.
         on_tile: called in this process with each tile as it ends (`TileResult`); an error in it stops the run.
-        trust: run the code that an artifact of the recipe names (docs/what-runs-when.md).
+        trust: run the code that an artifact of the recipe names (docs/architecture.md).
 
     Returns:
         The population, opened with `partial=True`, because other processes or job arrays may still be working on it.

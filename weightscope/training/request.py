@@ -24,7 +24,7 @@ from weightscope import training
 from weightscope._util import plugins
 from weightscope._util.environment import environment
 from weightscope._util.remote import is_there
-from weightscope._util.sources import as_path, location, open_regular
+from weightscope._util.sources import as_path, location
 from weightscope._util.trust import trusted
 from weightscope.data.task import DataSource
 from weightscope.errors import DataError, RecipeError, UsageError
@@ -267,7 +267,7 @@ def input_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[st
     hashes = {}
     for name in sorted({init.artifact for init in recipe.init if init.artifact is not None}):
         try:
-            with open_regular(name) as file:
+            with open(name, "rb") as file:
                 hashes[f"init {name}"] = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         except OSError as error:
             raise DataError(f"init.artifact: cannot read {name}: {error.strerror or error}") from error
