@@ -128,11 +128,11 @@ def test_state_dicts_modules_and_generators(tmp_path, count):
     assert all(torch.equal(population[k](x), modules[k].eval()(x)) for k in range(6))
     seven = [*modules, Net()]
     assert len(Population.of(seven, tmp_path / "zoo.pop", network=Net)) == 7
-    with pytest.raises(DataError, match=r"network 5 differ from what was imported"):
+    with pytest.raises(DataError, match=r"weights of tile 0 \(networks 0 to 5\) differ from what was imported"):
         Population.of([*modules[:5], Net()], tmp_path / "zoo.pop", network=Net)
     with pytest.raises(UsageError, match=r"zoo.pop holds 7 networks, found 6"):
         Population.of(modules, tmp_path / "zoo.pop", network=Net)
-    with pytest.raises(DataError, match="the metric loss differ from what was imported"):
+    with pytest.raises(DataError, match=r"loss of tile 0 .* differ from what was imported"):
         Population.of(seven, tmp_path / "zoo.pop", network=Net, metrics={"loss": range(7)})
     with pytest.raises(UsageError, match="count: expected the number of networks"):
         Population.of(iter(modules), tmp_path / "other.pop")
@@ -169,14 +169,10 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     population = Population.of(files, tmp_path / "zoo.pop", skip_unfit=True, metrics={"number": range(9)})
     assert np.array_equal(population.weights(), rows_of(population, [found[k] for k in (0, 1, 8)]))
     assert population.metrics["number"].tolist() == [0, 1, 8]
-    assert "network not imported, " in caplog.text
+    assert "network not imported: " in caplog.text
     assert [row["source"] for row in population.rows()] == [str(files[k]) for k in (0, 1, 8)]
     renamed = Population.of(files[:3], tmp_path / "renamed.pop", rename=["module.="])
     assert np.array_equal(renamed.weights(), rows_of(renamed, found[:3]))
-    for _ in range(2):  # the second time, its layout is known
-        with pytest.raises(UsageError, match=r"no tensor's name begins with 'modul_', as 'modul_=x'"):
-            Population.of(files[:3], tmp_path / "idle.pop", rename=["module.=", "modul_=x"])
-        assert not (tmp_path / "idle.pop").exists()
     chosen = Population.of([*files[:2], files[5]], tmp_path / "chosen.pop", select="first.*,second.*")
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
 
@@ -346,8 +342,7 @@ def test_braces_expand_and_revisions_are_snapshots():
     [
         ("a.csv", "where,loss\nx.pt,1\n", "expected a column path, file"),
         ("a.csv", "path,loss\n,1\n", "row 1 has no path"),
-        ("a.csv", "path,loss\nx.pt,1,2\n", "expected different names of columns, 2 in each line"),
-        ("a.csv", "path,loss,loss\nx.pt,1,2\n", "expected different names of columns, 3 in each line"),
+        ("a.csv", "path,loss\nx.pt,1,2\n", "expected 2 values in each line"),
         ("a.csv", b"\xff\xfe\x00", "cannot be read as a table"),
         ("none/*.pt", None, "no file matches it"),
     ],
@@ -385,7 +380,9 @@ def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     assert np.array_equal(averaged.weights(), rows_of(averaged, expected))
     in_memory = Population.of([torch.load(file) for file in files], tmp_path / "c.pop", key="ema", select="first.*")
     assert np.array_equal(in_memory.weights(), averaged.weights())
-    with pytest.raises(DataError, match=r"3 of 3 networks do not fit a network: .* no dictionary of tensors 'x'"):
+    with pytest.raises(
+        DataError, match=r"3 of 3 networks do not fit the tensors of a network: .* no dictionary of tensors 'x'"
+    ):
         Population.of(files, tmp_path / "d.pop", key="x")
     with pytest.raises(DataError, match=r"1 of 4 networks do not fit .* network 3: cannot be read: .* found NoneType"):
         Population.of([*found, None], tmp_path / "d.pop")

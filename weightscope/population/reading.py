@@ -15,7 +15,7 @@ from weightscope._util.results import Result
 from weightscope._util.sources import EXPORTED, is_population, location, population_member
 from weightscope._util.trust import CannotRun, require_trust, trusted
 from weightscope.data.metrics import PER_EPOCH, at_end
-from weightscope.errors import DataError, SpecError, UsageError, one_line
+from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import one_file, shards
 from weightscope.recipe import Recipe
@@ -33,7 +33,8 @@ class Population(Result):
 
     `population[k]` is network k as a module, counted from the end if k is negative; `population[2:5]` are the weights
     (3, D) of a slice of networks. Iterating gives the networks as modules, and `numpy.asarray(population)` all weights
-    (N, D). The SHA-256 of a shard is verified when it is first read.
+    (N, D). The SHA-256 of a shard is verified when its weights are first read, not for its seeds and metrics; `verify`
+    compares all.
 
     Args:
         path: the population's folder, its URL in an object store, `"s3://bucket/digits.pop"`, or a file of `export`.
@@ -180,13 +181,8 @@ class Population(Result):
     def __getitem__(self, k: slice) -> np.ndarray: ...
     def __getitem__(self, k: SupportsIndex | slice) -> "torch.nn.Module | np.ndarray":
         if isinstance(k, slice):
-            return self._rows_at(np.arange(len(self))[k], self.spec)
-        if not hasattr(k, "__index__"):
-            raise TypeError(f"{self.path}: expected an integer or a slice, found {k!r}")
-        row = k.__index__()
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"{self.path}: expected {-len(self)} to {len(self) - 1}, found {row}")
-        return self.network(int(self.indices[row]))
+            return self._rows_at(np.arange(len(self))[k])
+        return self.network(int(self.indices[k]))
 
     def __iter__(self) -> "Iterator[torch.nn.Module]":
         return (self.network(int(k)) for k in self.indices)
@@ -299,7 +295,11 @@ class Population(Result):
 
         UsageError if a pattern matches nothing, DataError if a shard is damaged; likewise in the other methods.
         """
-        return self._rows_at(np.arange(len(self)), self.spec.select(select))
+        blocks, out, start = self.chunks(select), np.empty((len(self), self.spec.select(select).size), np.float32), 0
+        for block in blocks:
+            out[start : start + len(block)] = block
+            start += len(block)
+        return out
 
     def chunks(self, select: str | Sequence[str] = "*", size: int | None = None) -> Iterator[np.ndarray]:
         """Blocks of rows (size, D') float32 in network order; the last one may be shorter.
@@ -337,18 +337,12 @@ class Population(Result):
 
     def vector(self, k: int) -> np.ndarray:
         """The weight vector of the network with index k, shape (D,) float32; UsageError if there is no network k."""
-        if not hasattr(k, "__index__"):
-            raise UsageError(f"{self.path}: expected the index of a network, an integer, found {k!r}")
-        tile, slot = divmod(k.__index__(), self.manifest.tile)
-        rows = self._rows.get(tile, slice(0, 0))
-        if k < 0 or slot >= rows.stop - rows.start:
+        row = int(np.searchsorted(self.indices, k))
+        if row == len(self) or self.indices[row] != k:
             raise UsageError(
-                f"{self.path}: no network {k}; found {len(self)} of {self.manifest.networks}, counted from 0"
+                f"{self.path}: no network {k!r}; found {len(self)} of {self.manifest.networks}, counted from 0"
             )
-        out = np.empty((1, self.spec.size), dtype=np.float32)
-        with self._open(tile) as h5:
-            self._read(h5, slice(rows.start + slot, rows.start + slot + 1), self.spec, out)
-        return out[0]
+        return self._rows_at(np.array([row]))[0]
 
     def network(self, k: int) -> "torch.nn.Module":
         """The network with index k as a module in evaluation mode, with its trained weights.
@@ -418,12 +412,6 @@ class Population(Result):
         """`"torch VERSION on DEVICE"` -> number of shards; more than one entry means mixed builds."""
         return dict(self._table[2])
 
-    def verify(self) -> None:
-        """Verify the SHA-256 and the structure of every shard again; DataError names every damaged or foreign one."""
-        bad = [error for _, error in self.check_shards() if error]
-        if bad:
-            raise DataError(f"{len(bad)} of {len(self._rows)} shards are damaged or foreign: {'; '.join(bad)}")
-
     def check_shards(self) -> list[tuple[str, str]]:
         """Name of each file, and what is wrong with its SHA-256 or header; empty if nothing is."""
         self.verified.clear()
@@ -443,24 +431,21 @@ class Population(Result):
 
     @cached_property
     def _table(self) -> tuple[np.ndarray, dict[str, np.ndarray], Counter[str]]:
-        """Seeds, metrics, and what trained the shards, with their number."""
+        """Seeds, metrics, and what trained the shards, with their number; no hash is compared for them."""
         seeds: list[np.ndarray] = []
         columns: dict[str, list[np.ndarray]] = {}
         made = Counter[str]()
         for tile, rows in self._files():
-            with self._open(tile) as h5:
-                if (names := set(h5["metrics"])) != columns.keys() and seeds:
-                    raise DataError(
-                        f"{shards.shard_file(self.path, tile)}: expected the metrics {', '.join(sorted(columns))}, "
-                        f"found {', '.join(sorted(names))}; move it out of the population and {shards.AGAIN}"
-                    )
-                seeds.append(h5["seed"][rows])
-                for name, values in h5["metrics"].items():
-                    columns.setdefault(name, []).append(values[rows])
-                if not self._exported:
-                    made[
-                        one_line(f"torch {shards.header_text(h5, 'torch')} on {shards.header_text(h5, 'device')}")
-                    ] += 1
+            try:
+                with self._open(tile, verify=False) as h5:
+                    columns = columns or {name: [] for name in h5["metrics"]}
+                    seeds.append(shards.read(h5, "seed")[rows])
+                    for name, parts in columns.items():
+                        parts.append(shards.read(h5, f"metrics/{name}")[rows])
+                    if not self._exported:
+                        made[f"torch {shards.header_text(h5, 'torch')} on {shards.header_text(h5, 'device')}"] += 1
+            except (KeyError, OSError, RuntimeError) as error:  # of HDF5
+                raise DataError(f"{self.path}: cannot read the metrics of tile {tile}: {error}") from error
         joined = {name: np.concatenate(parts) for name, parts in columns.items()} or {"diverged": np.empty(0, bool)}
         for array in joined.values():
             array.flags.writeable = False
@@ -471,38 +456,34 @@ class Population(Result):
         rows = [*self._rows.items()]
         return [(rows[0][0], slice(rows[0][1].start, rows[-1][1].stop))] if self._exported and rows else rows
 
-    def _rows_at(self, rows: np.ndarray, sub: WeightSpec) -> np.ndarray:
-        """The tensors of `sub` of these rows, shape (len(rows), D') float32."""
-        out, first = np.empty((len(rows), sub.size), dtype=np.float32), 0
+    def _rows_at(self, rows: np.ndarray) -> np.ndarray:
+        """The weights of these rows, shape (len(rows), D) float32."""
+        out, first = np.empty((len(rows), self.spec.size), dtype=np.float32), 0
         for tile, there in self._files():
             count = there.stop - there.start
             inside = np.flatnonzero((rows >= first) & (rows < first + count))
             if len(inside):
                 local = rows[inside] - first + there.start
                 start, stop = int(local.min()), int(local.max()) + 1
+                block = np.empty((stop - start, self.spec.size), dtype=np.float32)
                 with self._open(tile) as h5:
-                    if np.array_equal(local, np.arange(start, stop)):  # without a copy
-                        self._read(h5, slice(start, stop), sub, out[inside[0] : inside[-1] + 1])
-                    else:
-                        block = np.empty((stop - start, sub.size), dtype=np.float32)
-                        self._read(h5, slice(start, stop), sub, block)
-                        out[inside] = block[local - start]
+                    self._read(h5, slice(start, stop), self.spec, block)
+                out[inside] = block[local - start]
             first += count
         return out
 
     @contextlib.contextmanager
-    def _open(self, tile: int) -> Iterator[h5py.File]:
-        """The file that holds a tile; the hash of a shard is compared when it is first opened."""
+    def _open(self, tile: int, *, verify: bool = True) -> Iterator[h5py.File]:
+        """The file that holds a tile; the hash of a shard is compared when it is first opened with `verify`."""
         if self._exported:
             with h5py.File(self.path, "r", locking=False) as h5:
                 yield h5
             return
-        file = shards.shard_file(self.path, tile)
-        try:
-            with shards.open_shard(file, self.manifest, tile, verified=self.verified) as h5:
-                yield h5
-        except FileNotFoundError:
-            raise DataError(f"{file}: expected a shard, but the file has disappeared; {shards.AGAIN}") from None
+        verify = verify and tile not in self.verified
+        with shards.open_shard(self.path, self.manifest, tile, verify=verify) as h5:
+            if verify:
+                self.verified.add(tile)
+            yield h5
 
     def _read(self, h5: h5py.File, rows: slice, sub: WeightSpec, out: np.ndarray) -> None:
         """Read the tensors of `sub` of some rows of a file into an array."""

@@ -18,14 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO
 
 import h5py
 import numpy as np
 
 from weightscope._util import atomic
 from weightscope._util.names import shortened
-from weightscope._util.remote import is_remote, reporting
+from weightscope._util.remote import is_remote, is_there, reporting
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.sources import read_bytes
 from weightscope.errors import DataError, WeightscopeError
@@ -34,20 +34,16 @@ from weightscope.population.manifest import SHARDS, Manifest
 AGAIN = "run `weightscope collect` or `import` again, as before, to restore it"
 
 _FORMAT, _SCHEMA = "weightscope-shard", 2
-_FLAGS = 11  # the byte of a superblock of version 3 that is not zero while the file is open for writing
 _CHUNK = (250, 1000)  # rows, columns: so that a few tensors are read without the rest
 _NETWORK_BYTES, _EPOCH_BYTES, _FILE_BYTES = 65, 32, 6_500  # seed and metrics; HDF5's structures, measured
 
 
+class MissingShard(DataError):
+    """A shard that is not there."""
+
+
 class DamagedShard(DataError):
     """A shard that differs from what was written; training its tile again repairs it."""
-
-
-class State(NamedTuple):
-    """Whether the networks of a tile are on disk, and if not, why."""
-
-    kind: Literal["done", "missing", "damaged"]
-    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,47 +104,41 @@ def save(path: Path, manifest: Manifest, trained: TrainedTile, device: str, kern
         raise
 
 
-def state(path: Path, manifest: Manifest, tile: int) -> State:
+def is_done(path: Path, manifest: Manifest, tile: int) -> bool:
     """Whether the shard of a tile exists and its hash is right; DataError if it belongs to another recipe."""
     try:
-        with open_shard(shard_file(path, tile), manifest, tile):
-            return State("done")
-    except FileNotFoundError:
-        return State("missing")
-    except DamagedShard as error:
-        return State("damaged", str(error))
+        with open_shard(path, manifest, tile):
+            return True
+    except (MissingShard, DamagedShard):
+        return False
 
 
 def tiles_done(path: Path, manifest: Manifest) -> int:
     """The number of tiles whose shard is there and undamaged."""
-    return sum(state(path, manifest, tile).kind == "done" for tile in tiles_on_disk(path, manifest))
+    return sum(is_done(path, manifest, tile) for tile in tiles_on_disk(path, manifest))
 
 
 @contextlib.contextmanager
-def open_shard(file: Path, manifest: Manifest, tile: int, *, verified: set[int] | None = None) -> Iterator[h5py.File]:
-    """A shard, open for reading; DataError if it is damaged or belongs to another recipe.
+def open_shard(path: Path, manifest: Manifest, tile: int, *, verify: bool = True) -> Iterator[h5py.File]:
+    """A shard, open for reading; DataError if it is missing, damaged or belongs to another recipe.
 
-    Its SHA-256 is compared first, unless the tile is in `verified`, to which it is added. What is compared is what is
-    read: one open file. Of an object store, the bytes of the last shard are kept in memory.
+    Its SHA-256 is compared first if `verify`, and always of an object store, from which it is read as a whole.
     """
-    with contextlib.ExitStack() as stack:
-        known = verified is not None and tile in verified
-        try:
-            if is_remote(file):
-                stream: Any = io.BytesIO(downloaded(file))
-            else:
-                stream = stack.enter_context(file.open("rb"))
-                if not known:
-                    _check_hash(stream, file)
-            h5 = stack.enter_context(h5py.File(stream, "r"))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror or error}") from error
-        if not known:
-            _check_header(h5, file, manifest, tile)
-        if verified is not None:
-            verified.add(tile)
+    file = shard_file(path, tile)
+    try:
+        if is_remote(file):
+            h5 = h5py.File(io.BytesIO(downloaded(file)), "r")
+        else:
+            if verify:
+                with file.open("rb") as stream:
+                    _check_hash(hashlib.file_digest(stream, "sha256").hexdigest(), file)
+            h5 = h5py.File(file, "r", locking=False)
+    except FileNotFoundError:
+        raise MissingShard(f"{file}: expected a shard, but the file has disappeared; {AGAIN}") from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror or error}; {AGAIN}") from error
+    with h5:
+        _check_header(h5, file, manifest, tile)
         yield h5
 
 
@@ -156,42 +146,27 @@ def open_shard(file: Path, manifest: Manifest, tile: int, *, verified: set[int] 
 def downloaded(file: Path) -> bytes:
     """The bytes of a shard in an object store, after its hash was compared; those of the last one are kept."""
     data = read_bytes(file)
-    _check_hash(io.BytesIO(data), file)
+    _check_hash(hashlib.sha256(data).hexdigest(), file)
     return data
 
 
-def _check_hash(stream: io.BufferedIOBase, file: Path) -> None:
-    digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    try:
-        expected = read_bytes(hash_file(file)).decode("ascii", errors="replace").partition(" ")[0]
-    except FileNotFoundError:
-        expected = ""
+def _check_hash(found: str, file: Path) -> None:
+    beside = hash_file(file)
+    expected = read_bytes(beside).decode("ascii", "replace").partition(" ")[0] if is_there(beside) else ""
     if not expected:
-        raise DamagedShard(f"{file}: expected its sha256 in {hash_file(file).name} beside it, found none; {AGAIN}")
-    if digest != expected:
-        stream.seek(_FLAGS)
-        why = " (HDF5 marks it as open for writing: close it where it is open)" if stream.read(1) not in b"\0" else ""
-        raise DamagedShard(
-            f"{file}: checksum mismatch{why}, expected sha256 {expected[:16]}, found {digest[:16]} in "
-            f"{stream.seek(0, io.SEEK_END)} bytes; {AGAIN}"
-        )
-
-
-def _header(manifest: Manifest, tile: int) -> dict[str, Any]:
-    """What the header of a shard says of the population that it belongs to."""
-    fingerprints = {"spec": manifest.spec.fingerprint, "recipe": manifest.fingerprint}
-    return {"format": _FORMAT, "schema": _SCHEMA} | fingerprints | {"tile": tile}
+        raise DamagedShard(f"{file}: expected its sha256 in {beside.name} beside it, found none; {AGAIN}")
+    if found != expected:
+        raise DamagedShard(f"{file}: checksum mismatch, expected sha256 {expected[:16]}, found {found[:16]}; {AGAIN}")
 
 
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
     """Raise DataError if a shard is of another recipe, network or version of the format."""
-    for name, expected in _header(manifest, tile).items():
-        value = h5.attrs.get(name)
-        found = int(value) if isinstance(value, np.integer) else "nothing" if value is None else header_text(h5, name)
-        if expected != found:
-            what = {"spec": "a network with spec", "recipe": "a recipe with fingerprint"}.get(name, name)
+    expected = {"schema": _SCHEMA, "recipe": manifest.fingerprint, "tile": tile}  # that of a recipe includes the spec
+    for name, value in expected.items():
+        found = h5.attrs.get(name)
+        if found != (value.encode() if isinstance(value, str) else value):
             raise DataError(
-                f"{file}: a foreign shard, expected {what} {expected}, found {shortened(str(found))}; move it to the "
+                f"{file}: a foreign shard, expected {name} {value}, found {shortened(str(found))}; move it to the "
                 f"population that it belongs to and {AGAIN}"
             )
 
@@ -203,7 +178,8 @@ def encode(manifest: Manifest, trained: TrainedTile, device: str, kernels: str =
     """
     import torch
 
-    header = _header(manifest, trained.index) | {"torch": torch.__version__, "device": device}
+    header = {"format": _FORMAT, "schema": _SCHEMA, "spec": manifest.spec.fingerprint, "recipe": manifest.fingerprint}
+    header |= {"tile": trained.index, "torch": torch.__version__, "device": device}
     if kernels:
         header["kernels"] = kernels
     tile, columns = manifest.tile, manifest.spec.size
@@ -279,6 +255,14 @@ def new_file(file: BinaryIO, user_block: int = 0) -> h5py.File:
     properties.set_obj_track_times(False)
     h5py.h5g.create(h5.id, b"metrics", gcpl=properties)
     return h5
+
+
+def read(h5: h5py.File, name: str) -> np.ndarray:
+    """A whole array, at a third of the cost of `h5[name][:]`, which counts where there are many shards."""
+    dataset = h5py.h5d.open(h5.id, name.encode())
+    values = np.empty(dataset.shape, dataset.dtype)
+    dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    return values
 
 
 def hits_in(h5: h5py.File, rows: slice) -> np.ndarray | None:

@@ -117,7 +117,7 @@ class TileResult:
     @cached_property
     def metrics(self) -> dict[str, np.ndarray]:
         """Name -> value of each network, shape (n,), or of each epoch, shape (n, E); as `Population.metrics`."""
-        with shards.open_shard(shards.shard_file(self.path, self.tile), self.manifest, self.tile) as h5:
+        with shards.open_shard(self.path, self.manifest, self.tile, verify=False) as h5:
             return {name: values[: len(self.networks)] for name, values in h5["metrics"].items()}
 
 
@@ -195,7 +195,7 @@ def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Reque
     """The task of a worker: train one tile and write its shard, unless it is there; returns the seconds it took."""
     begun, (at, tile) = time.perf_counter(), item
     request = requests[at]
-    if shards.state(request.path, request.manifest, tile).kind != "done":  # by another run, or a worker that was lost
+    if not shards.is_done(request.path, request.manifest, tile):  # by another run, or a worker that was lost
         with trusting(request.trust):
             request.own_code.load()
             kernels, device = request.kernels_here()
@@ -217,12 +217,12 @@ def _scan(request: Request, shard: int | None) -> tuple[list[int], int]:
     if shard is not None and not 0 <= shard < manifest.tiles:
         raise UsageError(f"shard: expected 0 to {manifest.tiles - 1} for {manifest.networks} networks, found {shard}")
     _sweep(path)
-    there = shards.tiles_on_disk(path, manifest) if shard is None else [shard]
-    states = {tile: shards.state(path, manifest, tile) for tile in there}
-    for state in states.values():
-        if state.kind == "damaged":
-            _log.warning("%s", state.why.replace(shards.AGAIN, "its tile is trained again"))
-    done = {tile for tile, state in states.items() if state.kind == "done"}
+    done = set()
+    for tile in shards.tiles_on_disk(path, manifest) if shard is None else [shard]:
+        if shards.is_done(path, manifest, tile):
+            done.add(tile)
+        elif (file := shards.shard_file(path, tile)).exists():
+            _log.warning("%s: damaged, or without its sha256 beside it; its tile is trained again", file)
     todo = [tile for tile in (range(manifest.tiles) if shard is None else [shard]) if tile not in done]
     if todo:
         atomic.check_writable(shards.shard_file(path, todo[0]))
