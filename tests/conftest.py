@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def kernel_set(request):
     """The kernels that `BatchedNetworks` has layers of its own for."""
     _skip_without_compiler(request.param)
     return request.param
+
+
+@pytest.fixture(scope="module")
+def trained_here() -> Iterator[None]:
+    """Tiles are trained in this process, for tests of what is trained: a worker takes seconds to start."""
+    import fake_training as fake
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fake.workers.ENGINES, "loky", fake.in_this_process)
+        yield
 
 
 @pytest.fixture

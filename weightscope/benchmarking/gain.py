@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightscope._util import atomic
-from weightscope._util.checks import count, number
+from weightscope._util.checks import number
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.seeding import Purpose, torch_seed
 from weightscope._util.threads import one_thread
@@ -49,32 +49,28 @@ class GainChoice(Result):
 
     def summary(self) -> str:
         s, gains = self.settings, ", ".join(f"{row['gain']:g}" for row in self.curve)
-        where = "other training images, on which the population was trained: this favours its correlations"
-        where = where if s["data"] == "images" else "sequences of the validation part"
+        images = "other training images, on which the population was trained: this favours its correlations"
+        where = images if s["data"] == "images" else "sequences of the validation part"
         return (
             f"gain {self.gain:g} of {gains}, by {s['seeds']} paired trainings of {s['epochs']} epochs on {s['train']} "
             f"{s['data']}, evaluated on {s['validation']} {where}"
         )
 
     def text(self) -> str:
-        metric, form = self.trainings.metric, f".{self.trainings.metric.decimals}f"
-        scaled = (metric.key, "difference", "difference_se", "to_best", "to_best_se")
-        rows = [
-            row
-            | {key: None if row[key] is None else metric.factor * row[key] for key in scaled}
-            | {"label": f"{'*' if row['chosen'] else ' '} {row['gain']:g}"}
-            for row in self.rows()
-        ]
         columns = {
-            "gain": "{label}",
-            f"{metric.label} {metric.unit}".strip(): f"{{{metric.key}:{form}}}",
-            f"to gain {self.curve[0]['gain']:g}": f"{{difference:+{form}}} +- {{difference_se:{form}}}",
-            "to the best": f"{{to_best:+{form}}} +- {{to_best_se:{form}}}",
+            "gain": "{gain:g}",
+            self.trainings.metric.label: f"{{{self.trainings.metric.key}:.4f}}",
+            f"to gain {self.curve[0]['gain']:g}": "{difference:+.4f} +- {difference_se:.4f}",
+            "to the best": "{to_best:+.4f} +- {to_best_se:.4f}",
             "log-likelihood": "{log_prob:.4g}",
         }
-        rule = f"* the smallest within one standard error of the best{metric.direction}"
-        density = "log-likelihood, nats per held-out network: a gain above 1 is no density of trained networks"
-        return "\n".join([self.summary(), row_table(columns, rows), rule, density])
+        return "\n".join([self.summary(), row_table(columns, self.curve), *self.notes()])
+
+    def notes(self) -> list[str]:
+        return [
+            f"the smallest gain within one standard error of the best{self.trainings.metric.direction}",
+            "log-likelihood: nats per held-out network; a gain above 1 is no density of trained networks",
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         return {"gain": self.gain, "curve": self.rows(), "settings": self.settings, "runs": self.trainings.runs}
@@ -123,8 +119,8 @@ def choose_gain(
     if len(candidates) < 2:
         raise UsageError(f"gains: expected at least 2 different numbers, found {list(gains)}")
     recipe = population.recipe
-    held_back, numbers = recipe.data.validating(validation, training.get("data"))
-    length = count("epochs", max(1, recipe.training.epochs // 4) if epochs is None else epochs)
+    held_back, counts = recipe.data.validating(validation, training.get("data"))
+    length = max(1, recipe.training.epochs // 4) if epochs is None else epochs
     evaluate = {} if recipe.training.schedule == "plateau" else {"training.evaluate": "end"}
     seed = torch_seed(recipe.population.seed, 0, Purpose.GAIN)
     recipe = recipe.replace(held_back | evaluate | {"training.epochs": length, "population.networks": seeds})
@@ -140,7 +136,7 @@ def choose_gain(
     curve, chosen = curve_of(candidates, np.array(list(trainings.by_arm().values())), trainings.metric)
     for row, one in zip(curve, fits, strict=True):
         row["log_prob"] = float(sum(r["log_prob"] for r in one.table if r["group"] != "(all)"))
-    settings = {"epochs": length, "seed": seed, **numbers, "data": recipe.data.what}
+    settings = {"epochs": length, "seed": seed, **counts, "data": recipe.data.what}
     settings |= {"seeds": seeds, "metric": trainings.metric.name}
     best = replace(fits[chosen], settings=fits[chosen].settings | {"gain": {"curve": curve, **settings}})
     return GainChoice(candidates[chosen], tuple(curve), best, trainings, settings)
@@ -159,6 +155,6 @@ def curve_of(gains: Sequence[float], values: np.ndarray, metric: Metric = ACCURA
     chosen = int(np.flatnonzero(-metric.sign * columns["to_best"] <= columns["to_best_se"])[0])
     rows = []
     for i, gain in enumerate(gains):
-        numbers = {key: finite_or_none(column[i]) for key, column in columns.items()}
-        rows.append({"gain": float(gain), "n": values.shape[1], **numbers, "chosen": i == chosen})
+        found = {key: finite_or_none(column[i]) for key, column in columns.items()}
+        rows.append({"gain": float(gain), "n": values.shape[1], **found, "chosen": i == chosen})
     return rows, chosen
