@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from fake_training import recipe, write_population
+from fake_training import PROCESSES, recipe, write_population
 from pictures import ON_CPU, PLAIN, fake_bench, runs_of
 from safetensors.torch import save_file
 from scipy import stats
 
 from weightscope import networks
+from weightscope._util import workers
 from weightscope._util.plugins import imported
 from weightscope.benchmarking import BenchResult, bench, linear_probe, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.result import finding
@@ -34,6 +35,8 @@ from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
 from weightscope.training import collection, request
 from weightscope.training.initial_weights import resolve
+
+pytestmark = pytest.mark.usefixtures("trained_here")
 
 RECIPE = Recipe.parse(PLAIN)
 
@@ -262,11 +265,12 @@ class Scaling:
 
 
 @pytest.mark.slow
-def test_any_callable_is_an_initialiser_in_other_processes_too(tmp_path: Path) -> None:
+def test_any_callable_is_an_initialiser_in_other_processes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of them scale by a quarter, so that they agree to the last bit, and differ from the default."""
+    monkeypatch.setitem(workers.ENGINES, "loky", PROCESSES)
     inits = [scaled_init, partial(scaled_init, scale=0.25), Scaling(0.25), Scaling(0.5).twice]
     inits += [lambda module, *, generator: scaled_init(module, generator=generator, scale=0.25)]
-    result = bench(RECIPE, inits, tmp_path / "a", **{**ON_CPU, "workers": 2})
+    result = bench(RECIPE, inits, tmp_path / "a", **ON_CPU)
     labels = ["scaled_init", "scaled_init (scale=0.25)", "Scaling", "Scaling.twice", "lambda"]
     assert [row["init"] for row in result.arms] == labels
     losses = np.array([run["loss"] for run in result.runs]).reshape(5, 3)

@@ -30,6 +30,8 @@ from weightscope.recipe import InitConfig, Recipe
 from weightscope.training import planning
 from weightscope.training.collection import TileResult
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 RECIPE = Recipe.parse({**PLAIN, "training": {"epochs": 2, "batch_size": 16}, "population": {"networks": 3, "tile": 32}})
 
 

@@ -25,6 +25,8 @@ from weightscope.networks.sequences import Mamba, Mamba2
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.training.initial_weights import initial_weights
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 
 class Linear(nn.Module):
     """Pixels to logits."""
@@ -117,11 +119,11 @@ def drawn_from(build: Callable[[], nn.Module]) -> Draw:
 
 
 def convnext() -> nn.Module:
-    return ConvNeXt(8, 2, kernel_size=5, patch_size=2, in_channels=1)
+    return ConvNeXt(8, 1, kernel_size=5, patch_size=2, in_channels=1)
 
 
 def vit() -> nn.Module:
-    return ViT(8, 2, width=16, depth=2, heads=2, num_classes=10, positions="learned", in_channels=1)
+    return ViT(8, 2, width=16, depth=1, heads=2, num_classes=10, positions="learned", in_channels=1)
 
 
 CONTROLLED = {
@@ -173,9 +175,7 @@ def test_a_control_keeps_the_default_weights_that_the_initialiser_adds_to(mode: 
     """The slope on the default weights is 1 to rounding, or that of fresh numbers; a constant is its own control."""
     build, function = CONTROLLED["mimetic_mlp"][0], init.get("mimetic_mlp", mode=mode, sigma=2.0)
     draw, name = drawn_from(build), "stages.0.blocks.0.mlp.fc1.weight"
-    by_name = permutation_spec(build())
-    few = {"draws": 32}  # of networks with hundreds of weights
-    for control in (ScaleControl.of(function, draw, **few), UncorrelatedControl.of(function, draw, by_name, **few)):
+    for control in both_controls(function, draw, permutation_spec(build()), draws=32):
         default, arm, drawn = (applied(f, draw, 70)[name].double() for f in (init.get("default"), function, control))
         base, found = (x - x.mean(0) for x in (default, drawn))  # without what "rows" gives to all hidden units
         slope = float((base * found).sum() / (base * base).sum())
@@ -189,6 +189,10 @@ def test_a_control_keeps_the_default_weights_that_the_initialiser_adds_to(mode: 
         assert float((drawn - default).std()) == pytest.approx(float((arm - default).std()), rel=0.5, abs=1e-6)
 
 
+def both_controls(function: Any, draw: Draw, by_name: Any, draws: int = 48) -> tuple[ScaleControl, UncorrelatedControl]:
+    return ScaleControl.of(function, draw, draws), UncorrelatedControl.of(function, draw, by_name, draws)
+
+
 def test_the_uncorrelated_control_has_the_moments_of_every_part_and_no_correlations() -> None:
     """Of 64 networks pixels of filters and column means keep their variances; neighbouring pixels do not correlate.
 
@@ -196,8 +200,8 @@ def test_the_uncorrelated_control_has_the_moments_of_every_part_and_no_correlati
     added to fc1 are column means 5 times as large as those of independent entries, which the scale control has.
     """
     build, function = CONTROLLED["conv_covariance"]
-    draw, name = drawn_from(build), "stages.0.blocks.1.conv_dw.weight"
-    controls = (ScaleControl.of(function, draw), UncorrelatedControl.of(function, draw, permutation_spec(build())))
+    draw, name = drawn_from(build), "stages.0.blocks.0.conv_dw.weight"
+    controls = both_controls(function, draw, permutation_spec(build()))
     arm, scale, parts = (
         torch.stack([applied(f, draw, k)[name][:, 0] for k in range(100, 164)]).double() for f in (function, *controls)
     )
@@ -213,7 +217,7 @@ def test_the_uncorrelated_control_has_the_moments_of_every_part_and_no_correlati
     assert neighbours(arm) > 0.2
     assert abs(neighbours(parts)) < 5 / arm.numel() ** 0.5
     function, name = init.get("mimetic_mlp", mode="rows", sigma=2.0), "stages.0.blocks.0.mlp.fc1.weight"
-    controls = (ScaleControl.of(function, draw), UncorrelatedControl.of(function, draw, permutation_spec(build())))
+    controls = both_controls(function, draw, permutation_spec(build()))
     arm, scale, parts = (
         float(torch.stack([applied(f, draw, k)[name] for k in range(100, 164)]).mean(1).var())
         for f in (function, *controls)

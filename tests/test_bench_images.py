@@ -16,6 +16,8 @@ from weightscope.population import Population
 from weightscope.population.shards import hash_file
 from weightscope.recipe import Recipe
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 ARMS = ("default", "a", "b")
 
 

@@ -18,6 +18,8 @@ from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 OPTIONS: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
 

@@ -24,6 +24,8 @@ from weightscope.recipe import Recipe
 from weightscope.spec import WeightSpec
 from weightscope.training import train_tile
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 SIZES = {"network.width": 8, "data.train": 256, "data.test": 100, "training.batch_size": 64, "population.tile": 2}
 RECIPE = Recipe.parse(PLAIN).replace({**SIZES, "training.epochs": 2})
 OPTIONS = {"seeds": 3, "device": "cpu"}

@@ -18,6 +18,8 @@ from weightscope.benchmarking.publishing import model_card
 from weightscope.fits import load_artifact
 from weightscope.networks import build_for
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 ADDRESS = f"hf://{REPOSITORY}"
 TOKEN = "hf_secretsecretsecret"
 

@@ -25,6 +25,8 @@ from weightscope.training import train_tile
 from weightscope.training.collection import collect
 from weightscope.training.optimiser import Plateau
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 BASE = {
     "network": {"type": "mamba", "width": 8, "depth": 1, "state": 3},
     "data": {"name": "copy", "length": 3, "vocabulary": 6, "train": 24, "test": 10},
@@ -168,8 +170,8 @@ def test_a_network_does_not_depend_on_the_size_of_its_population(tmp_path):
 @pytest.mark.slow
 def test_the_primary_metric_of_a_markov_source_is_bits_and_has_the_entropy_as_its_bound():
     data = {"name": "markov", "vocabulary": 5, "length": 12, "train": 600, "test": 50}
-    tile = train_tile(recipe(data=data, training__epochs=4, training__learning_rate=0.03), 0, device="cpu")
-    found = tile.metrics
+    training = {"epochs": 4, "learning_rate": 0.03, "batch_size": 20}
+    found = train_tile(recipe(data=data, training=training), 0, device="cpu").metrics
     np.testing.assert_allclose(found["test_bits"], found["test_loss"] / math.log(2), rtol=1e-6)
     np.testing.assert_allclose(found["test_perplexity"], np.exp(found["test_loss"]), rtol=1e-5)
     entropy = MarkovSource.random(5).entropy

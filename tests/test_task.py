@@ -18,6 +18,8 @@ from weightscope.data.task import SECTIONS, Task
 from weightscope.errors import RecipeError, UsageError
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 
 class LineConfig(Task):
     """Noisy values of a linear function of vectors; mean squared error."""
