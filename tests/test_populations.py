@@ -14,6 +14,7 @@ from weightscope._util.sources import recipes
 from weightscope.benchmarking import bench
 from weightscope.benchmarking.run import Design
 from weightscope.data.image_section import dataset_info
+from weightscope.data.registry import DATASETS
 from weightscope.data.sequence_config import SequenceConfig
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build
@@ -21,6 +22,7 @@ from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 from weightscope.training.engine import train_tile
 
+pytestmark = pytest.mark.usefixtures("trained_here")
 FOLDER = Path(__file__).parent.parent / "populations"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 SMALLEST = {"data.train": 8, "data.test": 4, "training.epochs": 1, "training.batch_size": 4}
@@ -64,8 +66,10 @@ def test_a_benchmark_names_its_table_and_every_initialiser_exists(name):
         assert all(arm.recipe.population.networks >= 4 for arm in arms)
 
 
-def _write_data(folder):
-    """The first images of Fashion-MNIST, CIFAR-10 and CIFAR-100, made up."""
+def _write_data(folder, monkeypatch):
+    """Fashion-MNIST, CIFAR-10 and CIFAR-100, made up, of 32 images in each file."""
+    for name, train in (("fashion-mnist", 32), ("cifar10", 5 * 32), ("cifar100", 32)):
+        monkeypatch.setitem(DATASETS.details, name, DATASETS.details[name] | {"train": train, "test": 32})
     random = np.random.default_rng(0)
     records = random.integers(0, 256, (32, 3074), dtype=np.uint8)
     records[:, :2] %= 10
@@ -95,7 +99,7 @@ def _write_text(folder):
 @pytest.mark.parametrize("kind", ["convnext", "vit"])
 def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(kind, tmp_path, monkeypatch):
     """The commands of analyses/papers.md for two cores: teacher and benchmark."""
-    _write_data(tmp_path)
+    _write_data(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     given = {"data": tmp_path, "device": "cpu"}
     teacher = Recipe.load(FOLDER / f"selection-{kind}-teacher-two-cores.toml").replace(SMALLEST)
@@ -109,8 +113,8 @@ def test_a_student_takes_its_teacher_from_the_population_that_its_recipe_names(k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_at_its_smallest_size(name, tmp_path):
-    _write_data(tmp_path)
+def test_a_recipe_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
+    _write_data(tmp_path, monkeypatch)
     _write_text(tmp_path)
     recipe = Recipe.load(FOLDER / f"{name}.toml")
     stages = recipe.network.depth
