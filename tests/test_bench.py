@@ -33,7 +33,7 @@ from weightscope.networks import build_for
 from weightscope.recipe import InitConfig, Recipe
 from weightscope.spec import WeightSpec
 from weightscope.statistics.samples import WeightArray
-from weightscope.training import collection, request
+from weightscope.training import request
 from weightscope.training.initial_weights import resolve
 
 pytestmark = pytest.mark.usefixtures("trained_here")
@@ -193,7 +193,7 @@ def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkey
     monkeypatch.setattr(_trained, "fingerprint", counted)
     result = bench(plan, inits, tmp_path / "out", seeds=4, **ON_CPU)
     assert len(list((tmp_path / "out").rglob("*.h5"))) == 6
-    assert sorted(read) == sorted([names[0], "teacher"] * 2)
+    assert sorted(read) == [names[0], "teacher"]
     inputs = json.loads(next((tmp_path / "out").rglob("transfer*.pop/population.json")).read_text())["inputs"]
     assert inputs[f"weights {names[0]}"] == fingerprint(names[0])
     assert f"teacher {names[1]}" in inputs
@@ -201,17 +201,9 @@ def test_sources_of_weights_are_hashed_once_for_all_tiles(tmp_path: Path, monkey
     read.clear()
     again = bench(plan, inits, tmp_path / "out", seeds=4, **ON_CPU)
     assert [row["mean"] for row in again.arms] == [row["mean"] for row in result.arms]
-    assert len(read) == 4
+    assert len(read) == 2
     request.weight_hashes(plan)
     assert read[-1] == "teacher", "what was passed does not outlive the benchmark"
-
-    def changing(*arguments: Any, **options: Any) -> None:
-        collection.train(*arguments, **options)
-        save_file(build_for(plan).state_dict(), names[0])
-
-    monkeypatch.setattr("weightscope.benchmarking.run.train", changing)
-    with pytest.raises(DataError, match=r"weights .*a\.safetensors has changed while networks were trained"):
-        bench(plan, inits[:2], tmp_path / "other", seeds=2, **ON_CPU)
 
 
 def test_an_initialiser_with_numbers_comes_from_a_file(tmp_path: Path) -> None:

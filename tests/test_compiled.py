@@ -226,20 +226,13 @@ def test_a_compiler_that_fails_is_named(fresh, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("size", [None, 9_000])
-def test_it_is_compiled_once_and_made_anew_if_it_is_damaged(fresh, size):
+def test_it_is_compiled_once(fresh):
     build.library("float")
     (file,) = (fresh / "cache" / "weightscope").iterdir()
-    whole, written = file.read_bytes(), file.stat().st_mtime_ns
-    assert len(whole) > 9_000
-    if size is not None:
-        file.unlink()  # the process has the old one mapped
-        file.write_bytes(whole[:size])
+    written = file.stat().st_mtime_ns
     build.library.cache_clear()
     build.library("float")
-    (again,) = (fresh / "cache" / "weightscope").iterdir()
-    assert again.read_bytes() == whole
-    assert (again.stat().st_mtime_ns == written) == (size is None)
+    assert [again.stat().st_mtime_ns for again in (fresh / "cache" / "weightscope").iterdir()] == [written]
 
 
 @pytest.mark.slow

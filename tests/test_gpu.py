@@ -3,7 +3,6 @@
 import os
 import time
 import warnings
-from contextlib import nullcontext
 
 import fake_training as fake
 import numpy as np
@@ -18,7 +17,6 @@ from weightscope.data import load
 from weightscope.recipe import Recipe
 from weightscope.training import network_check, spec_of, train_tile
 from weightscope.training.collection import collect, train
-from weightscope.training.devices import DeviceFailed, current
 from weightscope.training.engine import TileRun
 from weightscope.training.kernels import functions
 from weightscope.training.network_check import choose_kernels
@@ -193,26 +191,6 @@ def test_each_process_has_a_gpu_of_its_own(tmp_path):
     found = dict(spread(recording(tmp_path), range(12), Workers("loky", 2, devices=("3", "GPU-b"))))
     assert set(found.values()) == {"3", "GPU-b"}
     assert len({path.name.partition("-")[2] for path in tmp_path.iterdir()}) == 2, "a process for each"
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), DeviceFailed),
-        (torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"), DeviceFailed),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"), DeviceFailed),
-        (RuntimeError("Expected all tensors to be on the same device, cuda:0 and cpu"), RuntimeError),
-    ],
-)
-def test_what_a_gpu_raises_is_told_from_other_errors(error, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    with pytest.raises(expected) as found, current(torch.device("cuda")):
-        raise error
-    assert type(found.value) is expected
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # it has gone since
-    with pytest.raises(DeviceFailed, match="no GPU"), current(torch.device("cuda")):
-        pass
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """How many networks a tile holds where the recipe does not say."""
 
-import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -73,8 +72,7 @@ def test_a_recipe_that_cannot_fit_into_the_memory_is_refused_before_anything_is_
     recipe = Recipe.parse({"network": network, "data": data, "training": training, "population": {"networks": 40}})
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in build_for(recipe).parameters())
-    batch = math.prod(recipe.data.input_shape()) + math.prod(recipe.data.output_shape())
-    needed = 4 * 32 * (size * (5 if ema else 4) + batch)
+    needed = 4 * 32 * size * (5 if ema else 4)
     monkeypatch.setattr(devices, "available_memory", lambda: needed - 1)
     with pytest.raises(UsageError, match=rf"GiB for weights, .* of 32 networks with {size:,} weights\b.*GiB of memory"):
         collect(recipe, tmp_path / "a.pop", device="cpu")

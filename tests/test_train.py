@@ -105,10 +105,10 @@ def test_a_recipe_that_leaves_nothing_to_be_trained(patterns, message):
         plan = recipe(network=network, training__frozen=patterns)
         if patterns != ["*"] and network["type"] == "vit":
             plan = plan.replace({"training.frozen": [*patterns, "pos_embed", "cls_token"]})
-        with pytest.raises(RecipeError, match=message) as caught:
+        with pytest.raises(UsageError, match=message) as caught:
             network_check.check_network(plan)
         assert len(str(caught.value)) < 200
-    with pytest.raises(RecipeError, match=r"training\.decay_exclude: no tensor matches 'norn'"):
+    with pytest.raises(UsageError, match=r"training\.decay_exclude: no tensor matches 'norn'"):
         network_check.check_network(recipe(training__decay_exclude=["norn"]))
 
 

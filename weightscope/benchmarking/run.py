@@ -39,7 +39,7 @@ from weightscope.training.collection import TileResult, train
 from weightscope.training.devices import check_memory, resolve_device
 from weightscope.training.initial_weights import check_initialisers, resolve
 from weightscope.training.planning import tile_seconds
-from weightscope.training.request import Request, check_sources, choose_tile
+from weightscope.training.request import Request, choose_tile
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
@@ -143,7 +143,6 @@ class BenchPlan(Result):
                 on_tile(replace(result, name=arms[result.path].title))
 
         train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
-        check_sources(self.requests)
         populations = [Population(request.path, partial=True) for request in self.requests]
         seconds = [_seconds_of(times[request.path], request) for request in self.requests]
         both = zip(populations, seconds, strict=True)

@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -153,7 +153,10 @@ def train(
             todo.sort(key=itemgetter(1))
             if todo:
                 total = sum(r.manifest.networks if shard is None else r.manifest.rows(shard) for r in begun)
-                results = _trained(begun, todo, workers.on_device(begun[0].device, len(todo)))
+                # paths are absolute for workers in other folders; messages show them as given
+                absolute = [replace(request, path=request.path.absolute()) for request in begun]
+                task = partial(train_shard, training.train_tile, absolute)
+                results = spread(task, todo, workers.on_device(begun[0].device, len(todo)), _named)
                 with contextlib.closing(results), _Bar(total, kept, show=progress, desc=label) as bar:
                     for (at, tile), seconds in results:
                         request = begun[at]
@@ -177,18 +180,8 @@ def train(
             _sweep(request.path)  # workers that were ended may have been writing
 
 
-def _trained(
-    requests: Sequence[Request], todo: list[Item], workers: Workers
-) -> Generator[tuple[Item, float], None, None]:
-    """Train tiles; yields each with the seconds that its worker took."""
-
-    def named(item: Item) -> str:
-        return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
-
-    # paths are absolute for workers in other folders; messages show them as given
-    task = partial(train_shard, training.train_tile, [replace(r, path=r.path.absolute()) for r in requests])
-    with contextlib.closing(spread(task, todo, workers, named)) as results:
-        yield from results
+def _named(item: Item) -> str:
+    return f"tile {item[1]} of population {item[0]}" if item[0] else f"tile {item[1]}"
 
 
 def train_shard(train_tile: Callable[..., TrainedTile], requests: Sequence[Request], item: Item) -> float:

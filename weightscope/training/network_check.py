@@ -51,12 +51,12 @@ def check_network(recipe: Recipe) -> None:
             with torch.device("meta"):
                 network = networks.build_for(recipe)
             frozen(network, recipe.training.frozen)
-            _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
+            _check_excluded(network, recipe)
         return
     with seeded(0):
         network = networks.build_for(recipe)
     _check_plain(network, recipe)
-    _matching(network, recipe.training.decay_exclude, "training.decay_exclude")
+    _check_excluded(network, recipe)
     if recipe.data.causal:
         _check_causal(network, recipe, recipe.data.output_shape()[-1])
     if recipe.training.engine == "batched":
@@ -72,7 +72,7 @@ def check_network(recipe: Recipe) -> None:
 def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     """The tensors that are not trained: those that match a pattern, and parameters that need no gradient."""
     parameters = dict(network.named_parameters())
-    names = _matching(network, patterns, "training.frozen")
+    names = matching(patterns, WeightSpec.of(network).names, "training.frozen") if patterns else []
     names += [name for name, p in parameters.items() if not p.requires_grad and name not in names]
     if parameters and not parameters.keys() - set(names):
         given = f" by {shortened(', '.join(map(repr, patterns)))}" if patterns else ""
@@ -83,11 +83,9 @@ def frozen(network: nn.Module, patterns: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _matching(network: nn.Module, patterns: tuple[str, ...], setting: str) -> list[str]:
-    try:
-        return matching(patterns, WeightSpec.of(network).names, setting) if patterns else []
-    except UsageError as error:
-        raise RecipeError(str(error)) from None
+def _check_excluded(network: nn.Module, recipe: Recipe) -> None:
+    if patterns := recipe.training.decay_exclude:
+        matching(patterns, WeightSpec.of(network).names, "training.decay_exclude")
 
 
 def _trained(network: nn.Module, recipe: Recipe) -> dict[str, nn.Parameter]:
@@ -136,12 +134,12 @@ def _check_causal(network: nn.Module, recipe: Recipe, vocabulary: int) -> None:
         )
 
 
-def _run(work: Callable[[], Any], what: str, hint: str = "") -> Any:
+def _run(work: Callable[[], Any], what: str) -> Any:
     try:
         return work()
     except Exception as error:
         why = str(error) if isinstance(error, WeightscopeError) else f"{type(error).__name__}: {error}"
-        raise UsageError(f"{what}: {why}" + ("" if USE_LOOP in why else hint)) from error
+        raise UsageError(f"{what}: {why}") from error
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

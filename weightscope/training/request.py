@@ -294,18 +294,6 @@ def weight_hashes(recipe: Recipe, known: dict[Any, Any] | None = None) -> dict[s
     return {name: known[name, about] for name, _, about in sources}
 
 
-def check_sources(requests: Iterable[Request]) -> None:
-    """Raise DataError if a source of weights is not what it was when the requests were made; each is read once."""
-    known: dict[Any, Any] = {}
-    for request in requests:
-        for name, found in weight_hashes(request.manifest.recipe, known).items():
-            if found != request.manifest.inputs[name]:
-                raise DataError(
-                    f"{name} has changed while networks were trained: expected hash {request.manifest.inputs[name]}, "
-                    f"found {found}; restore the original and begin again in another folder"
-                )
-
-
 def choose_tile(recipe: Recipe, data: DataSource, device: torch.device) -> int:
     """Choose T for a population on a device.
 

@@ -1,8 +1,7 @@
 """Compile the kernels in C for this machine on first use, and cache the library.
 
-The compiler is $CC, or else cc, gcc or clang. The name of a cached file contains a hash of everything that its code
-depends on (compiler, compiler version, flags, processor features, source) and a hash of its content, so that a damaged
-file is detected before it is loaded, and rebuilt. Nothing is loaded that another user could have put there.
+The compiler is $CC, or else cc, gcc or clang. The name of a cached file is a hash of everything that its code depends
+on: compiler, compiler version, flags, processor features, source.
 """
 
 import atexit
@@ -11,7 +10,6 @@ import hashlib
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -44,31 +42,22 @@ def library(real: str) -> tuple[ctypes.CDLL, str]:
         identity = hashlib.sha256(repr([full, version, _processor(), texts]).encode()).hexdigest()[:24]
         for folder in (cache_folder, _temporary_folder):
             try:
-                return _load_or_compile(folder(), identity, full), identity[:8]
+                return _load_or_compile(folder() / f"kernels-{identity}.so", full), identity[:8]
             except subprocess.CalledProcessError as error:
                 errors = error.stderr.strip() or f"exit status {error.returncode}"
                 break
-            except OSError as error:  # no space, no executables, or another process has removed what it found damaged
+            except OSError as error:  # no space, or no executables
                 errors = str(error)
     raise UsageError(f"kernels = 'compiled': `{shlex.join(command)}` failed: {errors[-500:]}; {_OTHERWISE}")
 
 
-def _load_or_compile(folder: Path, identity: str, command: list[str]) -> ctypes.CDLL:
-    for file in folder.glob(f"kernels-{identity}-*.so"):
-        if _only_ours(file) and _content(file) == file.stem.rpartition("-")[2]:
-            return ctypes.CDLL(str(file))
-        file.unlink(missing_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".kernels-") as there:
-        made = Path(there, "kernels.so")
-        _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"]).check_returncode()
-        made.chmod(0o700)
-        file = folder / f"kernels-{identity}-{_content(made)}.so"
-        os.replace(made, file)  # atomic: another process may be writing the same file
+def _load_or_compile(file: Path, command: list[str]) -> ctypes.CDLL:
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent, prefix=".kernels-") as there:
+            made = Path(there, file.name)
+            _run([*command, *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(made), "-lm"]).check_returncode()
+            os.replace(made, file)  # atomic: another process may be writing the same file
     return ctypes.CDLL(str(file))
-
-
-def _content(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:24]
 
 
 def compiler() -> list[str]:
@@ -93,21 +82,13 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def cache_folder() -> Path:
-    """The cache folder; a temporary folder of this process if it cannot be written, or others can write to it."""
+    """The cache folder; a temporary folder of this process if there can be none."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "weightscope"
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        open_to_all = any((p.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX)) == stat.S_IWOTH for p in folder.parents)
-        private = _only_ours(folder) and not open_to_all and os.access(folder, os.W_OK)
+        folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # no home directory
         return _temporary_folder()
-    return folder if private else _temporary_folder()
-
-
-def _only_ours(path: Path) -> bool:
-    """Whether a file or folder, which is no link, belongs to this user, and nobody else may write to it."""
-    found = path.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022 and not path.is_symlink()
+    return folder
 
 
 @lru_cache(maxsize=1)
