@@ -287,7 +287,7 @@ def test_pictures_of_a_sweep(swept: BenchResult, tmp_path: Path) -> None:
     assert len(ax.containers) == 2 * 2, "beta x kernel sizes"
     best = next(row for row in swept.arms if row["init"] == "mimetic_attention (alpha_qk=0.5, beta_qk=1)")
     drawn = {
-        (round(float(x), 1), round(float(y), 6)): ends  # bars of one value are set apart
+        (x, round(float(y), 6)): ends
         for bar in ax.containers
         for x, y, ends in zip(*bar.lines[0].get_data(), heights_of(bar), strict=True)
     }
@@ -320,8 +320,6 @@ def test_a_map_is_centred_at_zero(swept: BenchResult) -> None:
     }
     expected = [[found[a, b] for a in (0.0, 0.5, 1.0)] for b in (0, 1)]
     np.testing.assert_allclose(np.asarray(image.get_array()), expected)
-    with pytest.raises(UsageError, match="expected one row at"):
-        plots.difference_map(swept.arms, axes)
     with pytest.raises(UsageError, match="expected rows with"):
         plots.difference_map(mine, ("network.depth", axes[1]))
 

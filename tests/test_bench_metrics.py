@@ -70,19 +70,6 @@ def test_metrics_have_the_names_of_populations_and_a_direction() -> None:
         assert metrics.metric_named(name) is None
 
 
-@pytest.mark.parametrize(
-    ("metric", "values", "found"),
-    [
-        (ACCURACY, [0.5, 1.2], "fractions between 0 and 1, found 0.5 to 1.2"),
-        (BITS, [np.nan], "numbers of at least 0, found nan"),
-    ],
-)
-def test_impossible_values_are_refused(metric: Metric, values: list[float], found: str) -> None:
-    metric.check(metric.bounds, "here")
-    with pytest.raises(DataError, match=f"here: expected {found}"):
-        metric.check(values, "here")
-
-
 @pytest.mark.parametrize("n", [3, 30])
 @pytest.mark.parametrize(
     ("metric", "mean", "draw", "least"),
@@ -329,8 +316,6 @@ def test_bands_and_bars_stay_above_the_bound() -> None:
     shifted = [run | {"curve": [run["bits"]] * 2} for run in result.runs]
     ax = plots.metric_curves(mean_curves(shifted, BITS), metric=BITS)
     assert next(band for band in ax.collections if band.get_gid() == "band").get_paths()[0].vertices[:, 1].min() == 0
-    with pytest.raises(DataError, match="`default` after 2 epochs, mean: expected numbers of at least 0, found -1"):
-        plots.convergence([result.arms[0] | {"mean": -1.0}], metric=BITS)
 
 
 def test_maps_and_lines_of_a_grid_frame_the_lowest() -> None:
@@ -389,7 +374,7 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
     ax = result.figures()["accuracy-by-length"](None).axes[0]
     bars = {bar.get_label(): bar for bar in bars_of(ax)}
     assert list(bars) == ["default", "mimetic"]
-    np.testing.assert_allclose(bars["mimetic"].lines[0].get_xdata(), [1, 2, 4], rtol=0.02)  # set apart
+    np.testing.assert_allclose(bars["mimetic"].lines[0].get_xdata(), [1, 2, 4])
     rows = [summarise(runs, metric)[1] for metric in metrics[:3]]
     np.testing.assert_allclose(bars["mimetic"].lines[0].get_ydata(), [row["mean"] for row in rows])
     low, high = bars["mimetic"].lines[2][0].get_paths()[2].vertices[:, 1]
@@ -399,8 +384,6 @@ def test_accuracy_by_length_has_a_point_for_each_length_with_paired_intervals() 
     assert ax.get_legend().get_title().get_text() == f"mean of 8 seeds; {PAIRED} of the paired difference from default"
     assert "At 4x the length: mimetic is 20.0 points better than default" in words(ax.figure)
     assert "accuracy-by-length" not in BenchResult(runs, result.arms).figures(), "one length"
-    with pytest.raises(UsageError, match="expected rows at two lengths or more, found 1"):
-        plots.accuracy_by_length({1: result.arms})
 
 
 @pytest.fixture

@@ -50,10 +50,9 @@ def test_training_curves_are_medians_with_bands() -> None:
     [
         (lambda: plots.training_curves(np.full((3, 2), np.nan)), "none of 3 networks is finite"),
         (lambda: plots.training_curves(np.zeros(3)), r"expected \(networks, epochs\)"),
-        (lambda: plots.training_curves(np.full((3, 2), 97.0)), "expected fractions between 0 and 1, found 97"),
     ],
 )
-def test_what_are_no_accuracies_is_refused(draw: Callable[[], Axes], message: str) -> None:
+def test_what_are_no_curves_is_refused(draw: Callable[[], Axes], message: str) -> None:
     with pytest.raises(DataError, match=message):
         draw()
 
@@ -81,12 +80,8 @@ def test_the_sum_over_groups_is_drawn_unless_one_is_named() -> None:
     table = [score_row("dense", 0.0, 0.0, group=g) for g in ("a", "b")] + [score_row("sum", 0.0, 0.0, group="(all)")]
     assert [t.get_text() for t in plots.heldout_scores(table).get_yticklabels()] == ["sum"]
     assert [t.get_text() for t in plots.heldout_scores(table, group="b").get_yticklabels()] == ["dense"]
-    with pytest.raises(UsageError, match="expected group to be one of a, b, found None"):
-        plots.heldout_scores(table[:2])
-    with pytest.raises(UsageError, match="found c"):
+    with pytest.raises(UsageError, match=r"expected group to be one of a, b, \(all\), found c"):
         plots.heldout_scores(table, group="c")
-    with pytest.raises(UsageError, match="table is empty"):
-        plots.heldout_scores([])
     for nothing in (lambda: plots.depth_curves([], []), lambda: plots.products_by_depth([])):
         with pytest.raises(UsageError, match="expected at least one network and one statistic to draw, found none"):
             nothing()
@@ -157,8 +152,6 @@ def test_summaries_that_make_no_sense_are_refused() -> None:
     for bad in ([], rows + rows):
         with pytest.raises(UsageError, match="expected rows that differ"):
             plots.convergence(bad)
-    with pytest.raises(DataError, match="after 3 epochs, mean: expected fractions between 0 and 1, found 97"):
-        plots.convergence([rows[0] | {"mean": 97.0}])
 
 
 def test_paired_differences_are_paired_by_seed() -> None:

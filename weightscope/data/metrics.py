@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from weightscope._util.results import finite_or_none
-from weightscope.errors import DataError
 
 PER_EPOCH = "_per_epoch"
 """The end of the names of metrics after each epoch."""
@@ -77,14 +76,6 @@ class Metric:
         """The size of a difference in words: `2.1 points`, `0.023 bits per token`."""
         unit = self.difference_unit.removeprefix("percentage ")
         return f"{self.factor * abs(difference):.{self.decimals - 1}f} {unit}".strip()
-
-    def check(self, values: Any, where: str) -> None:
-        """Raise DataError unless the smallest and the largest of some stored values are possible."""
-        low, high = self.bounds
-        found = np.min(values), np.max(values)
-        if not low <= found[0] <= found[1] <= high:
-            expected = f"numbers of at least {low:g}" if math.isinf(high) else f"fractions between {low:g} and {high:g}"
-            raise DataError(f"{where}: expected {expected}, found {found[0]:g} to {found[1]:g}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; an infinite bound is None."""

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.transforms import ScaledTranslation
 
 from weightscope._util.arms import (
     CI,
@@ -33,10 +34,10 @@ from weightscope.plots import theme
 from weightscope.plots.theme import LABEL, decimals, interval, number, p_value, signed, wrap
 
 _MOST_TICKS = 12  # of an axis of epochs
+_APART = 3.0  # points between the bars of two initialisers at one value
 LEVEL = 0.05  # of adjusted p-values; differences below it are drawn as significant
 _DASHES = ((0, (4, 2)), (0, (1, 1.5)), (0, (8, 2, 1, 2)), (0, (2, 4)))  # of arms without the parameter, by cell
 _WITHOUT = "without the parameter"
-_TOTAL = "(all)"  # name of the sum over groups in `PopulationFit.table`
 _FARTHEST = 40.0  # ratio of differences beyond which the axis is symmetric-logarithmic
 Row = Mapping[str, Any]
 
@@ -104,24 +105,18 @@ def _means(
     if values[0] > 0 and values[-1] >= log_from * values[0]:
         ax.set_xscale("log", base=2)
         label += " (log scale)"
-    place = ax.xaxis.get_transform()  # to a scale on which bars are set apart
-    ends_of_axis = place.transform(np.array([values[0], values[-1]]))
-    span = float(np.ptp(ends_of_axis)) or 1.0
     drawn = [name for name, (_, x, _) in lines.items() if x is not None]
-    nearest = np.diff(place.transform(np.array(values))).min(initial=span)
-    step = min(0.02 * span, 0.6 * nearest / len(drawn))
     for order, (name, (style, x, rows)) in enumerate(lines.items()):
         if x is None:
             ax.axhline(rows[0]["mean"], color=style["color"], ls=style["ls"], lw=1.4, zorder=2, gid=_WITHOUT)
             continue
         mean, (low, high) = np.array([row["mean"] for row in rows]), ends(rows, everything, metric)
-        error = [(mean - low).tolist(), (high - mean).tolist()]
-        apart = step * (drawn.index(name) - (len(drawn) - 1) / 2)
-        at = place.inverted().transform(place.transform(np.asarray(x, dtype=float)) + apart)
         options = {"ms": 5, "elinewidth": 1.1, "capsize": 2.5, "label": name, "zorder": 3 + 0.01 * order, **style}
-        ax.errorbar(at, mean, yerr=error, **options)
-    outside = max(0.07 * span, step * len(drawn) / 2 + 0.02 * span)
-    ax.set_xlim(*place.inverted().transform(ends_of_axis + np.array([-outside, outside])))
+        bars = ax.errorbar(np.asarray(x, dtype=float), mean, yerr=[mean - low, high - mean], **options)
+        aside = _APART * (drawn.index(name) - (len(drawn) - 1) / 2) / 72
+        for artist in bars.get_children():
+            artist.set_transform(ax.transData + ScaledTranslation(aside, 0, ax.figure.figure.dpi_scale_trans))
+    ax.margins(x=0.07)
     _value_ticks(ax, values, text)
     ax.set_xlabel(label)
     styles = {name: style for name, (style, _, _) in lines.items()}
@@ -187,10 +182,8 @@ def convergence(
     rows = list(summary)
     if not rows or len({(row["init"], row["epochs"]) for row in rows}) < len(rows):
         raise UsageError("convergence: expected rows that differ in init or epochs, found none or a repeated one")
-    for row in rows:
-        metric.check([row["mean"]], f"`{row['init']}` after {row['epochs']} epochs, mean")
-    lengths, styles = sorted({row["epochs"] for row in rows}), styles_of(row["init"] for row in rows)
-    if len(lengths) == 1:
+    styles = styles_of(row["init"] for row in rows)
+    if len({row["epochs"] for row in rows}) == 1:
         return _single_length(rows, styles, ax, metric, title)
     lines = {}
     for init, style in styles.items():
@@ -294,16 +287,12 @@ def accuracy_by_length(
     rows for. `by_length` is a multiple of the training length -> rows of `summarise` with that length's metric, of one
     cell and one number of epochs.
     """
-    lengths, found = sorted(by_length), dict[str, dict[int, Row]]()
-    for length in lengths:
-        for row in by_length[length]:
-            if found.setdefault(row["init"], {}).setdefault(length, row) is not row:
-                raise UsageError(f"accuracy by length: `{row['init']}` occurs twice at {length}x; expected one cell")
-    if len(lengths) < 2 or not found:
-        raise UsageError(f"accuracy by length: expected rows at two lengths or more, found {len(lengths)}")
-    styles = styles_of(found)
-    lines = {init: (styles[init], list(rows), list(rows.values())) for init, rows in found.items()}
-    text: dict[float, str] = {length: f"{length:g}x" for length in lengths}
+    found = [(length, row) for length in sorted(by_length) for row in by_length[length]]
+    lines = {}
+    for init, style in styles_of(row["init"] for _, row in found).items():
+        mine = [(length, row) for length, row in found if row["init"] == init]
+        lines[init] = style, [length for length, _ in mine], [row for _, row in mine]
+    text: dict[float, str] = {length: f"{length:g}x" for length in by_length}
     return _means(ax, lines, ACCURACY, "length of the sequences, relative to training", title, text=text, log_from=1)
 
 
@@ -384,11 +373,7 @@ def difference_map(
     found: dict[tuple[str, str], Row] = {}
     for row in summary:
         if row.get("difference") is not None and set(axes) <= set(point_of(row)):
-            key = repr(point_of(row)[axes[0]]), repr(point_of(row)[axes[1]])
-            if key in found:
-                both = f"{found[key]['init']} and {row['init']}"
-                raise UsageError(f"difference map: expected one row at {', '.join(key)}, found {both}")
-            found[key] = row
+            found[repr(point_of(row)[axes[0]]), repr(point_of(row)[axes[1]])] = row
     if not found:
         raise UsageError(f"difference map: expected rows with {' and '.join(axes)} and a difference, found none")
     columns, rows = (_in_order([point_of(row)[axis] for row in found.values()]) for axis in axes)
@@ -451,7 +436,6 @@ def training_curves(
     kept = values[np.isfinite(values).all(axis=1)]
     if not len(kept):
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")
-    metric.check(kept.ravel(), "training curves")
     canvas, ax = theme.canvas(ax, 6.4, 3.9)
     epochs = np.tile(np.arange(1, values.shape[1] + 1), len(kept))
     text = f"median of {len(kept):,}" + ", 5 to 95 % shaded" * (len(kept) > 1)
@@ -515,16 +499,14 @@ def heldout_scores(
     symmetric-logarithmic, as its label states. Structures that could not be fitted are listed with the reason.
 
     `table` is `PopulationFit.table`: `structure`, `parameters`, `difference` (<= 0), `difference_se`, `failed` (None or
-    the reason) and `group`; the `group` drawn is by default the only one, or `(all)`, the sum over groups.
+    the reason) and `group`; the `group` drawn is by default the last one, the sum over several.
     """
-    groups = list(dict.fromkeys(row.get("group") for row in table))
-    if group is None:
-        group = _TOTAL if _TOTAL in groups else groups[0] if len(groups) == 1 else None
-    if group not in groups:
-        named = ", ".join(map(str, groups)) or "none (the table is empty)"
+    group = group or table[-1]["group"]
+    rows = [row for row in table if row["group"] == group]
+    if not rows:
+        named = ", ".join(dict.fromkeys(row["group"] for row in table))
         raise UsageError(f"held-out scores: expected group to be one of {named}, found {group}")
-    rows = [row for row in table if row.get("group") == group]
-    fitted, failed = [row for row in rows if not row.get("failed")], [row for row in rows if row.get("failed")]
+    fitted, failed = [row for row in rows if not row["failed"]], [row for row in rows if row["failed"]]
     fitted.sort(key=lambda row: -row["difference"])
     canvas, ax = theme.canvas(ax, 7.4, 1.0 + 0.26 * (len(rows) + 1))
     texts = []

@@ -35,7 +35,7 @@ def panel_figure(
     column_labels: Sequence[str] = (),
     note: str = "",
     title: str | None = None,
-) -> tuple[Figure, list[list[Axes]]]:
+) -> tuple[Figure, np.ndarray]:
     """A figure with axes of about one size (height, width) in inches, their labels, a title, and a note below."""
     if row_labels and len(row_labels) != rows:
         raise UsageError(f"row_labels: expected {rows} or none, found {len(row_labels)}")
@@ -55,7 +55,7 @@ def panel_figure(
         panel_title(ax, label)
     figure.supxlabel(foot, x=0.012, ha="left", fontsize=SMALL, color=theme.MUTED)
     theme.head(figure, title)
-    return figure, axes.tolist()
+    return figure, axes
 
 
 def panel_title(ax: Axes, text: str) -> None:
@@ -69,9 +69,9 @@ def missing(ax: Axes, reason: str) -> None:
     ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", fontsize=SMALL)
 
 
-def _bar(axes: Sequence[Axes], ticks: Mapping[float, str], **colours: Any) -> None:
+def _bar(axes: np.ndarray, ticks: Mapping[float, str], **colours: Any) -> None:
     """A colour bar beside a row of panels, or beside all of them."""
-    bar = axes[0].figure.figure.colorbar(ScalarMappable(**colours), ax=axes, fraction=0.08, pad=0.01, aspect=12)
+    bar = axes.flat[0].figure.figure.colorbar(ScalarMappable(**colours), ax=axes, fraction=0.08, pad=0.01, aspect=12)
     bar.ax.set_box_aspect(12)
     bar.set_ticks(list(ticks), labels=list(ticks.values()))
     bar.minorticks_off()
@@ -112,18 +112,23 @@ def matrix_grid(
     labels: dict[str, Any] = {"row_labels": row_labels, "column_labels": column_labels}
     figure, axes = panel_figure(len(panels), len(panels[0]), size, note=note, title=title, **labels)
     for line, drawn, limit in zip(axes, panels, limits, strict=True):
-        for ax, panel in zip(line, drawn, strict=True):
-            if panel is None:
-                ax.spines[:].set_visible(False)
-            elif np.isfinite(panel).all():
-                ax.imshow(panel, **theme.colours(limit))
-            else:
-                missing(ax, "not\nfinite")
-    bars = zip(axes, limits, strict=True) if share == "row" else [([ax for line in axes for ax in line], limits[0])]
+        _draw(line, drawn, **theme.colours(limit))
+    bars = zip(axes, limits, strict=True) if share == "row" else [(axes, limits[0])]
     for beside, limit in bars:
         if limit:
             _bar(beside, {x: number(x) for x in (-limit, 0, limit)}, **theme.colours(limit))
     return figure
+
+
+def _draw(axes: Sequence[Axes], panels: Sequence[np.ndarray | None], **colours: Any) -> None:
+    """A row of matrices; nothing for None, a grey panel for one that is not finite."""
+    for ax, panel in zip(axes, panels, strict=True):
+        if panel is None:
+            ax.spines[:].set_visible(False)
+        elif np.isfinite(panel).all():
+            ax.imshow(panel, **colours)
+        else:
+            missing(ax, "not\nfinite")
 
 
 def _clipped(matrices: Any, clip: int | None) -> tuple[_Panels, tuple[int, int]]:
@@ -168,6 +173,7 @@ def _limits(panels: _Panels, share: str) -> list[float]:
 
 
 _HEADS = 8  # of a model, in a grid of products
+_PARTS = {"qk": "head", "vo": "layer", "cb": "group"}
 
 
 def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), title: str | None = None) -> Figure:
@@ -181,18 +187,15 @@ def product_grid(corners: Mapping[Any, Any], *, widths: Sequence[int] = (), titl
     """
     if not corners:
         raise DataError("product grid: expected at least one product, found none")
-    layers, sources = sorted({key.layer for key in corners}), list(dict.fromkeys(key.source for key in corners))
-    side = min(min(np.asarray(c).shape) for c in corners.values())
+    layers, side = sorted({key.layer for key in corners}), min(min(corner.shape) for corner in corners.values())
+    sources, parts = list(dict.fromkeys(key.source for key in corners)), list(_PARTS)
     lines: dict[str, list[Any]] = {}
-    for source in sources:
-        for part, word in (("qk", "head"), ("vo", "layer"), ("cb", "group")):
-            heads = {key.head for key in corners if key.source == source and key.part == part}
-            for head in [None] if part == "vo" else sorted(heads - {None})[:_HEADS]:
-                mine = {k.layer: v for k, v in corners.items() if (k.source, k.part, k.head) == (source, part, head)}
-                label = f"{part.upper()} {word}" + (f" {head}" if head is not None else "")
-                if mine:
-                    label = f"{source} {label}" if len(sources) > 1 else label
-                    lines[label] = [np.asarray(mine[i])[:side, :side] if i in mine else None for i in layers]
+    for key in sorted(corners, key=lambda k: (sources.index(k.source), parts.index(k.part), k.head or 0)):
+        if (key.head is None) == (key.part == "vo") and (key.head or 0) < _HEADS:
+            head = "" if key.head is None else f" {key.head}"
+            label = f"{key.source} " * (len(sources) > 1) + f"{key.part.upper()} {_PARTS[key.part]}{head}"
+            line = lines.setdefault(label, [None] * len(layers))
+            line[layers.index(key.layer)] = corners[key][:side, :side]
     formulas = {"qk": "W_Q W_K^T (QK)", "vo": "W_V W_O (VO)", "cb": "W_C^T W_B (CB)"}
     shown = {key.part for key in corners}
     quantity = "entries of " + " and ".join(text for part, text in formulas.items() if part in shown)
@@ -227,24 +230,17 @@ def attention_grid(
     Example:
         >>> save(attention_grid(maps.transpose(1, 0, 2, 3), uniform=1 / 65), "maps.png")
     """
-    if not 0 < uniform <= 1:
-        raise UsageError(f"uniform: expected a probability > 0, found {uniform}")
     panels, full = _clipped(maps, None)
-    if any(p is None or not (np.isfinite(p).all() and (p >= 0).all()) for line in panels for p in line):
-        raise DataError("attention grid: expected probabilities, found negative or non-finite entries")
-    top = rounded_up(max(2.0, float(np.quantile(np.array(panels, dtype=np.float64), _QUANTILE)) / uniform))
+    top = rounded_up(max(2.0, float(np.quantile(np.asarray(maps), _QUANTILE)) / uniform))
     panels, factor, size = _sized(panels)
-    entries = np.array(panels, dtype=np.float64) / uniform  # (R, C, m / f, n / f)
     text = "weight in units of uniform attention" + (f"; {note}" if note else "")
     text += f"; cells are means over {factor} × {factor} of {full[0]} × {full[1]}" if factor > 1 else ""
     labels: dict[str, Any] = {"row_labels": row_labels, "column_labels": column_labels}
     figure, axes = panel_figure(len(panels), len(panels[0]), size, note=text, title=title, **labels)
     colours: dict[str, Any] = {"cmap": matplotlib.colormaps["magma"], "norm": LogNorm(_FLOOR, top)}
-    flat = [ax for line in axes for ax in line]
-    for ax, panel in zip(flat, np.clip(entries, _FLOOR, None).reshape(len(flat), *entries.shape[2:]), strict=True):
-        ax.spines[:].set_visible(False)
-        ax.imshow(panel, **colours)
-    _bar(flat, {_FLOOR: f"≤{number(_FLOOR)}", 1.0: "1", top: f"≥{number(top)}"}, **colours)
+    for line, drawn in zip(axes, panels, strict=True):
+        _draw(line, [np.maximum(panel / uniform, _FLOOR) for panel in drawn if panel is not None], **colours)
+    _bar(axes, {_FLOOR: f"≤{number(_FLOOR)}", 1.0: "1", top: f"≥{number(top)}"}, **colours)
     return figure
 
 
