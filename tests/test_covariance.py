@@ -30,6 +30,12 @@ class Diverging(WeightArray):
 
     diverged = np.arange(300) % 100 == 7
 
+    def marked_chunks(self, select="*", size=None):
+        start = 0
+        for rows in self.chunks(select, size):
+            yield rows, self.diverged[start : start + len(rows)]
+            start += len(rows)
+
 
 def test_joint_covariance_of_a_selection(weights):
     result = covariance_across(WeightArray(weights, SPEC), "*.fc?.weight")

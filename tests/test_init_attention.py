@@ -13,7 +13,7 @@ from weightscope.anatomy import attention
 from weightscope.auditing import audit
 from weightscope.errors import UsageError
 from weightscope.init import impulse_attention_, mimetic_attention_, sinusoidal_positions_
-from weightscope.init.attention import _filtered, factors, noisy_identity, query_key, spectrum, value_output
+from weightscope.init.attention import factors, noisy_identity, query_key, value_output
 from weightscope.networks import ViT, sinusoidal_positions
 
 
@@ -28,7 +28,7 @@ def relative(found, wanted):
 @pytest.mark.parametrize(
     ("d", "k", "group"), [(48, 16, 1), (96, 96, 1), (192, 64, 1), (24, 40, 1), (48, 16, 2), (48, 16, 4)]
 )
-@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (0.3, -0.5), (0.5, 0.0)])
+@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (0.3, -0.5)])
 def test_query_key_is_the_best_approximation_of_its_rank(d, k, group, alpha, beta):
     """Eckart and Young: Q K^T is the truncated decomposition of alpha Z + beta I, stacked where heads share a key."""
     q, key = query_key(d, k, group, alpha, beta, seeded(1))
@@ -69,19 +69,14 @@ def test_without_noise_heads_get_random_subspaces():
     torch.testing.assert_close(negative[0] @ key.T, -product)
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (0.3, 0.7), (1.0, 0.0)])
-@pytest.mark.parametrize(("d", "k"), [(384, 64)])
-def test_the_filter_finds_what_the_full_decomposition_finds(d, k, alpha, beta):
-    """The spectrum only buys speed: the product differs by less than a thousandth."""
-    matrix = noisy_identity(d, alpha, beta, seeded(7))
-    typical = spectrum(alpha, beta)
-    assert _filtered(matrix, k, typical) is not None, "not even tried"
-    left, right = factors(matrix, k, None, typical)
-    assert relative(left @ right.T, low_rank_product(matrix, k)) < 1e-3
-    exact = torch.linalg.svdvals(matrix.double())[:k]
-    torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=2e-3)
+@pytest.mark.parametrize(("alpha", "beta"), [(0.7, 0.7), (1.0, 0.0)])
+def test_some_eigenvectors_of_a_large_matrix_are_those_of_all(alpha, beta):
+    matrix = noisy_identity(384, alpha, beta, seeded(7))
+    left, right = factors(matrix, 64, None)
+    assert relative(left @ right.T, low_rank_product(matrix, 64)) < 2e-5
+    exact = torch.linalg.svdvals(matrix.double())[:64]
+    torch.testing.assert_close((left.norm(dim=0) * right.norm(dim=0)).double(), exact, atol=0, rtol=1e-4)
     torch.testing.assert_close(left.T @ left, right.T @ right, atol=1e-4, rtol=1e-4)
-    assert exact.square().sum() * (1 - 1e-6) < (left @ right.T).double().square().sum()
 
 
 def test_same_random_has_its_noise_from_the_widths():

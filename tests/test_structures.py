@@ -43,7 +43,6 @@ CASES = [
     ],
     (LowRank, {"rank": 1}, MATRICES),
     (LowRank, {"rank": 3}, MIXED),
-    (LowRank, {"rank": 1}, VECTOR),
     (Kronecker, {}, MATRICES),
     (Kronecker, {}, COLUMN),
     (Exchangeable, {}, MLP),
@@ -51,7 +50,7 @@ CASES = [
     (Exchangeable, {"permutations": SIGNED, "gain": 3.0}, SMALL),
 ]
 IDS = [f"{c.name}-{'-'.join(map(str, o))}-{s.tensors[0].name}" for c, o, s in CASES]
-contract = pytest.mark.parametrize(("cls", "options", "spec"), CASES, ids=IDS)
+contract = pytest.mark.parametrize(("cls", "options", "spec"), CASES, ids=IDS, scope="module")
 
 
 def data_of(spec, n=40, seed=0):
@@ -61,7 +60,7 @@ def data_of(spec, n=40, seed=0):
     return rng.standard_normal((n, spec.size)) @ mixing + np.linspace(-1, 1, spec.size)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def fitted(cls, options, spec):
     return cls.fit(data_of(spec), spec, **options)
 

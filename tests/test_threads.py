@@ -222,20 +222,8 @@ def test_a_block_takes_less_than_a_tenth_of_a_millisecond_when_nested():
 
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
-    options = [
-        "--depth",
-        "1",
-        "--repeats",
-        "1",
-        "--busy",
-        "1",
-        "--calls",
-        "products",
-        "--json",
-        tmp_path / "threads.json",
-    ]
-    subprocess.run(
-        [sys.executable, ROOT / "benchmarks/threads.py", *options], check=True, capture_output=True, cwd=ROOT
-    )
+    options = ["--depth", "1", "--repeats", "1", "--busy", "1", "--calls", "products", "--json"]
+    command = [sys.executable, ROOT / "benchmarks/threads.py", *options, tmp_path / "threads.json"]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
     (row,) = json.loads((tmp_path / "threads.json").read_text())["rows"]
     assert row["ours"] > 0

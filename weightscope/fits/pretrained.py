@@ -57,8 +57,8 @@ def fit_pretrained(
     r"""Fit `Exchangeable` to one network, or to several pooled, for networks of any width and depth.
 
     Weights are taken at their places in timm's scheme with the gains around them multiplied in (LayerScale, norms,
-    norms of queries and keys), see `weightscope.anatomy.places`. For a type with d_S dimensions, and copies a, b of
-    parts x_a, x_b (d_S,) of one network,
+    norms of queries and keys), see `weightscope.anatomy.places`. For a type with d_S dimensions, and parts x_a,
+    x_b (d_S,) of one network,
 
         C_ab = x_a . x_b / d_S,   r_ab = C_ab / sqrt(C_aa C_bb)
 

@@ -1,6 +1,5 @@
 """Mimetic initialisation of self-attention: products of weights near a multiple of the identity, and positions."""
 
-import functools
 import math
 
 import torch
@@ -13,78 +12,31 @@ from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import sinusoidal_positions
 
-_SAMPLE = 256  # size of the matrix whose spectrum is used for all sizes
-_DECAY = math.log(2e5)  # damping of the suppressed part; leaves a relative error of about 5e-4 in the product
-_RESIDUAL = 2e-3  # largest ||M^T M v - s^2 v|| / ||s^2|| that is accepted; typically 3e-4
-_STEPS = 30  # more filter steps than this cost more than the full decomposition
-_SMALL = 384  # below this size the full decomposition is cheap
+_PARTIAL = 384  # size from which some eigenvectors are found faster than all: half of the time at 768 for 64
 
 
-@functools.lru_cache(maxsize=64)
-def spectrum(alpha: float, beta: float, group: int = 1) -> tuple[float, ...]:
-    """Squared singular values, largest first, of a small sample of `group` stacked matrices `alpha Z + beta I`.
-
-    It hardly depends on the size and the draw, so one fixed small sample serves; only the speed of `factors` does.
-    """
-    g = torch.Generator().manual_seed(0)
-    blocks = torch.randn(group, _SAMPLE, _SAMPLE, generator=g, dtype=torch.float32) * (alpha / math.sqrt(_SAMPLE))
-    blocks.diagonal(dim1=1, dim2=2).add_(beta)
-    return tuple(torch.linalg.svdvals(blocks.flatten(0, 1)).square().tolist())
-
-
-def factors(
-    matrix: Tensor, rank: int, generator: Generator, spectrum: tuple[float, ...] | None = None
-) -> tuple[Tensor, Tensor]:
+def factors(matrix: Tensor, rank: int, generator: Generator) -> tuple[Tensor, Tensor]:
     """Balanced factors of the best approximation of a rank: `L R^T = U_r S_r V_r^T`, `L = U S^(1/2)`, `R = V S^(1/2)`.
 
     L (m, r) is M R, so that `L R^T = M V V^T` to rounding. Above the n columns of M (m, n), m >= n, the factors of rank
-    n are spread over r columns by a random semi-orthogonal matrix. A `spectrum` of a matrix like M affects only the
-    speed, up to a relative error of 1e-3 in L R^T.
+    n are spread over r columns by a random semi-orthogonal matrix.
     """
     n = matrix.shape[1]
     if rank > n:
         left, right = factors(matrix, n, generator)
         spread = frame(rank, n, generator=generator).T
         return left @ spread, right @ spread
-    vectors = _filtered(matrix, rank, spectrum) if spectrum is not None else None
-    if vectors is None:
-        vectors = torch.linalg.eigh(matrix.T @ matrix)[1][:, -rank:].flip(1)
+    gram = matrix.T @ matrix
+    if n < _PARTIAL or 6 * rank > n:
+        vectors = torch.linalg.eigh(gram)[1][:, -rank:]
+    else:
+        from scipy.linalg import eigh
+
+        vectors = torch.from_numpy(eigh(gram.numpy(), subset_by_index=(n - rank, n - 1))[1])
+    vectors = vectors.flip(1)
     image = matrix @ vectors
     roots = image.norm(dim=0).sqrt().clamp_min(torch.finfo(matrix.dtype).tiny)
     return image / roots, vectors * roots
-
-
-def _filtered(matrix: Tensor, rank: int, spectrum: tuple[float, ...]) -> Tensor | None:
-    """Leading right singular vectors (n, rank), largest first, by a Chebyshev filter; None if that would be slower.
-
-    With G = M^T M and T_j the Chebyshev polynomial on the suppressed interval, Rayleigh-Ritz on the span of T_m(G) X
-    and T_(m-1)(G) X. X are the first coordinates: `alpha Z + beta I` is invariant under orthogonal conjugation.
-    """
-    n = matrix.shape[1]
-    if n < _SMALL or 6 * rank > n:
-        return None
-    kept, low, high = (spectrum[round(f * (len(spectrum) - 1))] for f in (rank / n, 1.0, 2 * rank / n))
-    centre, half = (high + low) / 2, (high - low) / 2
-    if half <= 0 or kept <= high:
-        return None
-    steps = math.ceil(_DECAY / math.acosh((kept - centre) / half))
-    if steps > _STEPS:
-        return None
-
-    step = (matrix.T @ matrix).mul_(2 / half)  # becomes 2 (G - centre I) / half
-    step.diagonal().sub_(2 * centre / half)
-    before = torch.eye(rank, n, dtype=torch.float32)  # vectors are rows here, which makes the products faster
-    block = step[:rank] / 2
-    for _ in range(steps - 1):
-        before, block = block, before.addmm_(block, step, beta=-1)
-    scale = block.norm()  # the polynomials grow by many orders of magnitude
-    basis = torch.linalg.qr(torch.cat([block, before]).div_(scale).T)[0]
-    image = (step @ basis).mul_(half / 2).add_(basis, alpha=centre)  # G basis
-    values, vectors = torch.linalg.eigh(basis.T @ image)
-    vectors = vectors[:, -rank:].flip(1)
-    out = basis @ vectors
-    residual = image @ vectors - out * values[-rank:].flip(0)
-    return out if residual.norm() <= _RESIDUAL * values[-rank:].norm() else None
 
 
 # (alpha_qk, beta_qk, alpha_vo, beta_vo): thesis 3.2.4 and 3.2.6
@@ -120,7 +72,7 @@ def query_key(
         basis = frame(d, k, generator=generator) * math.sqrt(abs(beta))
         return basis.mul(math.copysign(1, beta)).expand(group, d, k), basis
     stacked = torch.cat([noisy_identity(d, alpha, beta, generator) for _ in range(group)])
-    left, right = factors(stacked, k, generator, spectrum=spectrum(alpha, beta, group))
+    left, right = factors(stacked, k, generator)
     balance = group**0.25
     return left.reshape(group, d, k) * balance, right / balance
 

@@ -25,7 +25,7 @@ def mimetic_mlp_(
     strict: bool = True,
     generator: Generator = None,
 ) -> M:
-    """Add a mean to the weights of the first layer of every MLP, in units of the default entries' deviation.
+    """Add a mean to the weights of the first layer of every MLP, in units of the default entries' standard deviation.
 
         scalar           W1 <- W1 + b s 1_p 1_n^T                          (Eq. 2)
         rows             W1 <- W1 + 1_p c^T,  c ~ N(0, (sigma s)^2 I_n)    (Eq. 1)
@@ -94,15 +94,15 @@ def constant_mlp_bias_(
 
 
 def correlated(x: Tensor, y: Tensor, correlation: float) -> Tensor:
-    """`m_y + s_y (rho (x - m_x) / s_x + sqrt(1 - rho^2) (y - m_y) / s_y)`, with means m and deviations s over entries.
+    """`m_y + s_y (rho (x - m_x) / s_x + sqrt(1 - rho^2) (y - m_y) / s_y)`, with means m and stds s over entries.
 
     For y independent of x: its correlation with x becomes rho, up to about (1 - rho^2) / sqrt(n) for n entries.
     """
     x, wide = x.double(), y.double()
-    (deviation_x, mean_x), (deviation_y, mean_y) = (torch.std_mean(values, correction=0) for values in (x, wide))
-    if not (deviation_x > 0 and deviation_y > 0):
+    (std_x, mean_x), (std_y, mean_y) = (torch.std_mean(values, correction=0) for values in (x, wide))
+    if not (std_x > 0 and std_y > 0):
         raise UsageError("correlation: expected entries that vary, found equal ones; initialise these weights first")
-    mixed = correlation * deviation_y / deviation_x * (x - mean_x) + (1 - correlation**2) ** 0.5 * (wide - mean_y)
+    mixed = correlation * std_y / std_x * (x - mean_x) + (1 - correlation**2) ** 0.5 * (wide - mean_y)
     return (mean_y + mixed).to(y)
 
 

@@ -2,9 +2,10 @@
 
 An axis of n renumberable units splits R^n into the trivial part (the mean times sqrt n) and the standard part (the n
 deviations, of dimension n - 1). A tensor splits into one part for each subset S of the groups on its axes. By Schur's
-lemma an invariant covariance couples only parts of the same S, and there by a C x C matrix of copies times the
-identity of dimension d_S (Shah and Chandrasekaran 2012, "Group symmetry and covariance regularization"). So a network
-of any width is described by a few small matrices, each estimated from N d_S samples.
+lemma an invariant covariance couples only parts of the same S, and there by a C x C matrix times the identity of
+dimension d_S, where C is the multiplicity of S, the number of parts that belong to it (Shah and Chandrasekaran 2012,
+"Group symmetry and covariance regularization"). So a network of any width is described by a few small matrices, each
+estimated from N d_S samples.
 
 Tests of the pairs of such a covariance say which tensors of a network are correlated.
 """
@@ -34,7 +35,7 @@ Averages = Callable[[View, tuple[str, ...]], np.ndarray]
 
 
 def _averages(arrays: Mapping[str, np.ndarray]) -> Averages:
-    """Views averaged over the axes of other groups than S: (N, *sizes of S, copies), times sqrt of their number.
+    """Views averaged over the axes of other groups than S: (N, *sizes of S, multiplicity), times sqrt of their number.
 
     What has been summed over one axis is used again for sums over more.
     """
@@ -94,7 +95,7 @@ def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permut
 
 
 def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
-    """(N, *sizes of S, copies) to (N, *view.shape), constant along the axes of other groups."""
+    """(N, *sizes of S, multiplicity) to (N, *view.shape), constant along the axes of other groups."""
     fixed = [n for n, axis in zip(view.shape, view.axes, strict=True) if axis is None]
     part = part.reshape(*part.shape[: len(keep) + 1], *fixed)
     there = [axis for axis in view.axes if axis is None or axis in keep]
@@ -106,29 +107,29 @@ def _spread(part: np.ndarray, view: View, keep: tuple[str, ...]) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class TypeCovariance:
-    """The covariance of one type's copies."""
+    """The covariance (C, C) of one type."""
 
     kind: InvariantType  # the type S
     samples: int  # N d_S; N - 1 for the empty type, whose mean is estimated
     covariance: np.ndarray  # (C, C), divisor `samples`
     mean: np.ndarray  # (C,), of the empty type; zero for the others, where invariance makes it zero
-    # (C, C) standard errors of `correlation()` for views with one copy: those of `own`, times the square root of what
+    # (C, C) standard errors of `correlation()` for views of multiplicity 1: those of `own`, times the square root of what
     # networks of different scale add; NaN as there
     errors: np.ndarray
     networks: int  # N
-    # (2, C, C): of the correlations of views with one copy in each network alone, about the means over networks, the
-    # mean and its standard error over networks; NaN for views of several copies, and with fewer than 3 networks; None
-    # where networks are not compared. Networks that differ in scale count alike
+    # (2, C, C): of the correlations of views of multiplicity 1 in each network alone, about the means over networks,
+    # the mean and its standard error over networks; NaN for other views, and with fewer than 3 networks; None where
+    # networks are not compared. Networks that differ in scale count alike
     own: np.ndarray | None = None
     # (V, V) for each pair of views: n sum of T_a T_b / (sum of T_a sum of T_b) over the n units of all networks, T the
-    # sum of a unit's squares over copies. That many times the variance of a correlation is that of units of equal
+    # sum of a unit's squares over C. That many times the variance of a correlation is that of units of equal
     # scale, where it is 1 (White 1980)
     inflation: np.ndarray | None = None
 
     def correlation(self) -> np.ndarray:
-        """(C, C), with zeros for copies that do not vary."""
-        deviation = np.sqrt(np.maximum(self.covariance.diagonal(), 0))  # rounding: that of constants may be negative
-        inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
+        """(C, C), with zeros in rows that do not vary."""
+        std = np.sqrt(np.maximum(self.covariance.diagonal(), 0))  # rounding: that of constants may be negative
+        inverse = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0)
         return self.covariance * np.outer(inverse, inverse)
 
 
@@ -166,9 +167,8 @@ class ExchangeableMoments:
         self.index = IndexEffects(permutations)
         self._indexed = index
         self._types = {kind.groups: kind for kind in permutations.types}
-        needed = (
-            8 * 4 * sum(kind.multiplicity**2 for kind in self._types.values())
-        )  # products, covariances, correlations
+        # products, covariances, correlations
+        needed = 8 * 4 * sum(kind.multiplicity**2 for kind in self._types.values())
         if needed > 1 << 28 and needed > (free := available_memory()):
             largest = max((view for view in permutations.views), key=lambda view: view.multiplicity)
             raise UsageError(
@@ -180,13 +180,14 @@ class ExchangeableMoments:
             key: np.concatenate([np.full(view.multiplicity, view.multiplicity == 1) for view in kind.views])
             for key, kind in self._types.items()
         }
-        # of the correlations of single copies in single networks, their sums and those of their squares; sums of
+        # for views of multiplicity 1: sums over networks of their correlations, of the squares of these, and of
         # 1 / (length of a, length of b)
         self._own = {key: np.zeros((3, int(one.sum()), int(one.sum()))) for key, one in self._single.items()}
         # sums of T_a T_b (V, V), and of T_a in the last row, over networks and over their units; see `inflation`
         shapes = {key: (2, len(kind.views) + 1, len(kind.views)) for key, kind in self._types.items()}
         self._traces = {key: np.zeros(shape) for key, shape in shapes.items()}
-        # for each type over networks (*sizes of S, C), and single copies over their squared lengths (*sizes of S, C1)
+        # sums over networks for each type (*sizes of S, C), and for views of multiplicity 1 of what is divided by their
+        # squared lengths (*sizes of S, C1)
         self._sums = {key: np.zeros((*kind.sizes, kind.multiplicity)) for key, kind in self._types.items()}
         self._units = {key: np.zeros((*self._types[key].sizes, int(one.sum()))) for key, one in self._single.items()}
         self._waiting: list[np.ndarray] = []  # blocks that are not in the sums yet
@@ -231,7 +232,7 @@ class ExchangeableMoments:
         tensors = self.spec.unpack(block)
         averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
         for key, kind in self._types.items():
-            if all(self._single[key]) and len(key) > 1:  # large parts of few copies: no copy of them is made
+            if all(self._single[key]) and len(key) > 1:  # large parts of low multiplicity, which are not copied
                 grams = _centred_grams(averages, kind.views, key)
                 products = grams.sum(axis=0)
                 traces = grams.diagonal(axis1=1, axis2=2)
@@ -265,7 +266,7 @@ class ExchangeableMoments:
 
         About "networks" subtracts each entry's mean over networks and divides by (N - 1) d_S: the projection of
         `numpy.cov` on the invariant matrices. "zero" divides by N d_S: parts that are not invariant have mean zero, so
-        that a single network is enough. The empty type is always taken about its mean. About means, copies that are the
+        that a single network is enough. The empty type is always taken about its mean. About means, rows that are the
         same in all networks have exactly no variance.
         """
         least = 2 if about == "networks" else 1
@@ -295,10 +296,10 @@ class ExchangeableMoments:
         return tuple(out)
 
     def _alone(self, key: tuple[str, ...]) -> np.ndarray:
-        """Mean and standard error over networks of the correlations in each of them, copies scaled to length one.
+        """Mean and standard error over networks of the correlations in each of them, parts scaled to length one.
 
         What networks share is proportional to 1 / length of a scaled copy, and is taken away by least squares. Of
-        independent copies with different means over networks, the error is at least the true one.
+        independent parts with different means over networks, the error is at least the true one.
         """
         single = self._single[key]
         out = np.full((2, len(single), len(single)), np.nan)
@@ -401,9 +402,9 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
     means over networks, so that networks of different scale count alike, with its standard error compared with
     Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
-    sqrt(samples). Several copies: the largest canonical correlation with Bartlett's chi-squared test of Wilks' lambda;
-    samples are divided by what units of different scale do to the variance of the two views' correlations
-    (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared distribution
+    sqrt(samples). Views of higher multiplicity: the largest canonical correlation with Bartlett's chi-squared test of
+    Wilks' lambda; samples are divided by what units of different scale do to the variance of the two views'
+    correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared distribution
     of the same statistic.
     """
     out = []
@@ -411,7 +412,7 @@ def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
         if not found.kind.groups:
             continue
         blocks = {view.name: found.kind.slices[view.name] for view in found.kind.views}
-        # A test of p against q copies needs more samples than p + q; larger views are not whitened for nothing.
+        # A test of multiplicities p and q needs more samples than p + q; larger views are not whitened for nothing.
         testable = [name for name, part in blocks.items() if part.stop - part.start < found.samples - 3]
         index = {view.name: i for i, view in enumerate(found.kind.views)}
         white = {name: _whitened(found.covariance[blocks[name], blocks[name]]) for name in testable}

@@ -94,7 +94,7 @@ class InvariantType:
     # S, in the specification's order, with "~" where signs flip; empty for the means of everything
     groups: tuple[str, ...]
     sizes: tuple[int, ...]  # n of each group of S: the shape of a part before the dependent entries are left out
-    views: tuple[View, ...]  # those that contain the type, each with its number of copies
+    views: tuple[View, ...]  # those that contain the type, each with its multiplicity
 
     @property
     def dimension(self) -> int:
@@ -117,7 +117,7 @@ class InvariantType:
 
     @property
     def multiplicity(self) -> int:
-        """C, copies of all views together."""
+        """C, the sum over its views."""
         return sum(view.multiplicity for view in self.views)
 
 

@@ -29,9 +29,8 @@ _END: Any = object()
 class WeightSamples(Protocol):
     """N weight vectors that are read in blocks of rows; implemented by `Population`.
 
-    A source may also have `diverged`, booleans (N,), for networks to leave out, and `marked_chunks`, which yields each
-    block with its part of `diverged`, if that is faster than reading the whole array first; and `parts`, which cuts it
-    for `over_parts`.
+    A source may also have `marked_chunks`, which yields each block with booleans (n,), the networks that diverged and
+    are left out; and `parts`, which cuts it for `over_parts`.
     """
 
     @property
@@ -74,15 +73,12 @@ def usable_chunks(
     source: WeightSamples, names: Sequence[str], size: int | None = None
 ) -> Iterator[tuple[np.ndarray, int]]:
     """Blocks of rows without the diverged networks, and how many were left out."""
-    marked, start = getattr(source, "marked_chunks", None), 0
-    diverged = None if marked else getattr(source, "diverged", None)
-    for block in (marked or source.chunks)(select=literal(names), size=size):
-        rows, bad = block if marked else (block, np.zeros(len(block), bool))
-        if diverged is not None:
-            bad = np.asarray(diverged[start : start + len(rows)], bool)
-        start += len(rows)
-        out = int(bad.sum())
-        yield (rows[~bad] if out else rows), out
+    if not hasattr(source, "marked_chunks"):
+        yield from ((rows, 0) for rows in source.chunks(literal(names), size))
+        return
+    for rows, diverged in source.marked_chunks(literal(names), size):
+        out = int(diverged.sum())
+        yield (rows[~diverged] if out else rows), out
 
 
 def finite_chunks(
