@@ -113,8 +113,8 @@ class TypeCovariance:
     samples: int  # N d_S; N - 1 for the empty type, whose mean is estimated
     covariance: np.ndarray  # (C, C), divisor `samples`
     mean: np.ndarray  # (C,), of the empty type; zero for the others, where invariance makes it zero
-    # (C, C) standard errors of `correlation()` for views of multiplicity 1: those of `own`, times the square root of what
-    # networks of different scale add; NaN as there
+    # (C, C) standard errors of `correlation()` for views of multiplicity 1: those of `own`, times the square root of
+    # what networks of different scale add; NaN as there
     errors: np.ndarray
     networks: int  # N
     # (2, C, C): of the correlations of views of multiplicity 1 in each network alone, about the means over networks,
@@ -399,13 +399,13 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    One copy each: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
+    Views of multiplicity 1: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
     means over networks, so that networks of different scale count alike, with its standard error compared with
     Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
     sqrt(samples). Views of higher multiplicity: the largest canonical correlation with Bartlett's chi-squared test of
     Wilks' lambda; samples are divided by what units of different scale do to the variance of the two views'
-    correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared distribution
-    of the same statistic.
+    correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared
+    distribution of the same statistic.
     """
     out = []
     for found in covariances:
