@@ -399,11 +399,11 @@ class Pair:
 def correlated_pairs(covariances: Sequence[TypeCovariance]) -> list[Pair]:
     """Every pair of views with a shared type, tested; the empty type, which has N samples only, is left out.
 
-    Views of multiplicity 1: Fisher's transformation of the mean over N networks of the correlation in each of them, about the
-    means over networks, so that networks of different scale count alike, with its standard error compared with
-    Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with 1 /
-    sqrt(samples). Views of higher multiplicity: the largest canonical correlation with Bartlett's chi-squared test of
-    Wilks' lambda; samples are divided by what units of different scale do to the variance of the two views'
+    Views of multiplicity 1: Fisher's transformation of the mean over N networks of the correlation in each of them,
+    about the means over networks, so that networks of different scale count alike, with its standard error compared
+    with Student's t of N - 1 degrees of freedom; with fewer than 3 networks, the correlation of their covariance, with
+    1 / sqrt(samples). Views of higher multiplicity: the largest canonical correlation with Bartlett's chi-squared test
+    of Wilks' lambda; samples are divided by what units of different scale do to the variance of the two views'
     correlations (`TypeCovariance.inflation`), where that exceeds one. Its interval inverts the noncentral chi-squared
     distribution of the same statistic.
     """
