@@ -26,7 +26,7 @@ ON_CPU: dict[str, Any] = {"workers": 1, "device": "cpu", "progress": False}
 
 def runs_of(init: str, values: Any, key: str = "accuracy", **more: Any) -> list[dict[str, Any]]:
     """Rows of networks whose metric `key` is `values`; `more` replaces the other columns."""
-    place = {"init": init, "cell": {}, "numbers": {}, "epochs": 3, "loss": 1.0, "diverged": False, "seconds": 1.0}
+    place = {"init": init, "cell": {}, "numbers": {}, "epochs": 3, "loss": 1.0, "diverged": False}
     return [place | {"seed": k, key: float(value)} | more for k, value in enumerate(values)]
 
 
@@ -39,7 +39,7 @@ def fake_bench(recipe: Any, inits: Any = (), out: Any = None, **given: Any) -> B
         bits = 2.0 + 0.1 * np.arange(n) - better * (0.1 + 0.01 * np.arange(n)) + np.where(np.arange(n) == 3, np.inf, 0)
         metrics = {"test_accuracy": accuracy, "test_bits": bits, "test_loss": bits * np.log(2)}
         metrics |= {f"{name}_per_epoch": values[:, None] for name, values in metrics.items()}
-        measured.append((metrics | {"diverged": ~np.isfinite(bits)}, {"device": "none"}, None, None))
+        measured.append((metrics | {"diverged": ~np.isfinite(bits)}, {"device": "none"}, None))
         (design.folder / "runs" / arm.folder).mkdir(parents=True, exist_ok=True)
     return design.result(measured)
 

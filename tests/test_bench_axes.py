@@ -1,7 +1,6 @@
 """Axes of a benchmark: cells of recipes, grids of numbers, plans, seeds of its own, resuming, tables and pictures."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,8 @@ from click.testing import CliRunner
 from pictures import ON_CPU as OPTIONS
 from pictures import PLAIN, heights_of
 from pictures import runs_of as rows_of
-from scipy.stats import ttest_rel
 
 from weightscope import plots, training
-from weightscope._util import workers
 from weightscope.benchmarking import BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
 from weightscope.benchmarking.design import combinations_of, labelled, parse_init, point_text
 from weightscope.benchmarking.run import Design
@@ -121,7 +118,7 @@ def test_axes_that_do_not_fit_are_refused(given: dict[str, Any], error: type[Exc
 
 @pytest.mark.slow
 def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
-    """Seeds are paired within each cell; curves and times are in the results; more seeds are added to those there."""
+    """Seeds are paired within each cell; curves are in the results; more seeds are added to those there."""
     inits = ["default", "mimetic_mlp(sigma=0.5)"]
     result = bench(RECIPE, inits, tmp_path / "a", vary={"network.kernel_size": [3, 5]}, **OPTIONS)
     assert [(row["cell"], row["init"]) for row in result.arms] == [
@@ -135,7 +132,6 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
     for run in result.runs:
         assert len(run["curve"]) == 2
         assert run["curve"][-1] == pytest.approx(run["accuracy"])
-        assert 0 < run["seconds"] < 60
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
     with pytest.raises(UsageError, match=r"another benchmark \(network.kernel_size: 5 -> 3; arms that are missing"):
         bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
@@ -178,7 +174,6 @@ def test_a_sweep_resumes_without_repeating_a_tile(tmp_path: Path, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(training, "train_tile", stopped)
-        patch.setitem(workers.ENGINES, "loky", fake.in_this_process)
         first = CliRunner().invoke(cli, command)
     assert isinstance(first.exception, Resumable)
     assert "stopped: 4 of 8 networks are kept in" in str(first.exception)
@@ -191,7 +186,7 @@ def test_a_sweep_resumes_without_repeating_a_tile(tmp_path: Path, monkeypatch: p
     assert {path: after[path] for path in before} == before
     written = json.loads(Path("out/results.json").read_text())
     assert len(written["runs"]) == 8
-    assert all(run["curve"] and run["seconds"] for run in written["runs"])
+    assert all(run["curve"] for run in written["runs"])
     assert Path("out/table.md").exists()
 
 
@@ -203,8 +198,6 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
     assert [(row["arms"], row["networks"], row["tiles"], row["done"]) for row in plan.cells] == [(2, 4, 2, 0)] * 2
     assert plan.seconds == pytest.approx(sum(row["seconds"] for row in plan.cells), abs=5)
     assert plan.summary().startswith("2 cells, 4 arms, 8 networks in 4 tiles; expected time ")
-    assert "; cost " in replace(plan, price=2.5).summary()
-    assert replace(plan, price=2.5).cost == pytest.approx(2.5 * plan.seconds / 3600)
     assert not any(tmp_path.iterdir()), "nothing is written"
     told: list[TileResult] = []
     own: dict[str, Any] = {"vary": {"network.kernel_size": [3]}, "seeds": 2, "on_tile": told.append}
@@ -220,7 +213,6 @@ def test_the_plan_counts_what_is_left_and_expects_the_time(tmp_path: Path) -> No
 
 def test_the_plan_counts_one_evaluation_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the length: 10 epochs with one evaluation were planned with five of those of 2 epochs."""
-    monkeypatch.setitem(workers.ENGINES, "loky", fake.in_this_process)
     monkeypatch.setattr(planning, "_timed", lambda *_: (0.0, 0.0, 4, 100.0))
     given: dict[str, Any] = {"epochs": (2, 10), "seeds": 2, "workers": 1, "device": "cpu"}
     for evaluate, evaluations in (("end", 2), ("epoch", 12)):
@@ -386,28 +378,6 @@ def test_arms_that_differ_in_punctuation_have_folders_of_their_own() -> None:
         plan_arms(RECIPE, ['transfer(source="a b.pt")', 'transfer(source="a-b.pt")'], seeds=2)
 
 
-def test_an_arm_is_compared_with_itself_in_another_cell(swept: BenchResult, tmp_path: Path) -> None:
+def test_results_are_loaded_as_they_were_written(swept: BenchResult, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(swept.to_dict()))
-    loaded = BenchResult.load(tmp_path)
-    assert loaded == BenchResult.load(tmp_path / "results.json") == swept
-    field, *_ = swept.runs[0]["cell"]
-    rows = loaded.between(field)
-    values = list(dict.fromkeys(run["cell"][field] for run in swept.runs))
-    assert rows[0]["cell"][field] == values[1]
-    for row in rows:
-        mine, base = (
-            {
-                run["seed"]: run["accuracy"]
-                for run in swept.runs
-                if (run["init"], run["epochs"]) == (row["init"], row["epochs"])
-                and run["cell"] == {**row["cell"], field: value}
-            }
-            for value in (row["cell"][field], values[0])
-        )
-        differences = np.array([mine[k] - base[k] for k in mine])
-        assert row["difference"] == pytest.approx(differences.mean())
-        assert row["p"] == pytest.approx(ttest_rel(list(mine.values()), [base[k] for k in mine]).pvalue)
-        assert row["p"] <= row["p_holm"] <= 1
-    assert {row["cell"][field] for row in rows} == set(values[1:])
-    with pytest.raises(UsageError, match=r"network\.widht"):
-        loaded.between("network.widht")
+    assert BenchResult.load(tmp_path) == BenchResult.load(tmp_path / "results.json") == swept

@@ -85,7 +85,7 @@ def linear_probe(
     where = resolve_device(device)
     folders = [(design.folder / PROBES / arm.folder).with_suffix("") for arm in design.arms]
     found = (_probed(arm.recipe, folder, data, where) for arm, folder in zip(design.arms, folders, strict=True))
-    return design.result((metrics, environment(str(where)), None, metrics["hits"]) for metrics in found)
+    return design.result((metrics, environment(str(where)), metrics["hits"]) for metrics in found)
 
 
 def _is_trained(names: str) -> bool:

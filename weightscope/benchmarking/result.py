@@ -17,14 +17,12 @@ from weightscope.benchmarking.statistics import (
     LEVEL,
     Contrast,
     Hits,
-    between_cells,
     cell_key,
     chance_note,
     contrast_tests,
     control_of,
     has_fields,
     mean_curves,
-    other_examples,
     seed_differences,
     summarise,
 )
@@ -44,8 +42,8 @@ class BenchResult(Result):
 
     `runs` has one row for each network: `init`, `cell` (the recipe's fields that vary, with their values), `numbers`
     (the initialiser's that vary), `epochs`, `seed` (its number), each of the task's metrics under its name without
-    `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged`, `curve` (the compared metric after
-    each epoch) and `seconds` (its share of the time that its tile took).
+    `test_` (for images `accuracy` and `loss`; None if it is not finite), `diverged` and `curve` (the compared metric
+    after each epoch).
 
     `arms`, which `results.json` calls `summary`, are the rows of `summarise`: means of the compared metric with their
     intervals, and differences from the first initialiser in the cell at the same length.
@@ -128,7 +126,7 @@ class BenchResult(Result):
             )
         known = any(row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and known and not self._over_images():
-            out.append(f"intervals are over networks, for the test examples that were used{self._others()}")
+            out.append("intervals are over networks, for the test examples that were used")
         arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
@@ -177,19 +175,6 @@ class BenchResult(Result):
         header = ("comparison", "epochs", "over networks", "over networks and images")
         about = "intervals for the test images that were used, and for others as well (both random, crossed)"
         return f"{about}\n{_ruled(header, lines)}" if lines else ""
-
-    def _others(self) -> str:
-        """What `other_examples` adds for the two arms where it is most; empty if their number is not recorded."""
-        data = self.environment.get("recipe", {}).get("data", {})
-        m = data.get("validation") or data.get("test")
-        if not m or any(name.startswith("data.") for row in self.arms for name in row.get("cell", {})):
-            return ""
-        p, q = sorted((row["mean"] for row in self.arms if row["mean"] is not None), key=lambda p: abs(p - 0.5))[:2]
-        error = _number(other_examples(p, q, m), self.metric)
-        return (
-            f"; the choice of these {m:,} adds a standard error of at most {error} to a difference of two arms, "
-            "if what is hard for one is not easier for the other"
-        )
 
     def table(self) -> str:
         """A table like in the papers, in Markdown: a column per cell and length.
@@ -242,18 +227,6 @@ class BenchResult(Result):
                 value = np.nan if run[key] is None else run[key]
                 found.setdefault(run["init"], {}).setdefault(run["seed"], []).append(value)
         return {init: np.array([np.mean(seeds[k]) for k in sorted(seeds)]) for init, seeds in found.items()}
-
-    def between(self, field: str) -> list[dict[str, Any]]:
-        """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
-
-        One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
-        `difference_ci95`, `p`, `pairs`, and `p_holm`, `difference_ci_holm` and `difference_ci_images`, adjusted over
-        these rows; the last is None where the result was loaded.
-
-        Example:
-            >>> BenchResult.load("bench/results.json").between("distillation.alpha")
-        """
-        return between_cells(self.runs, field, self.metric, self.hits)
 
     def to_dict(self) -> dict[str, Any]:
         described = {metric.name: metric.to_dict() for metric in self.metrics}

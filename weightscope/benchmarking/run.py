@@ -18,7 +18,7 @@ import torch
 
 from weightscope._util import atomic
 from weightscope._util.arms import point_text
-from weightscope._util.checks import count, number
+from weightscope._util.checks import count
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import listing, unknown
 from weightscope._util.results import Result, duration, finite_or_none, text_table
@@ -43,10 +43,10 @@ from weightscope.training.request import Request, choose_tile
 
 SEED_OFFSET = 1_000_000
 TILE = 32  # networks on a CPU, at most
-RUNS, TIMES, PROBES, RESULTS = "runs", "times", "probes", "results.json"
+RUNS, PROBES, RESULTS = "runs", "probes", "results.json"
 _COUNTED = ("arms", "networks", "tiles", "done")
-Measured = tuple[Mapping[str, Any], dict[str, Any], Sequence[float | None] | None, np.ndarray | None]
-"""Of an arm the metrics of its networks (n,), the environment, the seconds of each (n,), and `Population.hits`."""
+Measured = tuple[Mapping[str, Any], dict[str, Any], np.ndarray | None]
+"""Of an arm the metrics of its networks (n,), the environment, and `Population.hits`."""
 
 
 @one_thread()
@@ -120,44 +120,25 @@ class BenchPlan(Result):
     design: "Design" = field(compare=False)  # what is compared
     requests: Sequence[Request] = field(compare=False)  # the populations of the arms
     on: Workers = field(compare=False)  # where they are trained
-    price: float | None = None  # of a worker's hour
-
-    @property
-    def cost(self) -> float | None:
-        """The price of all workers for the expected time."""
-        if self.price is None or self.seconds is None:
-            return None
-        return self.price * self.workers * self.seconds / 3600
 
     def run(self, *, progress: bool = True, on_tile: Callable[[TileResult], None] | None = None) -> BenchResult:
         """Train the tiles of all arms that are not on disk, and compare the arms."""
-        folder = self.design.folder
-        arms = {request.path: arm for arm, request in zip(self.design.arms, self.requests, strict=True)}
-        times = {path: (folder / TIMES / arm.folder).with_suffix("") for path, arm in arms.items()}
+        titles = {request.path: arm.title for arm, request in zip(self.design.arms, self.requests, strict=True)}
 
         def ended(result: TileResult) -> None:
-            atomic.make_folder(times[result.path])
-            values = {"seconds": result.seconds, "networks": len(result.networks)}
-            atomic.write(times[result.path] / f"{result.tile}.json", json.dumps(values).encode())
             if on_tile is not None:
-                on_tile(replace(result, name=arms[result.path].title))
+                on_tile(replace(result, name=titles[result.path]))
 
         train(self.requests, self.on, progress=progress, label="bench", on_tile=ended)
-        populations = [Population(request.path, partial=True) for request in self.requests]
-        seconds = [_seconds_of(times[request.path], request) for request in self.requests]
-        both = zip(populations, seconds, strict=True)
-        return self.design.result([(p.metrics, p.environment, s, p.hits) for p, s in both])
+        populations = (Population(request.path, partial=True) for request in self.requests)
+        return self.design.result((found.metrics, found.environment, found.hits) for found in populations)
 
     def rows(self) -> list[dict[str, Any]]:
         return [{**row, "cell": point_text(row["cell"])} for row in self.cells]
 
     def to_dict(self) -> dict[str, Any]:
         contrasts = [contrast.text for contrast in self.design.contrasts]
-        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds} | {
-            "price": self.price,
-            "cost": self.cost,
-            "contrasts": contrasts,
-        }
+        return {"cells": self.cells, "workers": self.workers, "seconds": self.seconds, "contrasts": contrasts}
 
     def summary(self) -> str:
         arms, networks, tiles, done = (sum(r[key] for r in self.cells) for key in _COUNTED)
@@ -167,7 +148,6 @@ class BenchPlan(Result):
         text += f", {done} of them done" if done else ""
         if self.seconds is not None:
             text += f"; expected time {duration(self.seconds)} with {self.workers} worker{'s' * (self.workers != 1)}"
-        text += "" if self.cost is None else f"; cost {self.cost:,.2f} at {self.price:,g} for a worker-hour"
         for contrast in self.design.contrasts:
             late = " (post hoc: its results are there)" if contrast.text in self.design.late else ""
             text += f"\ndeclared contrast: {contrast.text}{late}"
@@ -190,7 +170,6 @@ def plan_bench(
     out: str | Path | None = None,
     *,
     measure: bool = True,
-    price: float | None = None,
     workers: Workers | int | None = None,
     backend: str = "loky",
     scheduler: str | None = None,
@@ -201,7 +180,6 @@ def plan_bench(
     """What `bench` with the same arguments will cost.
 
     A tile of each kind that takes another time is trained for a step and evaluated by a worker. Nothing is kept of it.
-    `price` is for an hour of one worker.
 
         seconds of a tile = start + epochs x steps per epoch x seconds of a step + evaluations x seconds of one
         seconds = seconds of all tiles / workers
@@ -212,7 +190,6 @@ def plan_bench(
     Example:
         >>> print(plan_bench("digits-convnext", ["default", "mimetic_mlp"], vary={"network.kernel_size": [3, 7]}))
     """
-    price = None if price is None else number("price", price, least=0)
     design = Design.of(recipe, inits, out, **given)
     on = chosen_workers(backend, workers, scheduler)
     requests = design.requests(on, device)
@@ -233,7 +210,7 @@ def plan_bench(
         row["seconds"] = row["seconds"] + seconds if known else None
     workers = on.count or usable_cores()
     expected = total / workers if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), workers, expected, design, requests, on, price)
+    return BenchPlan(list(rows.values()), workers, expected, design, requests, on)
 
 
 @dataclass(frozen=True)
@@ -357,8 +334,8 @@ class Design:
         runs: list[dict[str, Any]] = []
         device: dict[str, Any] = {}
         hits: dict[ArmKey, np.ndarray] = {}
-        for arm, (metrics, device, seconds, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - the last device
-            runs += self._rows(arm, metrics, seconds)
+        for arm, (metrics, device, right) in zip(self.arms, measured, strict=True):  # noqa: B007 - the last device
+            runs += self._rows(arm, metrics)
             if right is not None and self.metric == ACCURACY:
                 hits[arm.cell_key, arm.epochs, arm.init] = right
         about = {**environment(), **device, "recipe": self.recipe.to_dict()}
@@ -376,7 +353,7 @@ class Design:
         atomic.write(self.folder / RESULTS, text.encode() + b"\n")
         return result
 
-    def _rows(self, arm: Arm, found: Mapping[str, Any], seconds: Sequence[float | None] | None) -> list[dict[str, Any]]:
+    def _rows(self, arm: Arm, found: Mapping[str, Any]) -> list[dict[str, Any]]:
         """One row for each network of an arm."""
         curves, found = found.get(f"{self.metric.name}{PER_EPOCH}"), {**found, **over_lengths(found)}
         return [
@@ -389,7 +366,6 @@ class Design:
                 **{each.key: finite_or_none(found[each.name][k]) for each in self.metrics},
                 "diverged": bool(found["diverged"][k]),
                 "curve": [] if curves is None else [finite_or_none(value) for value in curves[k]],
-                "seconds": None if seconds is None else seconds[k],
             }
             for k in range(min(len(found["diverged"]), arm.recipe.population.networks))
         ]
@@ -436,16 +412,3 @@ def _in_cell(arm: Arm) -> Iterator[None]:
         yield
     except RecipeError as error:
         raise RecipeError(f"{point_text(dict(arm.cell))}: {error}" if arm.cell else str(error)) from error
-
-
-def _seconds_of(times: Path, request: Request) -> list[float | None]:
-    """For each network, its share of the seconds that its tile took; None where they are not known."""
-    out: list[float | None] = []
-    for tile in range(request.manifest.tiles):
-        try:
-            values = json.loads((times / f"{tile}.json").read_text())
-            share = float(values["seconds"]) / request.manifest.tile
-        except (OSError, ValueError, KeyError, TypeError):
-            share = None
-        out += [share] * request.manifest.rows(tile)
-    return out

@@ -72,7 +72,7 @@ def summarise(
         row: dict[str, Any] = {"init": init, "cell": group[0].get("cell", {}), "numbers": group[0].get("numbers", {})}
         finite = np.array([value for value in values_of(group, metric).values() if np.isfinite(value)])
         row |= {"epochs": epochs, **mean_interval(finite, metric)}
-        row["loss"], row["seconds"] = (_mean([run.get(key) for run in group]) for key in ("loss", "seconds"))
+        row["loss"] = _mean([run.get("loss") for run in group])
         row |= {"diverged": sum(run["diverged"] for run in group), "networks": len(group)}
         row["reference"] = first[2] if first != arm else None
         row |= _columns("difference", {})
@@ -156,26 +156,6 @@ def _tested(
             row[name] = interval and [size * end for end in interval]
         row["ci_images"] = crossed(weights, hits or {}, seeds, row["ci_holm"], level)
     return out
-
-
-def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY, hits: Hits | None = None) -> list[dict[str, Any]]:
-    """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
-
-    Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
-    of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
-    """
-    known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
-    if field not in known:
-        raise UsageError(unknown("field", field, known))
-    first, groups, rows, asked = runs[0]["cell"][field], by_arm(runs), [], []
-    for cell, epochs, init in groups:
-        place = json.loads(cell)
-        if place[field] != first:
-            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}})
-            base = cell_key({"cell": {**place, field: first}}), epochs, init
-            asked.append({(cell, epochs, init): 1.0, base: -1.0})
-    found = zip(rows, _tested(asked, groups, metric, hits), strict=True)
-    return [row | _columns("difference", test) for row, test in found if "p" in test]
 
 
 def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
@@ -357,22 +337,6 @@ def crossed(
         return None
     differences = np.sum([weight * hits[arm][seeds] for arm, weight in weights.items()], axis=0)
     return over_images(differences, interval, level, sum(map(abs, weights.values())) / 2)
-
-
-def other_examples(p: float, q: float, m: int) -> float:
-    """The largest standard error that the choice of m test examples adds to a difference of accuracies p - q.
-
-        sqrt((p (1 - p) + q (1 - q)) / m)
-
-    That is around the difference on all such examples, and for two arms, not for a difference of differences. Of p_i in
-    [0, 1], the share of an arm's networks that are right on example i, with mean p, the variance is at most p (1 - p),
-    since p_i^2 <= p_i; the variance of p_i - q_i is at most the sum of both, if what is hard for one arm is not easier
-    for the other (a covariance >= 0); and the mean of m independent examples has 1 / m of it. For results whose hits
-    are not known, which `crossed` needs.
-
-    Source: Bhatia and Davis, A better bound on the variance, 2000.
-    """
-    return float(np.sqrt((p * (1 - p) + q * (1 - q)) / m))
 
 
 def _worst_ranks(values: np.ndarray, base: np.ndarray, metric: Metric) -> float:

@@ -57,9 +57,6 @@ def demo(out: Path, networks: int, epochs: int, seeds: int, **options: Any) -> N
     click.echo(f"\nThe report: {report}")
 
 
-price_option = click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
-
-
 @command()
 @click.argument("recipe", type=Named("recipes"))
 @out_option("The population's folder, or its URL in an object store.", type=Named())
@@ -67,7 +64,7 @@ price_option = click.option("--price", type=float, help="Of an hour of one worke
 @click.option("--shard", type=int, help="Train only this tile, for job arrays.")
 @backend_options
 @click.option("--plan", is_flag=True, help="Only show tiles, bytes, expected hours and limits, from a few timed steps.")
-@price_option
+@click.option("--price", type=float, help="Of an hour of one worker, for the cost with --plan.")
 @log_option
 @training_options
 @json_option
@@ -89,7 +86,9 @@ def collect(
     wanted = recipe_of(recipe)
     if options["networks"] is not None:  # an invalid number is an error before torch is imported
         wanted = wanted.replace({"population.networks": options["networks"]})
-    _check_plan(plan, price, log)
+    if price is not None and not plan:
+        raise UsageError("--price requires --plan")
+    _check_plan(plan, log)
     if plan:
         from weightscope.training.planning import plan as estimate
 
@@ -109,9 +108,7 @@ def collect(
         write_json(json_file, contents.to_dict())
 
 
-def _check_plan(plan: bool, price: float | None, log: str | None) -> None:
-    if price is not None and not plan:
-        raise UsageError("--price requires --plan")
+def _check_plan(plan: bool, log: str | None) -> None:
     if log is not None and plan:
         raise UsageError("--log cannot be combined with --plan, which trains no tile")
 
@@ -377,7 +374,6 @@ _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of t
 @click.option("--metric", help="The task's metric that is compared, such as test_loss.  [default: its primary one]")
 @click.option("--probe", is_flag=True, help="Train only a linear classifier on the initialised networks' features.")
 @click.option("--plan", "only_plan", is_flag=True, help="Only say what it will cost, from a few measured steps.")
-@price_option
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Folder of the results.  [default: named after the recipe]"
 )
@@ -391,7 +387,6 @@ def bench(
     out: Path | None,
     json_file: Path | None,
     only_plan: bool,
-    price: float | None,
     probe: bool,
     log: str | None,
     vary: tuple[str, ...],
@@ -418,7 +413,7 @@ def bench(
     from weightscope.benchmarking.design import default_folder
 
     folder = out or default_folder(recipe)
-    _check_plan(only_plan, price, log)
+    _check_plan(only_plan, log)
     if probe:
         if only_plan or log is not None:
             given = "--plan" if only_plan else "--log"
@@ -427,7 +422,7 @@ def bench(
         result = linear_probe(recipe, inits, folder, vary=varied(vary), **options)
     else:
         on_tile = tile_logger(log)  # an error of it comes first
-        plan = plan_bench(recipe, inits, folder, vary=varied(vary), **options, measure=only_plan, price=price)
+        plan = plan_bench(recipe, inits, folder, vary=varied(vary), **options, measure=only_plan)
         if only_plan:
             click.echo(plan.text())
             write_json(json_file, plan.to_dict())
