@@ -1,7 +1,7 @@
 """`Checkpoint`: the tensors of one trained network, read lazily by name."""
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -113,16 +113,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
                 tensors.append(TensorSpec(name, entry.shape, "statistic" if is_statistic else "parameter"))
             seen.add(entry.identity)
         return WeightSpec(tensors)
-
-    @cached_property
-    def layout(self) -> Hashable:
-        """What `names`, `spec`, `skipped` and the data types follow from, to be compared with another checkpoint's."""
-        if self._store.header is not None:
-            return self._store.header
-        first: dict[Any, str] = {}
-        found = self._store.tensors.items()
-        entries = tuple((name, e.kind, e.shape, first.setdefault(e.identity, name)) for name, e in found)
-        return entries, tuple(self._store.unreadable.items())
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, skipped or not; nothing is read."""

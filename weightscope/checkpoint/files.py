@@ -238,7 +238,7 @@ def _open_safetensors(file: ByteReader) -> Store:
     if (last := _LAST.get((header, file.size))) is not None:
         found, metadata = last
         tensors = {tensor.name: tensor._replace(file=file) for tensor in found}
-        return Store(where, dict[str, StoredTensor](tensors), metadata=dict(metadata), header=header)
+        return Store(where, dict[str, StoredTensor](tensors), metadata=dict(metadata))
     values = _json_object(header, f"{where}: its header")
     metadata = values.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
@@ -259,7 +259,7 @@ def _open_safetensors(file: ByteReader) -> Store:
     if length <= _MOST_KEPT:
         bare = [tensor._replace(file=cast(ByteReader, None)) for tensor in tensors.values()]
         _LAST[header, file.size] = bare, dict(metadata)
-    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata, header=header)
+    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata)
 
 
 def _described(name: str, value: Any, file: ByteReader, offset: int) -> FileTensor:

@@ -232,7 +232,6 @@ class Store:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # free text of the files
     statistics: frozenset[str] | None = None  # names known to be buffers; None if unknown
-    header: bytes | None = None  # of a safetensors file: all that is known of its tensors
     files: Any = None  # the `Folder` that they are in; None in memory
 
 

@@ -94,9 +94,7 @@ data_option = click.option(
 )
 
 
-def spread_options(
-    command: Callable[..., Any], read: str = "more than 4,096 networks", default: str | None = None
-) -> Callable[..., Any]:
+def spread_options(command: Callable[..., Any], read: str = "more than 4,096 networks") -> Callable[..., Any]:
     """Where the parts of a large population are read; the command gets `workers`, None or `Workers`."""
 
     @functools.wraps(command)
@@ -107,8 +105,8 @@ def spread_options(
 
         return command(*args, workers=chosen_workers(backend, workers, scheduler), **options)
 
-    text = f"Processes that read {read}; auto{'' if default else ', the default,'} is one per core."
-    return click.option("--workers", type=_Workers(), default=default, help=text)(backend_options(run))
+    text = f"Processes that read {read}; auto, the default, is one per core."
+    return click.option("--workers", type=_Workers(), help=text)(backend_options(run))
 
 
 many_options = functools.partial(spread_options, read="models, each of them one at a time")

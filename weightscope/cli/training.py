@@ -4,7 +4,6 @@ import math
 import re
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from weightscope.cli.options import (
     device_option,
     json_option,
     log_option,
-    many_options,
     maybe_partial,
     out_option,
     overwriting,
@@ -122,7 +120,6 @@ def _check_plan(plan: bool, log: str | None) -> None:
 @click.option("--network", metavar="MODULE:FUNCTION|RECIPE", type=Named("recipes"), help="What builds the network.")
 @click.option("--snapshots", default="all", help="Epochs or steps to keep beside the last: all, none or 0,10,20.")
 @click.option("--skip-unfit", is_flag=True, help="Leave out networks that do not fit, in place of an error.")
-@partial(many_options, default="1")
 def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **options: Any) -> None:
     """Make a population of networks that were trained elsewhere.
 

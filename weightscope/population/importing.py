@@ -4,7 +4,6 @@ Memory holds one network and the tile that is being filled. A tile is done when 
 resumes by reading the networks again and comparing them with the shards.
 """
 
-import contextlib
 import glob
 import hashlib
 import json
@@ -15,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,14 @@ from tqdm import tqdm
 
 from weightscope._util import atomic, plugins
 from weightscope._util.environment import environment
-from weightscope._util.in_order import in_order
 from weightscope._util.names import joined, listing, shortened
 from weightscope._util.remote import is_there
 from weightscope._util.sources import is_population, location
 from weightscope._util.threads import one_thread
-from weightscope._util.workers import Workers, chosen_workers
 from weightscope.anatomy.effective import adapters, refuse_adapters
 from weightscope.checkpoint import Checkpoint, open_checkpoint
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, SUFFIXES
-from weightscope.errors import DataError, Resumable, UsageError, WeightscopeError
+from weightscope.errors import DataError, Resumable, UsageError
 from weightscope.population import manifest as manifests
 from weightscope.population import shards
 from weightscope.population.manifest import Import, Manifest
@@ -84,13 +80,13 @@ class _Run:
         self.told: dict[str, list[str]] = {}  # what to warn of -> networks
         self.unfit: dict[str, list[str]] = {}  # reason -> networks
 
-    def all(self, networks: Iterable[tuple[str, list[Any], _Network]], begin: Callable[..., Any], made: Import) -> None:
+    def all(self, networks: Iterable[tuple[Any, ...]], begin: Callable[..., Any], made: Import) -> None:
         """Import every network; DataError names all that do not fit, and leaves nothing of this call."""
         reference = made.network or (made.recipe.network.type if made.recipe else "")
         existed, created = self.path.exists(), not is_there(self.path / manifests.NAME)
         try:
             number = -1
-            for number, (label, sources, found) in enumerate(networks):
+            for number, (label, sources, steps, found) in enumerate(networks):
                 if number >= self.count:
                     break
                 if found.reasons:
@@ -99,7 +95,7 @@ class _Run:
                 reference = reference or label
                 if not self.unfit or self.skip_unfit:
                     if self.manifest is None:
-                        self.manifest, self.there = begin(found.spec, len(sources) - 1)
+                        self.manifest, self.there = begin(found.spec, steps)
                         self.empty_tile(self.manifest)
                     self.fill(self.manifest, number, label, sources, found)
             if number + 1 != self.count:
@@ -220,7 +216,6 @@ def import_networks(
     network: Any = None,
     snapshots: Sequence[int] | None = None,
     skip_unfit: bool = False,
-    workers: Workers | int | None = 1,
     progress: bool = True,
 ) -> None:
     """`Population.of`, which describes the arguments; `network` is a reference, a function or a `Recipe`."""
@@ -248,22 +243,21 @@ def import_networks(
     patterns = tuple(p.strip() for p in select.split(",")) if isinstance(select, str) else tuple(select)
     wanted, inputs = _expected(_Wanted(made, patterns))
 
-    def begin(spec: WeightSpec, extra: int) -> tuple[Manifest, int]:
+    def begin(spec: WeightSpec, steps: tuple[int, ...]) -> tuple[Manifest, int]:
         """Make the population with the tensors that are expected, and snapshots beside the last; its number, too."""
-        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + extra))
+        fitting = _TILE_BYTES // (4 * max(1, spec.size) * (1 + len(steps)))
         there = manifests.read(path) if is_there(path / manifests.NAME) else None
         tile = there.tile if there and there.imported else max(1, min(_TILE, fitting, count))
         texts = plugins.texts_of(name.partition(" ")[2] for name in inputs)
-        imported = replace(made, tile=tile, snapshots=items.snapshots or ())
+        imported = replace(made, tile=tile, snapshots=steps)
         manifest = Manifest(imported, spec, environment("cpu"), count, inputs, texts)
         matched, _ = manifests.create_or_match(path, manifest, resize=False)
         for folder in (path, path / manifests.SHARDS):
             atomic.sweep(folder)
         return manifest, matched.networks
 
-    chosen = chosen_workers("loky", workers, None)
-    items = _Items(networks, None if snapshots is None else tuple(snapshots), named=chosen.many)
-    with tqdm(_read(wanted, items, chosen), total=count, desc="import", disable=None if progress else True) as found:
+    read = _read(wanted, networks, None if snapshots is None else tuple(snapshots))
+    with tqdm(read, total=count, desc="import", disable=None if progress else True) as found:
         _Run(path, count, columns, skip_unfit).all(found, begin, made)
 
 
@@ -286,55 +280,31 @@ def _expected(wanted: _Wanted) -> tuple[_Wanted, dict[str, str]]:
     return replace(wanted, spec=spec), inputs
 
 
-class _Items:
-    """A label, and the sources of a network and of its snapshots, of each of some networks."""
-
-    def __init__(self, networks: Iterable[Any], snapshots: tuple[int, ...] | None, *, named: bool) -> None:
-        self.networks, self.snapshots, self.named = networks, snapshots, named
-
-    def __iter__(self) -> Iterator[tuple[str, list[Any]]]:
-        for number, item in enumerate(self.networks):
-            if isinstance(item, Mapping) and item and all(isinstance(key, int) for key in item):
-                if self.snapshots is None:
-                    self.snapshots = tuple(sorted(item))
-                last = item[max(item)]
-                if missing := [step for step in self.snapshots if step not in item]:
-                    raise UsageError(
-                        f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out"
-                    )
-                sources = [last, *(item[step] for step in self.snapshots)]
-            elif self.snapshots:
-                raise UsageError(f"snapshots: expected a mapping of epochs or steps to sources, found {item!r}")
-            else:
-                self.snapshots, sources = (), [item]
-            named = isinstance(sources[0], str | Path)
-            if self.named and not named:
-                raise UsageError(f"workers: expected paths or hf:// addresses, found {type(sources[0]).__name__}")
-            yield (str(sources[0]) if named else f"network {number}"), sources
-
-
-def _read(wanted: _Wanted, items: Iterable[Any], workers: Workers) -> Iterator[tuple[str, list[Any], _Network]]:
-    """Label and sources of every network, and what was read of it, in order; by processes once one has fitted."""
-    left = iter(items)
-    for label, sources in left:
-        found = _read_network(wanted, (label, sources))
+def _read(
+    wanted: _Wanted, networks: Iterable[Any], snapshots: tuple[int, ...] | None
+) -> Iterator[tuple[str, list[Any], tuple[int, ...], _Network]]:
+    """Label, sources and snapshots of every network, and what was read of it; the first one that fits is expected."""
+    for number, item in enumerate(networks):
+        if isinstance(item, Mapping) and item and all(isinstance(key, int) for key in item):
+            if snapshots is None:
+                snapshots = tuple(sorted(item))
+            last = item[max(item)]
+            if missing := [step for step in snapshots if step not in item]:
+                raise UsageError(f"snapshots: {last} has none of {joined(map(str, missing), _NAMED)}; leave these out")
+            sources = [last, *(item[step] for step in snapshots)]
+        elif snapshots:
+            raise UsageError(f"snapshots: expected a mapping of epochs or steps to sources, found {item!r}")
+        else:
+            snapshots, sources = (), [item]
+        label = str(sources[0]) if isinstance(sources[0], str | Path) else f"network {number}"
+        found = _read_network(wanted, label, sources)
         if wanted.spec is None and not found.reasons:
             wanted = replace(wanted, spec=found.spec)
-        yield label, sources, found
-        if workers.many and wanted.spec is not None:
-            break
-    rest = list(left)
-    read = in_order(partial(_read_network, wanted), rest, [label for label, _ in rest], workers)
-    with contextlib.closing(read):
-        for item, each in zip(rest, read, strict=True):
-            if isinstance(each, WeightscopeError):
-                raise each
-            yield *item, each
+        yield label, sources, snapshots, found
 
 
-def _read_network(wanted: _Wanted, named: tuple[str, Sequence[Any]]) -> _Network:
-    """Read a network, with its label, and its snapshots, in this process or another."""
-    label, sources = named
+def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Network:
+    """Read a network and its snapshots."""
     opened, reasons, spec = [], list[str](), wanted.spec
     try:
         for source in sources:

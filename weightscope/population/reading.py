@@ -97,8 +97,8 @@ class Population(Result):
                 has no length; `select`, patterns of tensor names, others are left out; `rename`, beginnings of tensor
                 names, each `"OLD=NEW"`, such as `"module.="`; `key`, the dictionary of weights in files or mappings
                 that hold several; `snapshots`, the epochs or steps to keep of mappings, by default those of the first;
-                `skip_unfit`, leave out networks that do not fit, with a warning; `workers`, the processes that read
-                paths; `progress`, show a bar if stderr is a terminal.
+                `skip_unfit`, leave out networks that do not fit, with a warning; `progress`, show a bar if stderr is a
+                terminal.
 
         Raises:
             DataError: if networks do not fit or cannot be read, or `path` holds others.

@@ -64,32 +64,28 @@ _LOADED: dict[str, str] = {}  # reference -> the hash of the source that was imp
 class OwnCode:
     """A user's own functions, made known to a worker process."""
 
-    references: tuple[str, ...]
+    hashes: Mapping[str, str]  # reference -> the hash of its source, which a worker must have, too
     path: tuple[str, ...]  # working directory and `sys.path` of the launching process, with their modules
     passed: bytes  # cloudpickle of those of `plugins.passed()`, which cannot be imported
     process: str  # the launching process, where there is nothing to do
-    hashes: tuple[str, ...] = ()  # of the sources of the others, which a worker must have, too
 
     @classmethod
     def of(cls, references: Iterable[str]) -> "OwnCode":
         """What another process needs to use these references."""
         references = tuple(references)
         passed = plugins.passed(references)
-        hashes = tuple("" if r in passed else plugins.source_hash(r) for r in references)
-        path = (os.getcwd(), *filter(None, sys.path))
-        return cls(references, path, cloudpickle.dumps(passed), _THIS_PROCESS, hashes)
+        hashes = {name: plugins.source_hash(name) for name in references if name not in passed}
+        return cls(hashes, (os.getcwd(), *filter(None, sys.path)), cloudpickle.dumps(passed), _THIS_PROCESS)
 
     def load(self) -> None:
         """Import the references, unless this is the launching process, and compare their sources."""
-        if not self.references or self.process == _THIS_PROCESS:
+        if self.process == _THIS_PROCESS:
             return
         plugins.restore(cloudpickle.loads(self.passed))
         before = list(sys.path)
         sys.path[:] = dict.fromkeys((self.path[0], *before, *self.path))
         try:
-            for reference, expected in zip(self.references, self.hashes, strict=True):
-                if not expected:
-                    continue
+            for reference, expected in self.hashes.items():
                 if (found := plugins.source_hash(reference)) != expected:
                     raise UsageError(f"{reference}: expected source hash {expected} in a worker, found {found}")
                 if _LOADED.setdefault(reference, expected) != expected:  # a worker outlives a call
