@@ -238,7 +238,7 @@ def test_text_of_ones_own(text):
     [
         ("train", None, "expected the files of a text corpus, one of ptb.train.txt"),
         ("test", b" \n ", "test.txt: expected text, found none"),
-        ("valid", b"caf\xe9", "valid.txt: expected UTF-8, found the byte 0xe9 at 3"),
+        ("valid", b"caf\xe9", "valid.txt: cannot be read as text in UTF-8"),
         ("train", b"abc", "data.length: expected less than the 3 tokens of the text, found 5"),
         ("test", b"xyz", "test.txt: the character 'x' is not in the training text"),
     ],
@@ -257,7 +257,6 @@ def test_damaged_text_is_an_error_of_one_line(file, content, message, text, caps
 
 CONTEXT = NETWORKS["transformer"] | {"context": 20}
 MIXER = {"network": {"type": "vit", "width": 8, "depth": 1, "heads": 1}}
-IN_ALL = "data: length: expected at most 268435456 tokens in all training sequences, found 24"
 SHORT = "network.context: expected at least 24, the tokens of the longest sequence that is evaluated, found 20"
 ONE_ANSWER = "data: vocabulary: expected an integer >= 8, found 6 \\(at 2 times"
 REFUSED = [
@@ -266,7 +265,6 @@ REFUSED = [
     ({"data__lengths": [2, 4]}, r"lengths: expected 1 and then growing multiples of it, found \[2, 4\]"),
     ({"data__name": "sort"}, ONE_ANSWER),
     ({"data__name": "associative_recall"}, "data: length: expected an even number"),
-    ({"data__length": 10**9}, IN_ALL),
     ({"data__shortest": 4}, "data: shortest: expected at most the length, 3, found 4"),
     (
         {"data__context": 5},
@@ -274,7 +272,6 @@ REFUSED = [
     ),
     ({"data__name": "sort", "data__lengths": [1], "data__vocabulary": 4, "data__stop": True}, "found 3, besides the"),
     ({"data__context": 40, "network": CONTEXT}, "network.context: expected at least 40"),
-    ({"data__lengths": [1, 10**7]}, "data: length: .* in all held-out sequences, found 10 sequences of 60000000"),
     ({"training__mixup": 0.5}, "training.mixup applies to images"),
     ({"training__kernels": "compiled"}, "training.kernels: expected 'torch' or 'auto' for copy, found 'compiled'"),
     ({"network": CONTEXT}, SHORT),

@@ -44,7 +44,6 @@ def sequence_length(name: str, length: int) -> int:
 Vocabulary = Annotated[int, Field(ge=2, le=2**24)]
 Part = Literal["valid", "test"]
 TEXT, MARKOV = "text", "markov"
-MOST_TOKENS = 2**28  # of an epoch, or of the held-out sequences of one length: 2 GiB as int64
 SEQUENCE_NAMES = (*TASK_SIZES, TEXT, MARKOV)
 _CHECKED_TOKENS = 16  # of the sequences with which networks are checked
 
@@ -126,19 +125,6 @@ class SequenceConfig(Task):
         changed = self.model_copy(update={key.removeprefix("data."): value for key, value in changes.items()})
         source = changed.load(root)
         return changes, {"train": source.examples, "validation": sum(len(batch.tokens) for batch in source.held_out[1])}
-
-    @model_validator(mode="after")
-    def _tokens(self) -> "SequenceConfig":
-        """Refuse sequences that are drawn at once, unlike text, and would not fit into memory."""
-        if self.name not in (*TASK_SIZES, MARKOV):
-            return self
-        for what, number, tokens in (("training", self.train, self.trained), ("held-out", self.test, self.longest)):
-            if number is not None and number * tokens > MOST_TOKENS:
-                raise ValueError(
-                    f"length: expected at most {MOST_TOKENS} tokens in all {what} sequences, found {number} sequences "
-                    f"of {tokens}; use fewer or shorter ones"
-                )
-        return self
 
 
 class TaskConfig(SequenceConfig):

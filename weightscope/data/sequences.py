@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from weightscope._util.names import shortened
 from weightscope._util.plugins import Registry
 from weightscope._util.seeding import Purpose, torch_seed
+from weightscope.data.images import reading
 from weightscope.data.sequence_config import (
     TASK_SIZES,
     MarkovConfig,
@@ -57,11 +58,6 @@ class ScoredSequences(NamedTuple):
         mask = torch.ones_like(whole[:, 1:], dtype=torch.bool)
         mask[:, :unscored] = False
         return cls(whole[:, :-1], whole[:, 1:], mask)
-
-
-def accuracy(logits: Tensor, batch: ScoredSequences) -> float:
-    """The share of the answer's tokens that are the most probable ones, logits (B, n, v)."""
-    return float((logits.argmax(-1) == batch.targets)[batch.mask].float().mean())
 
 
 def cross_entropy(logits: Tensor, batch: ScoredSequences) -> Tensor:
@@ -104,8 +100,6 @@ class Corpus:
 
 # --- generated tasks --------------------------------------------------------------------------------------------------
 
-
-_AT_ONCE = 1 << 24  # numbers that permutations are sorted by: 128 MiB
 
 TASKS: Registry[Callable[[torch.Generator, int, int, int], ScoredSequences]] = Registry("task")
 """Name -> `f(generator, batch, length, vocabulary)`."""
@@ -175,11 +169,9 @@ def _uniform(generator: torch.Generator, batch: int, length: int, tokens: int) -
 
 
 def _permutations(generator: torch.Generator, batch: int, size: int, kept: int) -> Tensor:
-    """The first entries of uniform permutations of 0 .. size - 1, (B, kept), drawn a few rows at a time."""
-    rows, device = max(1, _AT_ONCE // size), generator.device
-    shapes = [(min(rows, batch - start), size) for start in range(0, batch, rows)]
-    drawn = (torch.rand(*shape, generator=generator, device=device, dtype=torch.float64) for shape in shapes)
-    return torch.cat([keys.argsort(1)[:, :kept].clone() for keys in drawn])  # a view would keep all of them in memory
+    """The first entries of uniform permutations of 0 .. size - 1, (B, kept)."""
+    keys = torch.rand(batch, size, generator=generator, device=generator.device, dtype=torch.float64)
+    return keys.argsort(1)[:, :kept].clone()  # a view would keep all of them in memory
 
 
 def _joined(string: Tensor, answer: Tensor, vocabulary: int) -> ScoredSequences:
@@ -260,14 +252,8 @@ class Text(Corpus):
 
 
 def _units(path: Path, unit: Unit) -> Iterable[str]:
-    try:
+    with reading(path, "text in UTF-8", "write it again"):
         text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: expected UTF-8, found the byte {error.object[error.start]:#04x} at {error.start}"
-        ) from error
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
     if not text.strip():
         raise DataError(f"{path}: expected text, found none")
     if unit == "character" and not path.name.startswith(_PTB_CHARACTERS):
@@ -304,13 +290,6 @@ class MarkovSource(Corpus):
     """
 
     transitions: np.ndarray
-
-    def __post_init__(self) -> None:
-        p = self.transitions
-        if p.ndim != 2 or p.shape[0] != p.shape[1] or not (p > 0).all() or not np.allclose(p.sum(1), 1, atol=1e-12):
-            raise UsageError(
-                f"transitions: expected a square matrix of probabilities > 0, rows of sum 1, found {p.shape}"
-            )
 
     @classmethod
     def random(cls, vocabulary: int, *, concentration: float = 0.2, seed: int = 0) -> "MarkovSource":
