@@ -409,7 +409,7 @@ def test_options_of_a_structure(models, tmp_path, capsys):
     ("arguments", "message"),
     [
         (("MIXER",), "'auto' needs a population .*for one network .*: filters, conv_schedule"),
-        (("MIXER", "--structure", "filters", "--select", "*"), "--select cannot be combined with one network"),
+        (("MIXER", "--structure", "filters", "--select", "*"), "--select: does not apply to one network"),
         (("POP", "--structure", "filters"), "no structure 'filters'; there are iso"),
     ],
 )

@@ -288,7 +288,7 @@ def test_the_command(tmp_path, capsys):
     assert (code, "of 6 heads" in text) == (0, True)
     assert out.stat().st_size > 10_000
     assert len(json.loads(table.read_text())["rows"]) == 14
-    both = (*arguments, tmp_path / "small.safetensors", "--fold-norms", "--layer", "1", "--workers", "1")
+    both = (*arguments, tmp_path / "small.safetensors", "--fold-norms", "--workers", "1")
     assert "small (2)" in run(*both, capsys=capsys)[1]
 
 

@@ -47,7 +47,7 @@ def test_a_benchmark(folder, tmp_path):
     bench = tmp_path / "bench" / "runs"
     bench.mkdir(parents=True)
     folder.rename(bench / "default.pop")
-    found = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--watch", "--json", str(tmp_path / "s.json")])
+    found = CliRunner().invoke(cli, ["status", str(tmp_path / "bench"), "--json", str(tmp_path / "s.json")])
     assert found.exit_code == 0, found.output
     values = json.loads((tmp_path / "s.json").read_text())
     for each in (values, *values["populations"]):

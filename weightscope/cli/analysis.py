@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 
@@ -22,6 +22,7 @@ from weightscope.cli.options import (
     out_option,
     partial_option,
     permutations_option,
+    refuse_others,
     spread_options,
     write_json,
 )
@@ -122,13 +123,13 @@ def report(source: str, out: Path, select: str, at: int | None, partial: bool) -
     click.echo(f"wrote {write_page(population if at is None else population.at(at), out, select)}")
 
 
-_WITHIN = ("part", "init", "network", "keep", "picture")
+_WITHIN = ("part", "init", "network", "picture")
 # What `covariance` computes, and the options that it takes besides those of files, populations and workers.
 _TABLE: Mapping[str, Sequence[str]] = {
     "with --exchangeable": ("select", "permutations"),
     "with --exchangeable --at all": ("select",),
     "with --eigenpairs": ("eigenpairs", "select", "computed", "fold_norms", "matrix"),
-    "across a population": ("select", "computed", "kind", "fold_norms", "means", "matrix", "precision", "device"),
+    "across a population": ("select", "computed", "kind", "fold_norms", "means", "matrix"),
     "within networks": (*_WITHIN, "matrix"),
 }
 
@@ -185,13 +186,8 @@ _TABLE: Mapping[str, Sequence[str]] = {
 @click.option(
     "--network", type=int, help="Look within this network of a population, counted from 0.  [default, with --part: 0]"
 )
-@click.option(
-    "--keep", type=int, help="Within networks: keep matrices of at most this many coordinates.  [default: 1024]"
-)
 @figure_option("covariance.png")
 @click.option("--matrix", type=OutputFile(".npz"), help="Also write the matrix, the matrices or the eigenpairs (.npz).")
-@choice_option("--precision", "float64 float32", "For a population.  [default: float64]")
-@choice_option("--device", "cpu cuda", "For a population: where to multiply.  [default: cpu]")
 @permutations_option
 @spread_options
 @partial_option
@@ -238,19 +234,13 @@ def covariance(
         chosen = "across a population"
     else:
         chosen = "within networks"
-    if wrong := [key for key in given if key not in _TABLE[chosen]]:
-        takes = ", ".join(map(_flag, _TABLE[chosen]))
-        raise UsageError(f"{_flag(wrong[0])}: does not apply {chosen}, which takes {takes}")
+    refuse_others(given, _TABLE[chosen], chosen)
     matrix, drawing = given.pop("matrix", None), {k: given.pop(k) for k in ("means", "picture") if k in given}
     found = _covariance(chosen, opened, workers, given)
     _show(found, out if hasattr(found, "plot") else None, json_file, **drawing)
     if matrix is not None:
         found.save_matrix(matrix)
         click.echo(f"wrote {matrix}")
-
-
-def _flag(key: str) -> str:
-    return {"means": "--means/--entries"}.get(key, "--" + key.replace("_", "-"))
 
 
 def _opened(source: Any, partial: bool, at: int | None) -> Any:
@@ -292,10 +282,6 @@ def _covariance(chosen: str, sources: Sequence[Any], workers: Any, options: dict
         options["computed"] = {name: imported(name) for name in options["computed"]}
     if chosen == "with --eigenpairs":
         return eigenpairs(sources[0], options.pop("eigenpairs"), workers=workers, **options)
-    if options.get("device") == "cuda":
-        from weightscope.training.devices import resolve_device
-
-        options["device"] = resolve_device("cuda")
     return covariance_across(sources[0], workers=workers, **options)
 
 
@@ -339,22 +325,13 @@ def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
-@choice_option("--view", "auto grid depth", "Matrices in a grid, or alpha and beta against depth.", "auto")
-@click.option("--layer", "layers", type=int, multiple=True, help="Only this layer, counted from 0; repeatable.")
 @click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
-@click.option("--clip", type=click.IntRange(1), default=64, help="Rows and columns drawn, from the upper left.")
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
 @json_option
 def products(
-    sources: tuple[str, ...],
-    out: Path,
-    view: Literal["auto", "grid", "depth"],
-    num_heads: int | None,
-    layers: tuple[int, ...],
-    json_file: Path | None,
-    **options: Any,
+    sources: tuple[str, ...], out: Path, num_heads: int | None, json_file: Path | None, **options: Any
 ) -> None:
     """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
 
@@ -373,8 +350,8 @@ def products(
     from weightscope.analysis.attention_products import products as compute
 
     config = None if num_heads is None else {"num_attention_heads": num_heads}
-    found = compute(*sources, config=config, layers=layers or None, **options)
-    _show(found, out, json_file, view=view)
+    found = compute(*sources, config=config, **options)
+    _show(found, out, json_file)
     _refuse(found.failed, sources)
 
 
@@ -408,7 +385,6 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
     help="For a model of sequences: a file with a sequence of numbers in each line, or a task such as copy:20.  "
     "[default, for a population: the task of its recipe]",
 )
-@click.option("--filter-size", type=int, default=3, help="f of the neighbourhood and of D >= k f^2.")
 @data_option
 @many_options
 @json_option
@@ -474,16 +450,14 @@ def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, l
     from weightscope.analysis.runnable import runnable
     from weightscope.analysis.state_space_maps import has_state_spaces, state_space_maps
 
-    inputs = dict(options)
-    filter_size = inputs.pop("filter_size")
-    model, batch, notes = runnable(source, **inputs)
+    model, batch, notes = runnable(source, **options)
     if has_state_spaces(model):
         if kind != "maps":
             raise UsageError(f"--kind: expected maps for a network with state-space layers, found {kind}")
         return state_space_maps(model, batch), []
     if batch.ndim == 2 and kind in ("expected", "ranks"):
         raise UsageError(f"--kind {kind}: this picture is for images only, found sequences")
-    return maps(model, batch, filter_size=filter_size), notes
+    return maps(model, batch), notes
 
 
 @command()

@@ -252,6 +252,13 @@ permutations_option = click.option(
 )
 
 
+def refuse_others(given: Iterable[str], takes: Iterable[str], what: str) -> None:
+    """The error of an option that was given and does not apply."""
+    if wrong := [key for key in given if key not in takes]:
+        flag, *flags = (f"--{key.replace('_', '-')}" for key in (wrong[0], *takes))
+        raise UsageError(f"{flag}: does not apply {what}, which takes {', '.join(flags) or 'none of the others'}")
+
+
 def varied(texts: Iterable[str]) -> dict[str, list[Any]]:
     """Name -> values of `NAME=VALUE,VALUE,...`: those of a JSON list, or words and numbers."""
     out = {}

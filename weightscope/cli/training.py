@@ -2,8 +2,6 @@
 
 import math
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from weightscope.cli.options import (
     parsed_options,
     partial_option,
     permutations_option,
+    refuse_others,
     spread_options,
     tile_logger,
     training_options,
@@ -160,9 +159,8 @@ def import_(sources: tuple[str, ...], out: str, select: str, snapshots: str, **o
 
 @command("status")
 @click.argument("path", type=Named())
-@click.option("--watch", is_flag=True, help="Show it again every two seconds, until all networks are trained.")
 @json_option
-def show_status(path: str, watch: bool, json_file: Path | None) -> None:
+def show_status(path: str, json_file: Path | None) -> None:
     """How far a population or a benchmark is: networks, rate, expected end.
 
     PATH is a population's folder or a benchmark's. Counts files only, so it works for every backend and from another
@@ -170,22 +168,12 @@ def show_status(path: str, watch: bool, json_file: Path | None) -> None:
 
     \b
     Example:
-      weightscope status digits.pop --watch
+      weightscope status digits.pop
     """
     from weightscope.training.status import status
 
-    shown = None
-    while True:
-        found = status(path)
-        if watch and sys.stdout.isatty():
-            click.clear()
-            click.echo(found.text())
-        elif found.trained != shown:  # in a file, not every two seconds
-            click.echo(found.text())
-        shown = found.trained
-        if not watch or found.complete or not found.networks:
-            break
-        time.sleep(2)
+    found = status(path)
+    click.echo(found.text())
     write_json(json_file, found.to_dict())
 
 
@@ -291,21 +279,19 @@ def fit_init(
         raise UsageError("--gain requires --structure exchangeable")
     if gain != "auto" and training:
         raise UsageError(f"--{next(iter(training)).replace('_', '-')} requires --gain auto")
-    several = len(sources) > 1
-    source: Any = list(sources) if several else maybe_partial(sources[0], partial, at)
-    if not several and is_population(source):
-        source = Population(source)
-    if isinstance(source, Population) and len(source) == 1:
-        source = f"{source.path}::0"  # an imported network
-    kind = "a population"
-    if not isinstance(source, Population):
-        kind = "networks" if structure == "exchangeable" else "several networks" if several else "one network"
-    if kind not in _FITTED:
+    source: Any = sources[0] if len(sources) == 1 else list(sources)
+    if is_population(source):
+        source = maybe_partial(source, partial, at)
+        source = source if isinstance(source, Population) else Population(source)
+        source = source if len(source) > 1 else f"{source.path}::0"  # an imported network
+    kind = "networks" if structure == "exchangeable" else "one network"
+    if isinstance(source, Population):
+        kind = "a population"
+    elif len(sources) > 1 and kind == "one network":
         raise UsageError(f"--structure {structure}: expected one source, found {len(sources)}")
     special = {"at": at is not None, "partial": partial, "gain auto": gain == "auto"}
     used = [*given, *(name for name, holds in special.items() if holds)]
-    if others := [name for name in used if name not in _FITTED[kind]]:
-        raise UsageError(f"--{others[0]} cannot be combined with {kind} and --structure {structure}")
+    refuse_others(used, _FITTED[kind], f"to {kind} with --structure {structure}")
     options = parsed_options(texts) | ({} if gain in (None, "auto") else {"gain": gain})
     curve: dict[str, Any] = {}
     result: Any
