@@ -1,11 +1,10 @@
-"""A hub on the loopback interface: revision API, HEAD with ETag and X-Repo-Commit, ranges, redirects, uploads."""
+"""A hub on the loopback interface: revision API, HEAD with ETag and X-Repo-Commit, files, uploads."""
 
 import base64
 import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ from urllib.parse import unquote
 
 import pytest
 from huggingface_hub import close_session, constants
-
-from weightscope.checkpoint import hub as hub_module
 
 COMMIT = hashlib.sha1(b"the commit").hexdigest()
 REPOSITORY = "org/model"
@@ -29,20 +26,12 @@ class Hub:
     files: dict[str, bytes]  # name -> content, at `COMMIT`
     token: str | None = None  # needed for everything
     fail: dict[str, list[int]] = field(default_factory=dict)  # file (or "api") -> statuses of the first answers
-    delay: float = 0  # seconds before every answer
-    drop: int = 0  # how many GETs of ranges are cut in the middle
-    corrupt: bool = False  # change a byte of every range and file, but not of JSON, and keep the stated hash
-    storage: str | None = None  # redirect files to this other host, which wants no token
     answer: bytes | None = None  # body of the API's answers; None for a correct one
     exists: bool = True  # whether the repository is there; uploads create it
     private: bool = False  # as it was created
-    requests: list[tuple] = field(default_factory=list)  # (method, path, range or None, status, authorised)
+    requests: list[tuple] = field(default_factory=list)  # (method, path, status)
     sent: int = 0  # bytes of the bodies of files
     url: str = ""
-
-    def ranges(self) -> list[tuple[str, str]]:
-        """(path, range) of every GET of a range that was answered."""
-        return [(path, span) for method, path, span, status, _ in self.requests if span and status == 206]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -54,12 +43,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         hub = self.hub
-        time.sleep(hub.delay)
         self.authorised = self.headers.get("Authorization") == f"Bearer {hub.token}"
         path = unquote(self.path.partition("?")[0])
-        stored = path.startswith("/stored/")
         name = "api" if path.startswith("/api/") else path.rpartition("/")[2]
-        if hub.token and not self.authorised and not stored:
+        if hub.token and not self.authorised:
             return self._answer(401, b"", {"X-Error-Code": "GatedRepo"})
         if hub.fail.get(name):
             return self._answer(hub.fail[name].pop(0), b"", {})
@@ -67,10 +54,10 @@ class _Handler(BaseHTTPRequestHandler):
             listing = [{"rfilename": n} for n in hub.files]
             body = json.dumps({"id": REPOSITORY, "sha": COMMIT, "siblings": listing}).encode()
             return self._answer(200, body if hub.answer is None else hub.answer, {})
-        match = re.fullmatch(rf"(?:/{REPOSITORY}/resolve/{COMMIT}|/stored)/([^/]+)", path)
+        match = re.fullmatch(rf"/{REPOSITORY}/resolve/(?:main|v1|{COMMIT})/([^/]+)", path)
         if not match or match[1] not in hub.files:
             return self._answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-        return self._file(match[1], stored)
+        return self._file(match[1])
 
     do_HEAD = do_GET
 
@@ -104,28 +91,16 @@ class _Handler(BaseHTTPRequestHandler):
             found = {"success": True, "commitOid": COMMIT, "commitUrl": f"{hub.url}/{REPOSITORY}/commit/{COMMIT}"}
         return self._answer(200, json.dumps(found).encode(), {})
 
-    def _file(self, name: str, stored: bool) -> None:
-        hub, body = self.hub, self.hub.files[name]
+    def _file(self, name: str) -> None:
+        body = self.hub.files[name]
         etag = hashlib.sha256(body).hexdigest()
         if name.endswith(".json"):
             etag = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()  # git's
-        head = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        if hub.storage and not stored and not name.endswith(".json"):
-            head |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(body))}
-            return self._answer(302, b"", head | {"Location": f"{hub.storage}/stored/{name}?signature=x"})
-        span = self.headers.get("Range")
-        if span is None:
-            changed = bytes([*body[:-1], body[-1] ^ 1]) if hub.corrupt and not name.endswith(".json") else body
-            return self._answer(200, changed, head)
-        start, stop = (int(n) for n in re.fullmatch(r"bytes=(\d+)-(\d+)", span).groups())
-        part = bytearray(body[start : stop + 1])
-        if hub.corrupt and start > 8:
-            part[-1] ^= 1
-        return self._answer(206, bytes(part), head | {"Content-Range": f"bytes {start}-{stop}/{len(body)}"})
+        self._answer(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT})
 
     def _answer(self, status: int, body: bytes, head: dict[str, str]) -> None:
-        hub, span = self.hub, self.headers.get("Range")
-        hub.requests.append((self.command, unquote(self.path), span, status, self.authorised))
+        hub = self.hub
+        hub.requests.append((self.command, unquote(self.path), status))
         self.send_response(status)
         for key, value in head.items():
             self.send_header(key, value)
@@ -133,13 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        if status == 206 and hub.drop and len(body) > 64:
-            hub.drop -= 1
-            body, self.close_connection = body[: len(body) // 2], True
-        try:
-            self.wfile.write(body)
-        except OSError:
-            return
+        self.wfile.write(body)
         if not self.path.startswith("/api/"):
             hub.sent += len(body)
 
@@ -163,14 +132,12 @@ def serving(hub: Hub) -> Iterator[Hub]:
 
 
 def isolate(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    """Caches of its own, no token, no proxies, online, and no waiting between tries."""
+    """Caches of its own, no token, no proxies, online."""
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WEIGHTSCOPE_CACHE", str(cache))
     for name, value in {"HF_HUB_CACHE": cache / "hub", "HF_TOKEN_PATH": cache / "token"}.items():
         monkeypatch.setattr(constants, name, str(value))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub_module, "PAUSES", (0.001, 0.001))
 
 
 def connect(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
@@ -182,11 +149,3 @@ def connect(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `HF_HUB_OFFLINE=1` does."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-
-
-def header_bytes(files: dict[str, bytes]) -> int:
-    """The size of config and index, and of the headers of the shards."""
-    total = sum(len(raw) for name, raw in files.items() if name.endswith(".json"))
-    return total + sum(
-        8 + int.from_bytes(raw[:8], "little") for name, raw in files.items() if name.endswith(".safetensors")
-    )

@@ -68,14 +68,6 @@ def shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 23]}...{text[-20:]}"
 
 
-def unverified(source: str, files: Iterable[str]) -> str:
-    """What to say of a model at a hub of whose files only byte ranges were read."""
-    return (
-        f"{source}: {listing(files, most=3)} unverified: only byte ranges were read; "
-        "`weightscope verify --download` compares whole files"
-    )
-
-
 def unique_label(label: str, taken: Collection[str]) -> str:
     """The label, or with the first free number if it is taken: `vit (2)`."""
     names = itertools.chain([label], (f"{label} ({n})" for n in itertools.count(2)))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope._util.in_order import in_order
-from weightscope._util.names import joined, label_of, labels_of, unverified
+from weightscope._util.names import joined, label_of, labels_of
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.threads import one_thread
 from weightscope._util.workers import Workers
@@ -69,8 +69,6 @@ class SourceInfo:
     commit: str | None  # at the hub; None elsewhere
     nonfinite: dict[str, int]  # name of a tensor -> number of its entries used that are NaN or infinite
     skipped: dict[str, str]  # name of a module, or of a tensor that cannot be read -> why it is left out
-    # files at a hub of which only byte ranges were read, so that their hash was not compared
-    unverified: tuple[str, ...] = ()
     state_spaces: int = 0  # number of state-space layers
 
 
@@ -166,7 +164,6 @@ class ProductsResult(Result):
             if any(row["normalised"] for row in self.select("qk", info.label)):
                 more.append("queries and keys are normalised before QK, so its scale is meaningless")
             out += [f"{info.label}: {line}" for line in more]
-            out += [unverified(info.label, info.unverified)] * bool(info.unverified)
         return [f"warning: {line}" for line in out]
 
     def text(self) -> str:
@@ -428,7 +425,6 @@ def _products_of(
         commit=None if checkpoint is None else checkpoint.commit,
         nonfinite=model.nonfinite,
         skipped=model.skipped,
-        unverified=() if checkpoint is None else checkpoint.unverified,
         state_spaces=len(model.state_spaces),
     )
     corners = {}

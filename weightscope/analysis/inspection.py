@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tomli_w
 
-from weightscope._util.names import joined, unverified
+from weightscope._util.names import joined
 from weightscope._util.results import Result, row_table, text_table
 from weightscope._util.sources import ARTIFACT_KEY, is_population, location, population_member
 from weightscope._util.threads import one_thread
@@ -64,7 +64,7 @@ def inspect(
     names = numbered(checkpoint.names)
     rows = [(n, checkpoint.shape(n), str(checkpoint.dtype(n)).removeprefix("torch.")) for n in names]
     groups = _groups(WeightSpec(TensorSpec(n, tuple(shape)) for n, shape, kind in rows if "float" in kind))
-    facts = dict(checkpoint.skipped), dict(checkpoint.config), checkpoint.unverified
+    facts = dict(checkpoint.skipped), dict(checkpoint.config)
     label = str(source if member else checkpoint.source)
     return CheckpointContents(label, tuple(rows), *facts, inventory(checkpoint), unreadable(checkpoint), groups)
 
@@ -234,7 +234,6 @@ class CheckpointContents(Result):
     tensors: tuple[tuple[str, tuple[int, ...], str], ...]  # (name, shape, type) of every weight
     skipped: dict[str, str]  # name -> why it is not among the weights
     config: dict[str, Any]  # the model's `config.json`; empty without one
-    unverified: tuple[str, ...] = ()  # files at the hub of which only byte ranges were read
     parts: dict[str, int] = field(default_factory=dict)  # kind -> number of recognised parts
     unread: dict[str, str] = field(default_factory=dict)  # what looks like a part and cannot be read -> why
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)  # see `PopulationContents`
@@ -256,8 +255,6 @@ class CheckpointContents(Result):
         lines = [self.summary(), f"recognised {found or 'no parts: its naming may be unknown to weightscope'}"]
         lines += [f"cannot be read: `{name}`, {why}" for name, why in self.unread.items()]
         lines.append(_permuted(self.groups))
-        if self.unverified:
-            lines.append(unverified(self.source, self.unverified))
         table = row_table({"tensor": "{name}", "shape": "{shape}", "type": "{type}"}, self.rows())
         return "\n".join([*lines, "", table, *(f"skipped `{n}`: {why}" for n, why in self.skipped.items())])
 
@@ -324,20 +321,17 @@ class Verification(Result):
         return "\n".join([self.summary(), "", text_table(("file", "", ""), cells, left=(0, 1, 2))])
 
 
-def verify(
-    source: "str | Path | Population | Checkpoint", *, download: bool = False, workers: "Workers | int | None" = None
-) -> Verification:
+def verify(source: "str | Path | Population | Checkpoint", *, workers: "Workers | int | None" = None) -> Verification:
     """Compare the files of a population, an artifact or a model with every checksum that is known of them.
 
     - A population: the SHA-256 and the structure of every shard.
     - An artifact: the digest beside its header.
-    - A model at the hub: the digest of each cached byte range, and each file of which all is cached with the hash that
-      the hub states. A file of which only ranges were read is unverified.
-    - A file in huggingface_hub's cache: the hash that names it. A file of `torch.save`: the CRC-32 of its records.
+    - A model at the hub: the hash that the hub states, which names the file in huggingface_hub's cache.
+    - A file of `torch.save`: the CRC-32 of its records.
 
-    `source` is a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`; `download` fetches what is missing
-    of a hub model's files; `workers`, as of `covariance`, read a population of more than 256 MiB. DataError if the
-    source cannot be read at all; damaged files are listed in the result.
+    `source` is a path, `hf://org/name[@revision]`, a `Population` or a `Checkpoint`; `workers`, as of `covariance`,
+    read a population of more than 256 MiB. DataError if the source cannot be read at all; damaged files are listed in
+    the result.
 
     Example:
         >>> print(verify("digits.pop").text())
@@ -359,7 +353,7 @@ def verify(
         except DataError as error:
             return Verification(label, (_row(name, "damaged", "sha256", str(error)),))
         return Verification(label, (_row(name, "verified", "sha256"),))
-    checks = checkpoint.check(download=download)
+    checks = checkpoint.check()
     return Verification(label, tuple(_row(c.name, c.status, c.compared, c.detail) for c in checks))
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from weightscope import anatomy
 from weightscope._util import outputs
 from weightscope._util.checks import choice, count
-from weightscope._util.names import joined, label_of, labels_of, unverified
+from weightscope._util.names import joined, label_of, labels_of
 from weightscope._util.results import Result, finite_or_none, row_table
 from weightscope._util.threads import one_thread
 from weightscope._util.torch_random import seeded
@@ -124,8 +124,6 @@ class NetworkCovariances(Result):
     part: str  # of the networks; see `covariance_within`
     labels: tuple[str, ...]  # of the networks
     layers: tuple[Layer, ...]  # network by network, in depth order
-    # label of a network at a hub -> its files of which only byte ranges were read
-    unverified: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unread: Mapping[str, dict[str, str]] = field(default_factory=dict)  # source -> tensors that cannot be read, why
 
     def of(self, label: str, group: str | None = None) -> list[Layer]:
@@ -166,7 +164,7 @@ class NetworkCovariances(Result):
         for label, names in self.unread.items():
             listed = joined((f"`{name}` {why}" for name, why in names.items()), 4)
             out.append(f"warning: {label}: {len(names)} layers cannot be read: {listed}")
-        return out + [f"warning: {unverified(label, files)}" for label, files in self.unverified.items()]
+        return out
 
     def finding(self) -> str:
         """The result in one line: medians over layers, and what independent entries would give."""
@@ -205,7 +203,7 @@ class NetworkCovariances(Result):
         out: dict[str, Any] = {"part": self.part, "labels": list(self.labels), "finding": self.finding()}
         out |= {"rows": [row.to_dict() for row in self.layers]}
         out |= {"unread": {label: dict(names) for label, names in self.unread.items()}} if self.unread else {}
-        return out | ({"unverified": {k: list(v) for k, v in self.unverified.items()}} if self.unverified else {})
+        return out
 
     def plot(
         self, path: str | Path | None = None, picture: Picture | None = None, *, title: str | None = None
@@ -503,7 +501,6 @@ def covariance_within(
     count("keep", keep)
     names = labels_of([label_of(source) for source in sources], labels)
     layers: list[Layer] = []
-    unverified: dict[str, tuple[str, ...]] = {}
     unread: dict[str, dict[str, str]] = {}
     for source, label in zip(sources, names, strict=True):
         network = open_network(source)
@@ -517,12 +514,10 @@ def covariance_within(
         if all(layer.moments is None for layer in mine):
             raise DataError(f"{label}: no layer has 2 finite samples; `{mine[0].name}`: {mine[0].problem}")
         layers += mine
-        if files := getattr(network, "unverified", ()):
-            unverified[label] = files
         if lost := anatomy.parts_of(_KINDS[part.partition("-")[0]], tensors, strict=None).unread:
             unread[label] = {one.name: one.why for one in lost}
     assert part is not None
-    return NetworkCovariances(part, tuple(names), tuple(layers), unverified, unread)
+    return NetworkCovariances(part, tuple(names), tuple(layers), unread)
 
 
 def _layer(label: str, piece: _Samples, keep: int, seed: int) -> Layer:

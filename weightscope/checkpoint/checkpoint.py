@@ -43,8 +43,8 @@ class Checkpoint(Mapping[str, Tensor], Result):
     Iteration, `len` and `in` cover the weights: floating-point tensors. Others (integers, quantised and complex
     numbers) are listed in `skipped` with the reason; `raw` reads them.
 
-    Of a model at the hub, files in huggingface_hub's cache are read there; of others, only the byte ranges of the
-    tensors asked for are downloaded, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_TOKEN` and `HF_HOME` apply.
+    The files of a model at the hub are downloaded into huggingface_hub's cache, once. `HF_ENDPOINT`, `HF_HUB_OFFLINE`,
+    `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
         source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an `.npz` file; a model folder,
@@ -95,12 +95,12 @@ class Checkpoint(Mapping[str, Tensor], Result):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files read from disk, or received from the hub, so far; memory and caches do not count."""
+        """Bytes of files read from disk so far; memory does not count."""
         return self._files.received()
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What changes when one of its files is replaced or rewritten; the commit of a model at the hub."""
+        """What changes when one of its files is replaced or rewritten."""
         return self._files.signature()
 
     @cached_property
@@ -129,19 +129,13 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """A tensor in the data type in which it is stored, skipped or not; DataError if it cannot be read."""
         return self._read(name, wide=False)
 
-    @property
-    def unverified(self) -> tuple[str, ...]:
-        """Files at the hub of which only byte ranges were read, so that they were not compared with their hash."""
-        return tuple(self._files.unverified())
-
-    def check(self, *, download: bool = False) -> list[FileCheck]:
+    def check(self) -> list[FileCheck]:
         """Compare the model's files with every checksum that is known, and say of each what was found.
 
-        That is, the hash that the hub states, or that names a file in huggingface_hub's cache; the digest of each
-        cached range; and the CRC-32 of every record of a torch file. A safetensors file on disk has none. Files at the
-        hub of which only ranges were read are unverified, unless `download` fetches the rest.
+        That is the hash that names a file in huggingface_hub's cache, and the CRC-32 of every record of a torch file. A
+        safetensors file elsewhere has none.
         """
-        return self._files.check(download)
+        return self._files.check()
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy of a weight on the CPU: float64 if stored so, else float32.
@@ -185,8 +179,7 @@ class Checkpoint(Mapping[str, Tensor], Result):
     def summary(self) -> str:
         numbers = sum(entry.nbytes // entry.dtype.itemsize for entry in self._weights.values() if entry.dtype)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
-        unverified = f", {len(self.unverified)} files unverified" if self.unverified else ""
-        return f"{self.source}, {len(self)} weights of {numbers:,} numbers{skipped}{unverified}"
+        return f"{self.source}, {len(self)} weights of {numbers:,} numbers{skipped}"
 
     def rows(self) -> list[dict[str, Any]]:
         """One row for each tensor: name, shape, dtype and bytes as stored, and why it is skipped (or None)."""

@@ -1,8 +1,8 @@
 """Model files and folders, on disk or at the hub: which files hold the tensors, and at which bytes.
 
 A safetensors file is 8 bytes (the header's length n, little endian), n bytes of JSON (name -> dtype, shape, offsets),
-and the tensors. Its header is parsed here and not by `safetensors.safe_open`, which cannot read byte ranges at a hub,
-and memory-maps: a file truncated while it is open would kill the process.
+and the tensors. Its header is parsed here and not by `safetensors.safe_open`, which memory-maps: a
+file truncated while it is open would kill the process.
 """
 
 import hashlib
@@ -68,13 +68,13 @@ class Folder:
         """The plain names of its files."""
         return sorted(path.name for path in self._path.iterdir() if path.is_file())
 
-    def open(self, name: str, parts: bool = True) -> ByteReader:
-        """Open a file; `parts`: only some of it will be read. Others are `LocalFile`s."""
+    def open(self, name: str) -> LocalFile:
+        """Open a file."""
         self._files.append(LocalFile(self._path / name))
         return self._files[-1]
 
     def received(self) -> int:
-        """Number of bytes read from disk, or received, so far."""
+        """Number of bytes read from disk so far."""
         return sum(file.bytes_read for file in self._files)
 
     def signature(self) -> tuple[Any, ...]:
@@ -82,13 +82,9 @@ class Folder:
         found = [os.fstat(file.stream.fileno()) for file in self._files]
         return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found)
 
-    def unverified(self) -> list[str]:
-        """Names of the opened files of which only parts were fetched, so that no hash of them was compared."""
-        return []
-
-    def check(self, download: bool) -> list[FileCheck]:
-        """Compare the opened files with the checksums that are known; `download` what is missing of them first."""
-        return [check_file(Path(file.where).name, Path(file.where)) for file in self._files]
+    def check(self) -> list[FileCheck]:
+        """Compare the opened files with the checksums that are known."""
+        return [check_file(file.path.name, file.path) for file in self._files]
 
 
 def check_file(name: str, path: Path) -> FileCheck:
@@ -161,7 +157,7 @@ def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bo
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
-    file = folder.open(name, parts=False)
+    file = folder.open(name)
     if file.size > _MAX_JSON:
         raise DataError(f"{file.where}: expected at most {_MAX_JSON} bytes, found {file.size}")
     return _json_object(read_bytes(file, 0, file.size), f"{folder.where}: {name}")
@@ -172,8 +168,7 @@ def _open_file(folder: Folder, name: str, key: str | None) -> Store:
         raise UsageError(f"{folder.where}: {name}: holds one set of tensors; omit key=")
     if name.endswith(".safetensors"):
         return _open_safetensors(folder.open(name))
-    file = folder.open(name, parts=False)
-    assert isinstance(file, LocalFile)
+    file = folder.open(name)
     if name.endswith(_NPZ_SUFFIX):
         return _open_npz(file)
     return open_torch(file, key)

@@ -55,7 +55,7 @@ class ByteReader(Protocol):
     size: int
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start`; of a file at the hub, these are fetched, and no others."""
+        """Fill `buffer` with the bytes from `start`."""
 
 
 class LocalFile:
@@ -65,7 +65,7 @@ class LocalFile:
     """
 
     def __init__(self, path: str | Path, where: str | None = None) -> None:
-        self.where = where or str(path)
+        self.path, self.where = Path(path), where or str(path)
         self.bytes_read = 0
         try:
             self.stream = open(path, "rb")  # noqa: SIM115 - closed with this object

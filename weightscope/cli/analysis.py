@@ -59,20 +59,18 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
 
 @command()
 @click.argument("source", type=Named())
-@click.option("--download", is_flag=True, help="For a model on the hub: fetch the missing parts of its files.")
 @spread_options
 @json_option
 def verify(source: str, json_file: Path | None, **options: Any) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
 
-    SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum,
-    and one of a model at the hub of which only byte ranges were read, is reported as unverified. Exits with 3 if a file
-    is damaged.
+    SOURCE is a .pop folder, an artifact, a file, a model folder or hf://org/name[@revision]. A file without a checksum
+    is reported as unverified. Exits with 3 if a file is damaged.
 
     \b
     Examples:
       weightscope verify digits.pop
-      weightscope verify hf://openai-community/gpt2 --download
+      weightscope verify hf://openai-community/gpt2
     """
     from weightscope.analysis.inspection import verify as run
 

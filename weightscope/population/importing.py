@@ -41,7 +41,6 @@ _log = logging.getLogger(__name__)
 _HUB = "hf://"
 _TILE, _TILE_BYTES = 250, 32 * 2**20  # networks and bytes of a shard, at most; 250 are one chunk of HDF5
 _BUFFERS = {torch.bool, torch.int16, torch.int32, torch.int64}  # counters and indices, which no network learns
-_RANGES = "unverified, only byte ranges were read; `weightscope verify --download` compares whole files"
 _NAMED = 4  # networks and tensors of a message
 
 
@@ -62,7 +61,6 @@ class _Network:
     weights: np.ndarray = field(default_factory=lambda: np.empty(0))  # (1 + M, D) float32
     config: dict[str, Any] = field(default_factory=dict)
     commits: tuple[str | None, ...] = ()  # of models at the hub
-    verified: bool = True  # whether its files at the hub were compared with their hashes
     reasons: tuple[str, ...] = ()  # why it does not fit
 
 
@@ -136,8 +134,6 @@ class _Run:
         row = len(self.kept) % manifest.tile
         self.weights[row], key = found.weights, hashlib.sha256(found.weights.data).digest()
         duplicate, finite = key in self.first, bool(np.isfinite(found.weights[0]).all())
-        if not found.verified:
-            self.told.setdefault(_RANGES, []).append(label)
         if not finite:
             self.told.setdefault("left out of statistics, with NaN or infinite weights", []).append(label)
         if duplicate:
@@ -329,8 +325,7 @@ def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Netwo
     for row, (checkpoint, names) in zip(weights, opened, strict=True):
         checkpoint.read_into((names[name] for name in spec.names), row)
     commits = tuple(checkpoint.commit for checkpoint, _ in opened)
-    verified = not any(checkpoint.unverified for checkpoint, _ in opened)
-    return _Network(spec, weights, opened[0][0].config, commits, verified)
+    return _Network(spec, weights, opened[0][0].config, commits)
 
 
 def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
