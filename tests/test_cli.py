@@ -18,7 +18,7 @@ from weightscope.analysis.inspection import inspect
 from weightscope.auditing import audit
 from weightscope.checkpoint import Checkpoint
 from weightscope.cli import cli, main
-from weightscope.errors import UsageError
+from weightscope.errors import DataError, UsageError
 from weightscope.networks import ViT
 from weightscope.population import Population, export
 from weightscope.recipe import Recipe
@@ -245,7 +245,6 @@ WRONG = [
     (("collect", "TOML", "-o", "x.pop", "--device", "cudaa"), 2, "no device 'cudaa'; expected auto, cpu or cuda"),
     (("collect", "BAD", "-o", "x.pop"), 2, "training.lr: unknown key"),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),
-    (("covariance", "none.pop"), 2, "none.pop: expected a population's folder, made by `weightscope collect`"),
     (("covariance", "TINY", "--select", "*.mlp.fc3.weight"), 2, "no tensor matches '*.mlp.fc3.weight'; there are"),
     (("covariance", "TINY", "--selct", "x"), 2, "--select"),  # click 8.1 has no quotes
     (("covariance", "TINY", "-o", "figure.gif"), 2, "png"),
@@ -300,7 +299,7 @@ def test_bench_names_its_folder_after_the_recipe(folder, tmp_path, capsys, monke
 
 
 def test_debug_shows_the_traceback(folder):
-    with pytest.raises(UsageError):
+    with pytest.raises(DataError):
         main(["--debug", "covariance", str(folder / "none.pop")])
 
 

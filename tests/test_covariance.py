@@ -192,7 +192,7 @@ def test_what_has_no_transposed_correlation_and_no_stripes_is_named(weights):
 def test_covariance_chooses_by_the_source_alone(weights, tmp_path):
     with pytest.raises(UsageError, match="select: applies to a population, found one network"):
         weightscope.covariance({"a": None}, "*.weight")
-    with pytest.raises(UsageError, match="expected a population's folder, made by `weightscope collect`"):
+    with pytest.raises(DataError, match="expected a population, found no such folder"):
         weightscope.covariance(tmp_path / "none.pop")
 
 

@@ -32,10 +32,7 @@ BASE = {
 CHECKED = "a training step, evaluation and AdamW: equal to torch's within 1e-04"
 MISTAKES = {  # network, text of a C source, what it becomes, message
     "does not build": ("convnext", "int adamw_step(", "int adamw_step(oops", "failed:.*oops"),
-    "is not there": ("convnext", "int adamw_step(", "int adamw_stop(", "AttributeError: .*adamw_step"),
-    "fails at launch": ("convnext", "int failed = !g;", "int failed = 1;", "MemoryError: blocks_"),
     "wrong value": ("convnext", "return larger(", "return 1.001f * larger(", "logits differs"),
-    "wrong gradient": ("convnext", "+ x * density", "+ 0.99f * x * density", "the gradient of"),
     "wrong filter gradient": (
         "convnext",
         "out[j] = total(",
@@ -44,18 +41,9 @@ MISTAKES = {  # network, text of a C source, what it becomes, message
     ),
     # a factor would not do: the LayerNorm after the convolution removes it
     "wrong in an evaluation": ("convnext", "to + l] = sum[q]", "to + l] = sum[0]", "the logits of an evaluation"),
-    "wrong only without gradients": (
-        "convnext",
-        "out, 1, c, m",
-        "out, 1, c, kept ? m : 1",
-        "the logits of an evaluation",
-    ),
-    "wrong norm": ("convnext", "* STRIDE + j] + shift[t * c + i]", "* STRIDE + j]", "logits differs"),
     "a norm without eps": ("convnext", "[u] / (REAL)c + eps", "[u] / (REAL)c", "differs"),
-    "a batch norm without eps": ("convmixer", "positions + eps)", "positions)", "logits differs"),
     "wrong convolution": ("convmixer", "+ bias;", "+ 0 * bias;", "logits differs"),
     "wrong batch norm": ("convmixer", "- s - get(u + p) * v", "- s", "the gradient of"),
-    "wrong attention": ("vit", "1 / sqrt((double)d)", "1 / (double)d", "logits differs"),
     "wrong gradient of attention": ("vit", "get(sr + j) - along", "get(sr + j)", "the gradient of"),
     "wrong decay": ("vit", "eta * decayed[d]", "decayed[d]", "AdamW, weights differs"),
 }
@@ -120,12 +108,6 @@ def test_a_wrong_kernel_is_named_and_not_used(compiler, caplog, mistake):
         choose_kernels(recipe(network, kernels="compiled"), CPU)
 
 
-@pytest.mark.slow
-def test_without_a_wrong_kernel_the_broken_compiler_is_no_obstacle(compiler):
-    compiler("this text is in no source")
-    assert choose_kernels(recipe(), CPU).kernels == "c"
-
-
 def header(path, name):
     with h5py.File(path / "shards" / "00000.h5") as h5:
         return h5.attrs[name].decode() if name in h5.attrs else None
@@ -184,12 +166,6 @@ def test_the_norm_for_clipping_is_right_for_millions_of_weights(size):
     gradient = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
     expected = torch.linalg.vector_norm(gradient, dim=1, dtype=torch.float64)
     torch.testing.assert_close(row_norms(gradient).double(), expected, rtol=1e-6, atol=0)
-
-
-@pytest.mark.slow
-def test_adamw_agrees_for_millions_of_weights():
-    """The size of a ViT-Tiny, at which the norm of the gradient was off by more than the tolerance."""
-    network_check.check_adamw((2, 5_543_716), "c", CPU, (0.9, 0.999))
 
 
 @pytest.mark.parametrize(

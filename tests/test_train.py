@@ -29,13 +29,11 @@ CONTROLS = NETWORKS | {
 
 CHANGES = {name: {"network": network} for name, network in CONTROLS.items()}
 REGULARISED = {
-    "mixup": {"training__mixup": 0.5},
     "cutmix": {"training__cutmix": 1.0},
     "either": {"training__mixup": 0.8, "training__cutmix": 1.0, "training__mixup_switch": 0.4},
     "drop path": {"network__depth": 3, "network__drop_path": 0.5, "network__layer_scale": 0.5},
     "drop path, vit": {"network": NETWORKS["vit"] | {"depth": 2, "drop_path": 0.5}},
-    "average": {"training__ema": 0.8},
-    "no decay": {"training__weight_decay": 1.0, "training__decay_exclude": ["*.weight"]},
+    "average": {"training__ema": 0.8, "training__weight_decay": 1.0, "training__decay_exclude": ["*.weight"]},
 }
 
 

@@ -157,7 +157,10 @@ def read(path: Path) -> Manifest:
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise DataError(f'{file}: expected "format": "{_FORMAT}", found another file')
     if (found := values.get("schema")) != _SCHEMA:
-        raise DataError(f"{file}: expected schema version {_SCHEMA}, found {found}; {_other_version(found)}")
+        raise DataError(
+            f"{file}: expected schema version {_SCHEMA}, found {found}, of another version of weightscope: with an "
+            "older one, upgrade; a population of an older one is collected or imported again, into another folder"
+        )
     try:
         return Manifest(
             made=_import(values["import"]) if "import" in values else Recipe.parse(values["recipe"], where="recipe"),
@@ -171,15 +174,6 @@ def read(path: Path) -> Manifest:
         raise DataError(f"{file}: damaged, {error} is missing") from error
     except (WeightscopeError, TypeError, ValueError) as error:
         raise DataError(f"{file}: damaged: {shortened(str(error), 400)}") from error
-
-
-def _other_version(schema: Any) -> str:
-    if isinstance(schema, int) and schema < _SCHEMA:
-        return (
-            "an older version of weightscope wrote it: collect or import again into another folder, or `weightscope "
-            "export` it with that version, and use the file"
-        )
-    return "a newer version of weightscope wrote it: upgrade (`pip install --upgrade .` in a newer clone)"
 
 
 def _import(values: dict[str, Any]) -> Import:

@@ -501,15 +501,9 @@ class _StateDict(dict[str, Any]):
     config: dict[str, Any]
 
 
-def population_in(folder: str | Path | Population, *, partial: bool = False) -> Population:
-    """The population in a folder, which must be complete unless `partial`; UsageError if there is no such folder."""
-    if isinstance(folder, Population):
-        return folder
-    path = location(folder)
-    if not path.is_dir() and path.suffix not in EXPORTED:
-        found = "a file" if path.exists() else "no such folder"
-        raise UsageError(f"{folder}: expected a population's folder, made by `weightscope collect`, found {found}")
-    return Population(path, partial=partial)
+def population_in(source: str | Path | Population, *, partial: bool = False) -> Population:
+    """The population at a path, which must be complete unless `partial`, or the one that is given."""
+    return source if isinstance(source, Population) else Population(source, partial=partial)
 
 
 def _runs(spec: WeightSpec, sub: WeightSpec) -> list[slice]:

@@ -65,7 +65,8 @@ def collect(
         path: the population's folder; created if it does not exist.
         networks: N, in place of the recipe's; by default a population that exists keeps its size. A population that
             grows has its old size until all networks are trained; one that shrinks keeps its shards. Of two runs at the
-            same time the larger number counts, and a warning says so.
+            same time the larger number counts, and a warning says so. A new population has tiles of at most N networks,
+            and keeps them as it grows: begin a large one in a new folder, not as the continuation of a look at one.
         workers: processes of this machine, each with one thread; by default one per usable core, or one per GPU that
             CUDA_VISIBLE_DEVICES allows, which sees no other. Changes only the speed.
         backend: "loky" (this machine), or "dask" or "ray" (a cluster that shares the file system of `path`; it runs one
