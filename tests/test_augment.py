@@ -323,7 +323,7 @@ def test_the_operations_are_those_of_the_paper_and_of_torchvision() -> None:
     assert operations(3, sharpness=True)[:-1] == operations(3), "older recipes keep the order"
 
 
-def test_magnitudes_with_a_deviation_are_normal_and_clipped() -> None:
+def test_magnitudes_with_a_std_are_normal_and_clipped() -> None:
     levels = np.array(magnitudes(0.5, 0.1))
     assert len(levels) == LEVELS
     assert levels.mean() == pytest.approx(0.5)

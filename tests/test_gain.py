@@ -168,10 +168,10 @@ def weights() -> np.ndarray:
 
 def test_a_gain_for_each_type() -> None:
     def found(**options) -> dict[str, float]:
-        law = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, **options)
-        enlarged = any(isinstance(n, dict) and n.get("gain", 0) > 1 for n in law.diagnostics.values())
-        assert ("no density of trained networks" in " ".join(law.notes())) == enlarged
-        kinds = zip(law.permutations.types, law.correlations, strict=True)
+        found = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, **options)
+        enlarged = any(isinstance(n, dict) and n.get("gain", 0) > 1 for n in found.diagnostics.values())
+        assert ("no density of trained networks" in " ".join(found.notes())) == enlarged
+        kinds = zip(found.permutations.types, found.correlations, strict=True)
         return {kind.groups[0]: float(matrix[0, 1]) for kind, matrix in kinds if kind.groups}
 
     plain, both = found(gain=1.0), found(gain=3.0)
@@ -205,5 +205,5 @@ def test_eigenvalues_within_the_edge_of_noise_are_replaced_by_their_mean() -> No
     assert kept == 1
     np.testing.assert_allclose(cleaned.diagonal(), 1)
     assert np.linalg.norm(cleaned - truth) < 0.7 * np.linalg.norm(one - truth)
-    law = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, gain=2.0, denoise="eigenvalues")
-    assert any("eigenvalues beyond the noise" in line for line in law.notes())
+    found = Exchangeable.fit(weights(), SPEC, permutations=PERMUTATIONS, gain=2.0, denoise="eigenvalues")
+    assert any("eigenvalues beyond the noise" in line for line in found.notes())

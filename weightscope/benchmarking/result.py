@@ -17,6 +17,7 @@ from weightscope.benchmarking.statistics import (
     LEVEL,
     Contrast,
     Hits,
+    arm_key,
     cell_key,
     chance_note,
     contrast_tests,
@@ -127,7 +128,7 @@ class BenchResult(Result):
         known = any(row["mean"] is not None and row["difference"] is not None for row in self.arms)
         if metric.unit == "%" and known and not self._over_images():
             out.append("intervals are over networks, for the test examples that were used")
-        arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        arms = {arm_key(row): row for row in self.arms}
         for row in self.arms:
             base = arms.get((cell_key(row), row["epochs"], row["reference"]))
             if base is not None and row["difference"] == 0 and row.get("loss") == base.get("loss"):
@@ -137,7 +138,7 @@ class BenchResult(Result):
 
     def _against(self, control: Control) -> str:
         """What a control changes, and what its initialiser adds; empty without such a control."""
-        arms = {(cell_key(row), row["epochs"], row["init"]): row for row in self.arms}
+        arms = {arm_key(row): row for row in self.arms}
         lines = []
         for row in (row for row in self.arms if row.get(control.arm) is not None):
             other = arms[cell_key(row), row["epochs"], row[control.arm]]
@@ -500,7 +501,7 @@ def _sentence(rows: Rows, metric: Metric, several: bool) -> str:
 def from_controls(arms: Rows, control: Control) -> Rows:
     """The arms that have a control, with differences from it in place of those from the reference, and the controls."""
     named = {(cell_key(row), row["epochs"], row[control.arm]) for row in arms}
-    shown = [row for row in arms if row[control.arm] or (cell_key(row), row["epochs"], row["init"]) in named]
+    shown = [row for row in arms if row[control.arm] or arm_key(row) in named]
     key = control.key
     renamed = {"difference": key, "p_holm": f"{key}_p_holm", "pairs": f"{key}_pairs", "reference": control.arm}
     without = {f"{each.key}_p_holm": None for each in CONTROLS.values()}

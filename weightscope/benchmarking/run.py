@@ -28,7 +28,7 @@ from weightscope._util.trust import trusting
 from weightscope._util.workers import Workers, chosen_workers
 from weightscope.benchmarking.design import Arm, Init, default_folder, plan_arms
 from weightscope.benchmarking.result import BenchResult
-from weightscope.benchmarking.statistics import ArmKey, Contrast, cell_key, contrast_tests, summarise
+from weightscope.benchmarking.statistics import ArmKey, Contrast, arm_key, contrast_tests, summarise
 from weightscope.data.metrics import ACCURACY, METRICS, PER_EPOCH, Metric, over_lengths
 from weightscope.errors import RecipeError, UsageError
 from weightscope.networks import build_for
@@ -198,19 +198,16 @@ def plan_bench(
     timed = [i for i, left in enumerate(missing) if left] if measure else []
     costs = dict(zip(timed, tile_seconds([requests[i] for i in timed], on) if timed else [], strict=True))
     rows: dict[str, dict[str, Any]] = {}
-    total = 0.0
     for i, (arm, request, left) in enumerate(zip(design.arms, requests, missing, strict=True)):
-        seconds = costs.get(i, 0.0) * left
-        total += seconds
-        row = rows.setdefault(arm.cell_key, {"cell": dict(arm.cell), **dict.fromkeys(_COUNTED, 0), "seconds": 0.0})
+        row = rows.setdefault(arm.cell_key, {"cell": dict(arm.cell), **dict.fromkeys((*_COUNTED, "seconds"), 0)})
         tiles = request.manifest.tiles
-        for key, more in zip(_COUNTED, (1, request.manifest.networks, tiles, tiles - left), strict=True):
+        counted = 1, request.manifest.networks, tiles, tiles - left, costs.get(i, 0.0) * left
+        for key, more in zip((*_COUNTED, "seconds"), counted, strict=True):
             row[key] += more
-        known = row["seconds"] is not None and (i in costs or not left)
-        row["seconds"] = row["seconds"] + seconds if known else None
     workers = on.count or usable_cores()
-    expected = total / workers if measure or not any(missing) else None
-    return BenchPlan(list(rows.values()), workers, expected, design, requests, on)
+    expected = sum(row["seconds"] for row in rows.values()) / workers if measure else None
+    cells = [row if measure else row | {"seconds": None} for row in rows.values()]
+    return BenchPlan(cells, workers, expected, design, requests, on)
 
 
 @dataclass(frozen=True)
@@ -286,7 +283,7 @@ class Design:
         chosen = ("training.kernels: auto", "training.kernels: absent")  # the runs keep what auto became
         what = [line for line in lines if not line.startswith((*free, *chosen)) and not line.endswith("-> auto")][:3]
         mine = {(arm.cell_key, arm.epochs, arm.init) for arm in self.arms}
-        lost = [row["init"] for row in stored.arms if (cell_key(row), row["epochs"], row["init"]) not in mine]
+        lost = [row["init"] for row in stored.arms if arm_key(row) not in mine]
         if lost:
             what.append(f"arms that are missing here: {listing(list(dict.fromkeys(lost)), 3)}")
         elif (most := max(row["networks"] for row in stored.arms)) > self.arms[0].recipe.population.networks:

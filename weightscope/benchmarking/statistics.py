@@ -95,7 +95,7 @@ def by_arm(runs: Runs) -> dict[ArmKey, Runs]:
     """(cell, epochs, initialiser) -> its runs, in order."""
     groups: dict[ArmKey, list[dict[str, Any]]] = {}
     for run in runs:
-        groups.setdefault((cell_key(run), run["epochs"], run["init"]), []).append(run)
+        groups.setdefault(arm_key(run), []).append(run)
     return groups  # type: ignore[return-value]
 
 
@@ -167,7 +167,7 @@ def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, An
     A difference that is not finite is a DataError.
     """
     groups, rows = by_arm(runs), []
-    compared = {(cell_key(row), row["epochs"], row["init"]): row for row in summarise(runs, metric)}
+    compared = {arm_key(row): row for row in summarise(runs, metric)}
     lost = {place: sum(run.get(metric.key) is None for run in group) for place, group in groups.items()}
     for place, group in groups.items():
         first, (_, epochs, init) = _reference(groups, place), place
@@ -217,9 +217,14 @@ def mean_curves(runs: Runs, metric: Metric = ACCURACY, chance: float | None = No
     return rows
 
 
-def cell_key(row: dict[str, Any]) -> str:
+def cell_key(row: Mapping[str, Any]) -> str:
     """The cell of a run or an arm as text, equal for equal cells."""
     return json.dumps(row.get("cell", {}), sort_keys=True)
+
+
+def arm_key(row: Mapping[str, Any]) -> ArmKey:
+    """The arm of a run or of a row of arms."""
+    return cell_key(row), row["epochs"], row["init"]
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -3,7 +3,7 @@
 A network here is a *container*: it calls leaf layers, adds residuals, applies elementwise functions,
 averages over space, and multiplies by or adds parameters along the channel axis. Everything that mixes or
 splits channels is a leaf: a layer of `torch.nn`, `LayerNorm2d` or `Attention`. So a container's forward
-also runs on network-stacked channels, a channel axis that holds the channels of T networks side by side, once its
+also runs on a channel axis that holds the channels of T networks side by side, once its
 leaves are replaced by batched layers; that is how many networks are trained as one.
 
 Every layer with its own parameters has `reset_parameters()`, like those of `torch.nn`.

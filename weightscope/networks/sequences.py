@@ -456,7 +456,7 @@ class CausalTransformer(nn.Module):
         width: d.
         depth: L, blocks.
         heads: H, divides d.
-        positions: "sinusoidal" codes added to the embedding, scaled to its initial deviation, or "rotary".
+        positions: "sinusoidal" codes added to the embedding, scaled to its initial std, or "rotary".
         context: the largest n with sinusoidal positions, which are computed up to there.
         expansion: the MLP's hidden units per channel.
         embedding_dropout: probability that the vector of a token is dropped in training, see `TokenEmbedding`.
