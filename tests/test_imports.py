@@ -1,6 +1,7 @@
 """Import rules that import-linter (`make lint`, pyproject.toml) cannot express: which package needs which library."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def part_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path: Path, *, at_import_time_only: bool = False) -> set[str]:
     """Dotted names of what a file imports; `if TYPE_CHECKING` blocks do not count."""
     tree = ast.parse(path.read_text())

@@ -3,7 +3,6 @@ from functools import partial
 
 import pytest
 import shims
-import tiny
 import torch
 from families import scramble, seeded
 from references_init import select_uniform
@@ -11,6 +10,7 @@ from references_init import select_uniform
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.init import permute_, select_weights_, transfer_, transfer_singular_
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
+from weightscope.population import Population
 
 
 def vit(width=64, depth=4, heads=4, image=16, classes=10, seed=0, **options):
@@ -183,19 +183,18 @@ def test_hugging_faces_convnext_matches_timms():
 
 
 def test_a_network_of_a_population_is_a_teacher(tmp_path):
-    from weightscope.training.collection import collect
-
-    vit_section = {"type": "vit", "width": 16, "depth": 2, "heads": 2}
-    plan = tiny.recipe(network=vit_section, population__networks=2, training__epochs=1)
-    population = collect(plan, tmp_path / "large.pop", workers=1, progress=False, device="cpu")
-    one, other = (ViT(8, 4, 8, 1, 1, 10, in_channels=1) for _ in range(2))
+    teachers = [vit(width=16, depth=2, heads=2, image=8, seed=seed) for seed in (0, 1)]
+    for k, teacher in enumerate(teachers):
+        torch.save(teacher.state_dict(), tmp_path / f"{k}.pt")
+    path = Population.of([tmp_path / "0.pt", tmp_path / "1.pt"], tmp_path / "large.pop", progress=False).path
+    one, other = (student(width=8, depth=1, heads=1, image=8) for _ in range(2))
     state = torch.get_rng_state()
-    select_weights_(one, f"{tmp_path / 'large.pop'}::1", components="all", exclude="head*")
+    select_weights_(one, f"{path}::1", components="all", exclude="head*")
     assert torch.equal(torch.get_rng_state(), state)
-    select_weights_(other, population[1], components="all", exclude="head*")
+    select_weights_(other, teachers[1], components="all", exclude="head*")
     assert all(torch.equal(p, one.get_parameter(n)) for n, p in other.named_parameters() if "head" not in n)
     with pytest.raises(UsageError, match="no network 7"):
-        select_weights_(one, f"{tmp_path / 'large.pop'}::7")
+        select_weights_(one, f"{path}::7")
 
 
 @pytest.mark.parametrize(("theirs", "mine"), [(16, 32), (32, 16), (16, 24)])
