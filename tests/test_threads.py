@@ -219,12 +219,3 @@ def test_a_block_takes_less_than_a_tenth_of_a_millisecond_when_nested():
             with one_thread():
                 pass
         assert time.process_time() - begun < 0.1
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs(tmp_path):
-    options = ["--depth", "1", "--repeats", "1", "--busy", "1", "--calls", "products", "--json"]
-    command = [sys.executable, ROOT / "benchmarks/threads.py", *options, tmp_path / "threads.json"]
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-    (row,) = json.loads((tmp_path / "threads.json").read_text())["rows"]
-    assert row["ours"] > 0

@@ -169,6 +169,12 @@ def test_the_population_benchmark_runs(tmp_path: Path) -> None:
     assert all(row["ratio"] > 0 for row in rows)
 
 
+def test_the_benchmark_of_threads_runs(tmp_path: Path) -> None:
+    options = "--depth 1 --repeats 1 --busy 1 --calls products"
+    (row,) = run_script("benchmarks/threads.py", tmp_path / "threads.json", *options.split())
+    assert row["ours"] > 0
+
+
 def test_the_agreement_of_fast_and_plain_training_is_tested(tmp_path: Path) -> None:
     options = ["--networks", 4, "--epochs", 1, "--path", "torch kernels"]
     rows = run_script("benchmarks/agreement.py", tmp_path / "agreement.json", *options)

@@ -180,7 +180,7 @@ class Exchangeable(Structure):
     def context(
         cls, network: WeightSpec, part: WeightSpec, *, permutations: PermutationSpec | None = None, **centre: Any
     ) -> dict[str, Any]:
-        """The permutation specification of the tensors that are fitted, as part of that of their network."""
+        """The part of the network's permutation specification for the tensors that are fitted."""
         if partial := next((t for t in part.tensors if t.shape != network[t.name].shape), None):
             raise UsageError(
                 f"`{partial.name}`: expected all of {network[partial.name].shape} to vary, found {partial.size} "

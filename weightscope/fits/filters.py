@@ -369,7 +369,7 @@ class _LayerFit(NamedTuple):
     best: float  # sigma with the largest cosine
 
     def at(self, sigma: float) -> float:
-        """The cosine for sigma > 0, that of the nearest computed sigma outside their range; never negative."""
+        """The cosine at sigma > 0, constant beyond the computed sigmas; never negative."""
         return max(0.0, float(self.cosine(np.clip(math.log(sigma), *self.cosine.x[[0, -1]]))))
 
 

@@ -56,7 +56,7 @@ def fit(
     All candidates are fitted to the same networks and scored on the same others, so differences are paired. The one
     with the highest mean is fitted again to all networks. A candidate that cannot be fitted is listed with the
     reason. Entries with one value in all networks (frozen filters) keep that value and are counted in the result; the
-    density is that of the others. Diverged and non-finite networks are excluded and counted.
+    density is over the other entries. Diverged and non-finite networks are excluded and counted.
 
     Memory: structures that follow from sums over networks (isotropic, group_means, diagonal, exchangeable) are fitted
     and scored on a stream; of a population of more than 4,096 networks by workers, part by part. Of fewer, selected
@@ -76,7 +76,7 @@ def fit(
         options: of the structure, if there is one: `{"rank": 8}`. By default its candidates are compared.
         permutations: for `"exchangeable"`: a permutation specification of one's own, or tensor name -> the group of
             each axis (`PermutationSpec.from_axes`), or a TOML file of rules, of all tensors of the source. It is
-            checked by function if the source is a population. By default that of the tensors' names.
+            checked by function if the source is a population. By default it follows from the tensors' names.
         workers: see `weightscope.statistics.samples.over_parts`; the result has the same bits for any number.
 
     Raises:

@@ -255,8 +255,8 @@ def ledoit_wolf_intensity(rows: np.ndarray) -> float:
 
         d^2 = |S|_F^2 - tr(S)^2 / D,   b^2 = (sum |x|^4 / n - |S|_F^2) / n,   a = min(b^2, d^2) / d^2
 
-    As `sklearn.covariance.ledoit_wolf_shrinkage`, which makes two D x D products where |S|_F^2 is also that of the
-    n x n Gram matrix: 80 times slower for n = 800, D = 16,000. Source: Ledoit and Wolf 2004, Lemma 3.2-3.5.
+    As `sklearn.covariance.ledoit_wolf_shrinkage`, which makes two D x D products; |S|_F^2 also follows from
+    the n x n Gram matrix, 80 times as fast for n = 800, D = 16,000. Source: Ledoit and Wolf 2004, Lemma 3.2-3.5.
     """
     n, size = rows.shape
     squares = np.einsum("ij,ij->i", rows, rows)

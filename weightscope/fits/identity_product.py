@@ -23,15 +23,15 @@ from weightscope.fits.artifact import NetworkFit, Numbers
 class ProductNumbers(BaseModel):
     """Numbers of `mimetic_attention_` for the product M of one layer, mean over its heads.
 
-    `beta` has the product's own sign, as `weightscope products` shows it; `beta_vo` of `mimetic_attention_` is minus
-    that of V/O.
+    `beta` has the sign of the product, as `weightscope products` shows it; `beta_vo` of `mimetic_attention_` is minus
+    the `beta` of values and outputs.
     """
 
     alpha: float  # of the noise
     beta: float  # of the diagonal
     beta_std: float  # standard deviation of the heads' beta
-    diagonal: float  # the product's own diagonal mean, `tr M / d`, smaller than beta because of its rank
-    noise: float  # the product's own least-squares alpha, `|M - diagonal I|_F / sqrt(d)`
+    diagonal: float  # the diagonal mean of the product, `tr M / d`, smaller than beta because of its rank
+    noise: float  # the least-squares alpha of the product, `|M - diagonal I|_F / sqrt(d)`
     r2: float  # `d diagonal^2 / |M|_F^2`, the identity's share of the product; at most rank / d
     attainable: float  # rank / d
     # `|s - s'| / |s|` between the singular values of M and those of the initialiser's products

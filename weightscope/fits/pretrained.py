@@ -205,7 +205,7 @@ def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measu
 
 
 def _origins(kind: InvariantType, reference: _Measured, network: _Measured) -> list[tuple[int, slice, str, str]]:
-    """Of each view of the reference the number of its type in a network, its slice there, its block, and that taken."""
+    """For each view of the reference: type and slice of its counterpart in a network, its block, the counterpart's."""
     tensors = tensors_by_depth(network.spec, reference.spec)
     views, types = {view.name: view for view in network.permutations.views}, network.permutations.types
     origins = []

@@ -53,9 +53,9 @@ class Structure(ABC):
         diagnostics: numbers and texts about the fit in JSON types, such as the shrinkage intensity.
     """
 
-    name: ClassVar[str]  # short, in tables; by default that of the class
+    name: ClassVar[str]  # short, in tables; by default the name of the class
     options: ClassVar[tuple[str, ...]] = ()  # names of the arguments of `fit` after data and spec
-    unsummed: ClassVar[tuple[str, ...]] = ()  # those of which the sums of `accumulator` are independent
+    unsummed: ClassVar[tuple[str, ...]] = ()  # options that do not change the sums of `accumulator`
     stored: ClassVar[tuple[str, ...]] = ()  # arrays beside the mean: attributes and arguments of the constructor
     needs_samples: ClassVar[bool] = True  # whether fitting needs all samples at once
     uses_permutations: ClassVar[bool] = False  # whether `context` takes a permutation specification of the user's own
@@ -73,7 +73,7 @@ class Structure(ABC):
 
     @classmethod
     def fit(cls, data: np.ndarray, spec: WeightSpec, *args: Any, **options: Any) -> Self:
-        """Fit to vectors (N, D), finite, N >= 2, each entry of which varies; `options` are the structure's own.
+        """Fit to vectors (N, D), finite, N >= 2, each entry of which varies; `options` are those of the structure.
 
         A UsageError if the structure is not for tensors of these shapes or an option is invalid, a DataError if there
         are too few networks.

@@ -138,7 +138,8 @@ def mimetic_attention_(
         alpha_vo: scale of the noise of the value-output product, >= 0.
         beta_vo: minus its diagonal; a negative number gives the thesis's ablation with a positive diagonal.
         preset: published numbers instead: "vision" (.7, .7, .4, .4) or "language" (0, .5, .2, .2).
-        construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, Gaussian, without alphas of its own.
+        construction: "svd", or "same-random": `W_Q = W_K`, `W_V = -W_proj^T`, Gaussian; the alphas follow from the
+            widths.
         parts: "both", "qk" or "vo".
         heads: which heads of each layer are set; None for all. Heads that share a key must be chosen together. The
             value-output product is the sum over the chosen heads.

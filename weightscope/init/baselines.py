@@ -242,7 +242,7 @@ def delta_orthogonal_(module: M, *, gain: float = 1.0, select: str = "*", genera
     """Set every convolution to a random orthogonal matrix at its centre tap and zero elsewhere: an isometry of images.
 
     With fewer outputs than inputs the rows are orthonormal instead of the columns. Each group of a grouped convolution
-    has its own matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2. Biases
+    gets a matrix, which is a sign for depthwise filters. The centre of a filter of even size is tap k/2. Biases
     become zero.
 
     Args:

@@ -88,7 +88,7 @@ class UncorrelatedControl:
     """An initialiser's distribution without its correlations: the same means and variances of every part.
 
     Parts are the invariant ones of `weightscope.statistics.exchangeable`: a depthwise filter has its mean and variance
-    at each pixel, a matrix those of its column means, row means, overall mean and the rest. It is what the structure
+    at each pixel; a matrix those of its column means, row means, overall mean and the rest. It is what the structure
     "exchangeable" draws from with gain 0. The difference between an initialiser and this control is what correlations
     add; that between it and `ScaleControl`, what moments finer than a tensor's add. Default weights are kept as by
     `ScaleControl`. A pattern that is equal in all networks and not invariant counts as variance.

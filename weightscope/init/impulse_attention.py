@@ -272,7 +272,7 @@ def impulse_attention_(
             assigns them row by row, continuing through the layers; or a list of (dy, dx), used in a cycle.
         pseudo_input: of the first layer: "positions", "gaussian" (standard deviation 0.5, truncated at 2), "uniform"
             in [-1, 1], "positions+gaussian" or "positions+uniform".
-        following: the pseudo input of all later layers; None for that of the first.
+        following: the pseudo input of all later layers; None for the one of the first.
         same_layers: give every layer the offsets and rotations of the first.
         normalise: apply LayerNorm to the pseudo input, as networks do that normalise before attention.
         grid: of a module without a position embedding: (rows, columns) or a length, for sinusoidal codes.
@@ -287,7 +287,7 @@ def impulse_attention_(
             their first norms every 100 steps, as in the published code, which shrinks what is outside the span.
 
     Raises:
-        DataError: if the queries and keys of the module, of which a part is kept, are not finite; with `norm="start"`,
+        DataError: if queries or keys of the module, which are kept in part, are not finite; with `norm="start"`,
             if those of a head are zero.
         UsageError: if queries and keys are rotated by position (RoPE) or normalised, the map has terms of its own
             (gates, convolutions), tokens see a window of the others only, or the mask is unknown.
@@ -336,7 +336,7 @@ def impulse_attention_(
 
 
 def of_positions_alone(part: AttentionPart, causal: bool | None) -> AttentionPart:
-    """The part, if the map of its positions is that of Q K^T, with `causal` where its own is unknown."""
+    """The part, if Q K^T gives the map of its positions; `causal` is used where the part does not know."""
     reasons = {
         "queries and keys are rotated by position (RoPE)": part.rotary,
         "queries and keys are normalised": part.normalised,
@@ -348,7 +348,7 @@ def of_positions_alone(part: AttentionPart, causal: bool | None) -> AttentionPar
 
 
 def nearest_table(part: AttentionPart, tables: list[PositionEmbedding]) -> PositionEmbedding | None:
-    """The position embedding of a part: of its width, with the longest common prefix of module paths."""
+    """The position embedding of the width of a part with the longest common prefix of module paths."""
     fitting = [table for table in tables if table.width == part.width]
     if tables and not fitting:
         found = tables[0]
@@ -417,7 +417,7 @@ def _plans(
     norm: str,
     generator: Generator,
 ) -> list[_Plan]:
-    """The plans of attention modules; if all layers are the same, that of the first one of each shape."""
+    """The plans of attention modules; with `same_layers`, modules of one shape share the plan of the first."""
     known = known_offsets(rule, filter_size, tokens)
     in_turn, plans, kept = itertools.cycle(known), list[_Plan](), dict[tuple[float, ...], _Plan]()
     for part in parts:
@@ -430,8 +430,8 @@ def _plans(
             before = {name: part.read(name).cpu() for name in QUERY_KEY}
             if bad := next((name for name, value in before.items() if not bool(value.isfinite().all())), None):
                 raise DataError(
-                    f"`{part.name}` {bad}: expected finite weights, of which the part outside the span of the codes "
-                    "is kept, found NaN or infinity; initialise the module first"
+                    f"`{part.name}` {bad}: expected finite weights, which are kept outside the span of the codes, "
+                    "found NaN or infinity; initialise the module first"
                 )
             if norm == "start" and not all(bool(value.any(-1).any(-1).all()) for value in before.values()):
                 raise DataError(f"`{part.name}`: a norm of 0 cannot be kept, found a head with only zeros; norm='free'")
