@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from programs import FORKSERVER
 from safetensors.torch import save_file
 
 from weightscope import training
@@ -319,33 +318,6 @@ def test_an_interrupt_leaves_a_valid_population(tmp_path, monkeypatch, reference
     assert shard_files(path) == reference
 
 
-def test_an_interrupt_before_the_first_tile_leaves_a_population_too(tmp_path, monkeypatch, trained):
-    """The message has the path as it was given."""
-    monkeypatch.chdir(tmp_path)
-    with interrupted_after(trained, 0), pytest.raises(Resumable, match=r"0 of 20 networks are kept in a.pop; run"):
-        run("a.pop")
-    assert len(Population(tmp_path / "a.pop", partial=True)) == 0
-
-
-def on_a_full_disk(path):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
-    fake.collect_in_process(path, fake.recipe(), count=2)
-
-
-@pytest.mark.slow
-def test_a_full_disk_is_one_line_and_no_crash(tmp_path):
-    """Interpreter and workers end in order, and of a population without a network nothing is left."""
-    process = FORKSERVER.Process(target=on_a_full_disk, args=(tmp_path / "a.pop",))
-    process.start()
-    process.join(120)
-    printed = (tmp_path / "a.log").read_text()
-    assert process.exitcode == 1
-    assert printed.count("\n") == 1
-    assert "cannot write" in printed
-    assert "File too large" in printed
-    assert [p.name for p in tmp_path.iterdir()] == ["a.log"]
-
-
 def test_a_disk_that_fills_up_keeps_what_is_done(path, monkeypatch, reference):
     (path / "shards/00001.h5").unlink()
     (path / "shards/00001.h5.sha256").unlink()
@@ -538,9 +510,8 @@ def test_a_folder_for_tensorboard_that_cannot_be_made(tmp_path):
         tensorboard(tmp_path / "file")
 
 
-@pytest.mark.parametrize("log", ["tensorboard", "tensorboard:", "wandb:x"])
-def test_log_that_is_none(tmp_path, log):
-    found = CliRunner().invoke(cli, ["collect", "digits-convnext", "-o", str(tmp_path / "a.pop"), "--log", log])
+def test_log_that_is_none(tmp_path):
+    found = CliRunner().invoke(cli, ["collect", "digits-convnext", "-o", str(tmp_path / "a.pop"), "--log", "wandb:x"])
     assert isinstance(found.exception, UsageError)
-    assert str(found.exception) == f"--log: expected tensorboard:DIR, found {log}"
+    assert str(found.exception) == "--log: expected tensorboard:DIR, found wandb:x"
     assert not (tmp_path / "a.pop").exists()

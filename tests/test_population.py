@@ -142,8 +142,9 @@ PARTS = itertools.product(("train", "test"), ("accuracy", "loss"), ("", "_per_ep
 METRICS = [*(f"{split}_{what}{over}" for split, what, over in PARTS), "weight_decay"]  # those of the trainer
 
 
-@pytest.mark.parametrize("snapshots", [None, [0, 1, 2]])
-@pytest.mark.parametrize(("networks", "tile", "size"), [(20, 8, 60), (100, 64, 2500), (300, 300, 1001)])
+@pytest.mark.parametrize(
+    ("networks", "tile", "size", "snapshots"), [(20, 8, 60, None), (100, 64, 2500, [0, 1, 2]), (300, 300, 1001, None)]
+)
 def test_the_expected_size_is_near_the_true_one(
     networks: int, tile: int, size: int, snapshots: "list[int] | None", monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,9 +61,6 @@ def fakes(monkeypatch):
     monkeypatch.setattr(DataConfig, "load", lambda *_: SimpleNamespace(fingerprint="0" * 16, examples=64))
 
 
-# --- what a folder of a population does -------------------------------------------------------------------------------
-
-
 # --- populations ------------------------------------------------------------------------------------------------------
 
 
@@ -84,7 +81,7 @@ def test_collect_resume_grow_and_shrink(folder, tmp_path, caplog):
     collect(fake.recipe(), str(path), workers=1)
     assert caplog.text.count("its tile is trained again") == 2
     assert fake.files(shards) == whole
-    collect(fake.recipe(), path, workers=1, networks=23)  # the last shard is replaced by a longer one
+    collect(fake.recipe(), path, workers=1, networks=23)
     assert len(Population(path)) == 23
     collect(fake.recipe(), path, workers=1, networks=20)
     found = Population(path)
@@ -130,7 +127,6 @@ def test_import_export_and_commands(folder, tmp_path):
         f"status {fake_path}",
         f"export {fake_path} -o {tmp_path}/b.h5",
         f"covariance {fake_path} -o {tmp_path}/b.png",
-        f"fit-init {fake_path} -o {tmp_path}/b.safetensors",
         f"import {tmp_path}/c.npz -o {folder}/c.pop",
     ):
         found = CliRunner().invoke(cli, command.split())

@@ -130,7 +130,7 @@ def test_the_loop_trains_as_the_batched_engine_does(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_same_bits_whatever_was_trained_before_and_however_many_threads(name, kernels):
     augment = {"resized_crop": 0.3, "flip": True, "operations": 1, "magnitude_std": 0.1, "erasing": 0.3}
     changes = {"data__augment": augment, "training__mixup": 0.5, "training__cutmix": 1.0, "training__ema": 0.9}
@@ -164,7 +164,7 @@ class NoSynchronisation(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONTROLS)
+@pytest.mark.parametrize("name", NETWORKS)
 def test_the_host_waits_for_no_number_within_an_epoch(name):
     augment = {"resized_crop": 0.3, "flip": True, "operations": 2, "cutout": 2, "sharpness": True, "erasing": 0.3}
     plan = recipe(network=CONTROLS[name], data__augment=augment, training__mixup=0.5, training__label_smoothing=0.1)
