@@ -111,7 +111,7 @@ class BenchResult(Result):
         if self.contrasts:
             table = f"{contrasts_text(self.contrasts, metric)}\n\nexploratory, adjusted for one another:\n{table}"
         parts = ["\n".join([table, *self.notes()]), *map(self._against, CONTROLS.values())]
-        return "\n\n".join(filter(None, [*parts, self._between_controls(), self._over_images()]))
+        return "\n\n".join(filter(None, [*parts, self._over_images()]))
 
     def notes(self) -> list[str]:
         """What the table's numbers mean where it is not plain."""
@@ -146,18 +146,6 @@ class BenchResult(Result):
         parts = [part.removeprefix("structure ") for part in control.parts]
         header = ("initialiser", "epochs", "pairs", *(name for part in parts for name in (part, *_COMPARED[1:3])))
         return f"{control.about}\n{_ruled(header, lines)}" if lines else ""
-
-    def _between_controls(self) -> str:
-        """What the means and variances of parts give beyond those of tensors: a control minus the other."""
-        rows = [row for row in self.arms if row.get("control") and row.get("uncorrelated")]
-        sums = []
-        for row in rows:
-            one, other = ((cell_key(row), row["epochs"], row[arm]) for arm in ("uncorrelated", "control"))
-            sums.append(Contrast(f"{one[2]} - {other[2]}, {epochs_text(row['epochs'])}", {one: 1.0, other: -1.0}))
-        tests = contrast_tests(sums, self.runs, self.metric, hits=self.hits)
-        found = [test | {"cell": row["cell"]} for row, test in zip(rows, tests, strict=True)]
-        about = "between the controls: means and variances of every part, beyond those of each tensor"
-        return f"{about}\n{contrasts_text(found, self.metric)}" if found else ""
 
     def _over_images(self) -> str:
         """Each comparison with its interval for the test images that were used, and that over networks and images."""
