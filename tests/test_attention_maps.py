@@ -27,6 +27,8 @@ from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 VISION = ("ours-vit", "ours-vit-token", "timm-vit", "timm-deit", "timm-eva", "torchvision-vit", "hf-vit", "hf-deit")
 VISION += ("hf-dinov2",)
 

@@ -15,6 +15,8 @@ from weightscope.networks import ConvMixer
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 K, F, SIZE = 3, 3, 12
 
 

@@ -23,6 +23,8 @@ from weightscope.training import spec_of, train_tile
 from weightscope.training.collection import collect
 from weightscope.training.distillation import head_of, teacher_of
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 TEACHER = NETWORKS["convnext"] | {"width": 12}
 BASE = tiny.BASE | {"training": tiny.BASE["training"] | {"label_smoothing": 0.1}}
 

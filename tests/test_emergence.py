@@ -15,6 +15,8 @@ from weightscope.population import Population
 from weightscope.statistics.samples import WeightArray
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 VIT = {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4}
 
 

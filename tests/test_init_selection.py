@@ -12,6 +12,8 @@ from weightscope.init import permute_, select_weights_, transfer_, transfer_sing
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.population import Population
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 
 def vit(width=64, depth=4, heads=4, image=16, classes=10, seed=0, **options):
     torch.manual_seed(seed)

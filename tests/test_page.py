@@ -18,6 +18,8 @@ from weightscope.errors import WeightscopeError
 from weightscope.population import Population
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 NASTY = """</style><script>alert("1 & 2")</script>'"""
 VOID = {"meta", "img"}
 

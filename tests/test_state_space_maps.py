@@ -22,6 +22,8 @@ from weightscope.init import mimetic_ssm_
 from weightscope.networks.sequences import CausalTransformer
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 
 def _tokens(batch: int = 2, length: int = 15) -> Tensor:
     return torch.randint(9, (batch, length), generator=torch.Generator().manual_seed(1))

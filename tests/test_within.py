@@ -26,6 +26,8 @@ from weightscope.statistics.filters import relative_depths
 from weightscope.statistics.slices import centre_focus, slice_moments
 from weightscope.training.collection import collect
 
+pytestmark = pytest.mark.usefixtures("trained_here")
+
 TIGHT = {"rtol": 1e-10, "atol": 1e-14}
 FILTERS = ("ours-convmixer", "ours-convnext", "timm-efficientnet", "hf-mamba")
 MATRICES = ("ours-convnext", "timm-vit", "timm-vit-swiglu", "hf-gpt2", "hf-llama")
