@@ -270,15 +270,13 @@ def test_hooks_are_removed_when_the_forward_pass_fails(error):
 
 
 def test_bad_images():
-    vit, good, bad = small(), images(), images()
-    bad[1, 0, 0, 0] = torch.nan
+    vit, good = small(), images()
     for batch, match in (
-        (good[0], r"expected images \(B, c, height, width\) or .*, found \(3, 32, 32\)"),
-        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), r"as floats, normalised .* found torch\.uint8"),
+        (good[0], r"expected images \(B, c, height, width\) .*, found \(3, 32, 32\)"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), r"as floats, normalised.* found .* of torch\.uint8"),
         (good[:, :1], "expected images of 3 channels, found 1"),
         (good[:, :, :30, :30], "divisible into 8 x 8 patches, found 30 x 30"),
         (good[:, :, :24, :24], r"failed on images \(3, 3, 24, 24\)"),
-        (bad, "1 of 3 images contain non-finite numbers"),
     ):
         with pytest.raises(DataError, match=match):
             attention_maps(vit, batch)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 import torch
 import torch.nn.functional as F
+from scipy.special import softmax
 from torch import Tensor, nn
 
 from weightscope._util.checks import choice, count, odd
-from weightscope._util.results import Result, row_table, text_table
+from weightscope._util.results import Result, row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, attention, patch_embeddings, positions
 from weightscope.anatomy.embedding import Offset, TokenGrid
@@ -451,23 +452,19 @@ def _run(model: nn.Module, batch: Tensor, forward: Callable[[nn.Module, Tensor],
 
 def compared(models: Mapping[str, Result]) -> str:
     """A table with one line for each model, of means over its heads or layers, under the headers of its own table."""
-    lines: list[dict[str, str]] = []
+    columns, rows = {"mean of": "{model}"}, []
     for name, found in models.items():
         means = _means(found.rows())
-        shown = {head: form for head, form in found.columns.items() if form[1:-1].partition(":")[0] in means}
-        lines.append({"mean of": name} | {head: form.format_map(means) for head, form in shown.items()})
-    columns = dict.fromkeys(head for line in lines for head in line)
-    return text_table(list(columns), [[line.get(head, "-") for head in columns] for line in lines])
+        columns |= {head: form for head, form in found.columns.items() if form[1:-1].partition(":")[0] in means}
+        rows.append({"model": name} | means)
+    return row_table(columns, rows)
 
 
-def _means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _means(rows: Sequence[Mapping[str, Any]]) -> dict[Any, Any]:
     """Means of the numbers that are no indices, each over the rows in which it is known."""
-    known: dict[str, list[float]] = {}
-    for row in rows:
-        for key, value in row.items():
-            if isinstance(value, float):
-                known.setdefault(key, []).append(value)
-    return {key: sum(values) / len(values) for key, values in known.items()}
+    import pandas
+
+    return pandas.DataFrame(rows).select_dtypes("float").mean().dropna().to_dict()
 
 
 @one_thread()
@@ -548,15 +545,9 @@ def _checked(inputs: Any) -> Tensor:
     batch = torch.as_tensor(inputs)
     if batch.ndim == 2 and 0 not in batch.shape and not batch.is_floating_point():
         return batch.long()
-    if batch.ndim != 4 or 0 in batch.shape:
-        raise DataError(
-            f"expected images (B, c, height, width) or tokens (B, n) of an integer type, found {tuple(batch.shape)}"
-        )
-    if not batch.is_floating_point():
-        raise DataError(f"expected images as floats, normalised as the model expects, found {batch.dtype}")
-    bad = ~batch.isfinite().flatten(1).all(1)
-    if bool(bad.any()):
-        raise DataError(f"{int(bad.sum())} of {len(batch)} images contain non-finite numbers")
+    if batch.ndim != 4 or 0 in batch.shape or not batch.is_floating_point():
+        expected = "images (B, c, height, width) as floats, normalised, or tokens (B, n) of an integer type"
+        raise DataError(f"expected {expected}, found {tuple(batch.shape)} of {batch.dtype}")
     return batch
 
 
@@ -622,6 +613,4 @@ def expected_map(codes: np.ndarray, beta: np.ndarray, scale: float) -> np.ndarra
     """
     n, d = codes.shape
     logits = scale * np.asarray(beta, dtype=np.float64)[:, None, None] * (codes @ codes.T + d * np.eye(n))
-    logits -= logits.max(axis=-1, keepdims=True)
-    weights = np.exp(logits)
-    return weights / weights.sum(axis=-1, keepdims=True)
+    return softmax(logits, axis=-1)

@@ -1,6 +1,5 @@
 """`inspect` and `verify`: the contents of a population, an artifact or a checkpoint, and whether they are intact."""
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -160,13 +159,8 @@ class PopulationContents(Result):
         return "; ".join([f"imported from {where}", *options])
 
     def code(self) -> str:
-        """The texts of `sources`, each under its reference and hash."""
-        recorded, texts = {key.partition(" ")[2]: digest for key, digest in self.hashes.items()}, []
-        for name, text in self.sources.items():
-            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-            other = recorded.get(name, digest) != digest
-            warning = f", NOT what the networks were trained with: {recorded[name]}" if other else ""
-            texts.append(f"# {name} (SHA-256 {digest}{warning})\n\n{text}")
+        """The texts of `sources`, each under its reference."""
+        texts = [f"# {name}\n\n{text}" for name, text in self.sources.items()]
         return "\n\n".join(texts) or f"{self.path}: its recipe names no code of users' own"
 
     def brief(self) -> str:
@@ -175,9 +169,7 @@ class PopulationContents(Result):
         return "\n\n".join((self._counts(), self._metrics(most=_MOST_METRICS), rest))
 
     def _counts(self) -> str:
-        missing, size = len(self.missing_tiles), f"{self.bytes_on_disk} bytes"
-        for unit, power in (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30)):
-            size = f"{self.bytes_on_disk / power:.1f} {unit}" if self.bytes_on_disk >= power else size
+        missing, size = len(self.missing_tiles), f"{self.bytes_on_disk / 2**20:,.1f} MiB"
         command, what = ("import", "left out of statistics") if self.imported else ("collect", "diverged")
         counts = f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks {what}"
         again = [f"run `weightscope {command}` again for the missing ones"] * bool(missing)
