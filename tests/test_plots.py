@@ -159,8 +159,6 @@ def test_given_axes_are_drawn_on_and_keep_their_figure() -> None:
     figure.draw_without_rendering()
     legend, title = b.get_legend().get_window_extent(), b.title
     assert title.get_text() == "" or not legend.overlaps(title.get_window_extent())
-    with pytest.raises(UsageError, match="expected matplotlib Axes or None, found Figure"):
-        plots.heldout_scores(SCORES, figure)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

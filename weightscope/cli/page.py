@@ -73,7 +73,7 @@ def write_html(path: str | Path, title: str, lead: Sequence[str], sections: Sequ
     )
     environment.filters["embedded"] = _embedded
     text = environment.get_template("page.html").render(title=title, lead=lead, sections=sections)
-    atomic.write(Path(path), text.encode(errors="replace"))  # a name that is not UTF-8
+    atomic.write(Path(path), text.encode())
     return Path(path)
 
 

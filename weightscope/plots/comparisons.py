@@ -431,8 +431,6 @@ def training_curves(
     import seaborn
 
     values = np.asarray(per_epoch, dtype=np.float64)
-    if values.ndim != 2 or values.size == 0:
-        raise DataError(f"training curves: expected (networks, epochs), found {values.shape}")
     kept = values[np.isfinite(values).all(axis=1)]
     if not len(kept):
         raise DataError(f"training curves: none of {len(values)} networks is finite at every epoch")

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import UsageError
 from weightscope.plots import theme
 from weightscope.plots.theme import LABEL, SMALL, number, wrap
 
@@ -175,8 +175,6 @@ def rank_condition(
         >>> rank_condition([layer.stable_ranks for layer in found.layers], 384)
     """
     values, x = [np.asarray(r, dtype=np.float64) for r in ranks], range(len(ranks))
-    if not values or any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or (v <= 0).any() for v in values):
-        raise DataError("rank condition: expected (B,) stable ranks > 0 for each layer")
     canvas, ax = theme.canvas(ax, 6.4, 3.6)
     low, high = ([float(np.quantile(v, q)) for v in values] for q in (0.05, 0.95))
     ax.vlines(x, low, high, color=theme.PALETTE[0], linewidth=1.4)

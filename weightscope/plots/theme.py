@@ -228,8 +228,6 @@ def legend_columns(handles: Sequence[Any], width: float) -> int:
 
 def canvas(ax: Axes | None, width: float, height: float) -> tuple[Canvas, Axes]:
     """The given axes, or those of a new figure of `width` by `height` inches."""
-    if ax is not None and not isinstance(ax, Axes):
-        raise UsageError(f"ax: expected matplotlib Axes or None, found {type(ax).__name__}")
     on = Canvas(new_figure(width, height).add_subplot() if ax is None else ax, owned=ax is None)
     pin(on.ax)
     return on, on.ax
