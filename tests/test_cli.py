@@ -18,7 +18,7 @@ from weightscope.analysis.inspection import inspect
 from weightscope.auditing import audit
 from weightscope.checkpoint import Checkpoint
 from weightscope.cli import cli, main
-from weightscope.errors import DataError, UsageError
+from weightscope.errors import DataError
 from weightscope.networks import ViT
 from weightscope.population import Population
 from weightscope.recipe import Recipe
