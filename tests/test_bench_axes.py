@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from pictures import ON_CPU as OPTIONS
 from pictures import PLAIN, heights_of
 from pictures import runs_of as rows_of
+from scipy.stats import ttest_rel
 
 from weightscope import plots, training
 from weightscope.benchmarking import BenchResult, bench, mean_curves, plan_arms, plan_bench, summarise
@@ -378,6 +379,28 @@ def test_arms_that_differ_in_punctuation_have_folders_of_their_own() -> None:
         plan_arms(RECIPE, ['transfer(source="a b.pt")', 'transfer(source="a-b.pt")'], seeds=2)
 
 
-def test_results_are_loaded_as_they_were_written(swept: BenchResult, tmp_path: Path) -> None:
+def test_an_arm_is_compared_with_itself_in_another_cell(swept: BenchResult, tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text(json.dumps(swept.to_dict()))
-    assert BenchResult.load(tmp_path) == BenchResult.load(tmp_path / "results.json") == swept
+    loaded = BenchResult.load(tmp_path)
+    assert loaded == BenchResult.load(tmp_path / "results.json") == swept
+    field, *_ = swept.runs[0]["cell"]
+    rows = loaded.between(field)
+    values = list(dict.fromkeys(run["cell"][field] for run in swept.runs))
+    assert rows[0]["cell"][field] == values[1]
+    for row in rows:
+        mine, base = (
+            {
+                run["seed"]: run["accuracy"]
+                for run in swept.runs
+                if (run["init"], run["epochs"]) == (row["init"], row["epochs"])
+                and run["cell"] == {**row["cell"], field: value}
+            }
+            for value in (row["cell"][field], values[0])
+        )
+        differences = np.array([mine[k] - base[k] for k in mine])
+        assert row["difference"] == pytest.approx(differences.mean())
+        assert row["p"] == pytest.approx(ttest_rel(list(mine.values()), [base[k] for k in mine]).pvalue)
+        assert row["p"] <= row["p_holm"] <= 1
+    assert {row["cell"][field] for row in rows} == set(values[1:])
+    with pytest.raises(UsageError, match=r"network\.widht"):
+        loaded.between("network.widht")

@@ -11,7 +11,7 @@ from pictures import ON_CPU, PLAIN, runs_of
 from scipy import stats
 
 from weightscope.benchmarking import BenchResult, Contrast, bench, summarise
-from weightscope.benchmarking.statistics import contrast_tests, over_images, paired
+from weightscope.benchmarking.statistics import cell_key, contrast_tests, over_images, paired
 from weightscope.population import Population
 from weightscope.population.shards import hash_file
 from weightscope.recipe import Recipe
@@ -113,6 +113,16 @@ def test_every_comparison_of_accuracies_has_both_intervals() -> None:
     fewer = hits | {("{}", 3, "a"): hits["{}", 3, "a"][:, :300]}
     assert [row["difference_ci_images"] is None for row in summarise(runs, hits=fewer)] == [True, True, False]
     assert contrast_tests([contrast], runs, hits=fewer)[0]["ci_images"] is None
+
+
+def test_arms_are_compared_between_cells_with_both_intervals() -> None:
+    both = drawn(np.random.default_rng(5), 8, 0.7)
+    hits = {(cell_key({"cell": {"x.y": y}}), 3, "a"): each for y, each in enumerate(both)}
+    runs = [run for y, each in enumerate(both) for run in runs_of("a", each.mean(axis=1), cell={"x.y": y})]
+    (row,) = BenchResult(runs, [], hits=hits).between("x.y")
+    d = both[1].astype(float) - both[0]
+    assert row["difference_ci_images"] == over_images(d, row["difference_ci_holm"])
+    assert BenchResult(runs, []).between("x.y") == [row | {"difference_ci_images": None}]
 
 
 def test_a_network_without_a_finite_accuracy_leaves_neither_interval() -> None:

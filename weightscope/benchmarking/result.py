@@ -18,6 +18,7 @@ from weightscope.benchmarking.statistics import (
     Contrast,
     Hits,
     arm_key,
+    between_cells,
     cell_key,
     chance_note,
     contrast_tests,
@@ -216,6 +217,18 @@ class BenchResult(Result):
                 value = np.nan if run[key] is None else run[key]
                 found.setdefault(run["init"], {}).setdefault(run["seed"], []).append(value)
         return {init: np.array([np.mean(seeds[k]) for k in sorted(seeds)]) for init, seeds in found.items()}
+
+    def between(self, field: str) -> list[dict[str, Any]]:
+        """Each arm against the same arm at the first value of a varied field of the recipe, on the same seeds.
+
+        One row for each arm: `init`, `cell`, `epochs`, `reference` (the field and its first value), `difference`,
+        `difference_ci95`, `p`, `pairs`, and `p_holm`, `difference_ci_holm` and `difference_ci_images`, adjusted over
+        these rows; the last is None where the result was loaded.
+
+        Example:
+            >>> BenchResult.load("bench/results.json").between("distillation.alpha")
+        """
+        return between_cells(self.runs, field, self.metric, self.hits)
 
     def to_dict(self) -> dict[str, Any]:
         described = {metric.name: metric.to_dict() for metric in self.metrics}

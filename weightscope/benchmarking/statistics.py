@@ -158,6 +158,26 @@ def _tested(
     return out
 
 
+def between_cells(runs: Runs, field: str, metric: Metric = ACCURACY, hits: Hits | None = None) -> list[dict[str, Any]]:
+    """Paired t-tests of each arm against the same arm at the first value of a field of the recipe.
+
+    Network k of both has the same streams of random numbers: the same batches and augmentation and, where the shapes
+    of the tensors are the same, the same default weights. `p_holm` is adjusted over these rows.
+    """
+    known = list(dict.fromkeys(name for run in runs for name in run.get("cell", {})))
+    if field not in known:
+        raise UsageError(unknown("field", field, known))
+    first, groups, rows, asked = runs[0]["cell"][field], by_arm(runs), [], []
+    for cell, epochs, init in groups:
+        place = json.loads(cell)
+        if place[field] != first:
+            rows.append({"init": init, "cell": place, "epochs": epochs, "reference": {field: first}})
+            base = cell_key({"cell": {**place, field: first}}), epochs, init
+            asked.append({(cell, epochs, init): 1.0, base: -1.0})
+    found = zip(rows, _tested(asked, groups, metric, hits), strict=True)
+    return [row | _columns("difference", test) for row, test in found if "p" in test]
+
+
 def seed_differences(runs: Runs, metric: Metric = ACCURACY) -> list[dict[str, Any]]:
     """The differences of each arm of one cell from its reference on each seed, for `plots.paired_differences`.
 
