@@ -186,10 +186,7 @@ def overwriting(ctx: click.Context | None) -> bool:
 
 
 class Command(click.Command):
-    """A command that refuses to write a file which it also reads, or writes as something else.
-
-    With files to write it has an option `--overwrite`, read before them.
-    """
+    """A command that has, with files to write, an option `--overwrite`, read before them."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -200,28 +197,8 @@ class Command(click.Command):
         if own is not None:
             own.is_eager, own.callback = True, _note_overwrite
 
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run it."""
-        values = [(p, v) for p in self.params for v in _each(ctx.params.get(p.name or ""))]
-        for param, path in values:
-            if isinstance(param.type, OutputFile) and str(path) != "-":
-                for other, value in values:
-                    if other is not param and os.path.realpath(path) == os.path.realpath(value):
-                        raise UsageError(f"{path}: is both {_named(param)} and {_named(other)}; name two files")
-        return super().invoke(ctx)
-
 
 command = functools.partial(click.command, cls=Command)
-
-
-def _each(value: Any) -> list[str]:
-    """The texts and paths among the values of a parameter."""
-    values = value if isinstance(value, tuple) else (value,)
-    return [os.fspath(v) for v in values if isinstance(v, str | Path) and "\0" not in str(v)]
-
-
-def _named(param: click.Parameter) -> str:
-    return param.opts[-1] if isinstance(param, click.Option) else str(param.human_readable_name)
 
 
 json_option = click.option(
