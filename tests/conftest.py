@@ -52,3 +52,13 @@ def folder(tmp_path: Path) -> Path:
 
     fake.write_population(tmp_path / "a.pop", fake.recipe())
     return tmp_path / "a.pop"
+
+
+@pytest.fixture
+def tensors_read(monkeypatch):
+    """The names of the tensors that checkpoints read."""
+    from weightscope import Checkpoint
+
+    names, read = [], Checkpoint._read
+    monkeypatch.setattr(Checkpoint, "_read", lambda self, name, wide: names.append(name) or read(self, name, wide))
+    return names

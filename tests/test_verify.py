@@ -56,7 +56,7 @@ def test_verify_of_a_model_at_the_hub(hub, capsys):
     found = verify(SOURCE)
     assert [row["status"] for row in found.files] == ["verified"] * 2
     assert {row["compared"] for row in found.files} == {"sha256", "sha1"}
-    flip(next(file.path for file in checkpoint._files._files if file.path.suffix == ".safetensors"), -1)
+    flip(next(file for file in checkpoint._files.opened if file.suffix == ".safetensors"), -1)
     with pytest.raises(SystemExit) as error:
         main(["verify", SOURCE])
     assert error.value.code == 3

@@ -65,7 +65,6 @@ class SourceInfo:
     modules: int  # number of attention modules
     heads: tuple[int, ...]  # number of heads of each module
     widths: tuple[int, ...]  # d; several numbers if the modules differ
-    bytes_read: int | None  # from disk or a hub; None for a model in memory
     commit: str | None  # at the hub; None elsewhere
     nonfinite: dict[str, int]  # name of a tensor -> number of its entries used that are NaN or infinite
     skipped: dict[str, str]  # name of a module, or of a tensor that cannot be read -> why it is left out
@@ -217,8 +216,7 @@ class ProductsResult(Result):
         heads = "/".join(map(str, dict.fromkeys(info.heads)))
         kinds = [f"{info.modules} attention modules of {heads} heads"] if info.modules else []
         kinds += [f"{info.state_spaces} state-space layers"] if info.state_spaces else []
-        read = f", read {info.bytes_read / 1e6:,.1f} MB" if info.bytes_read else ""
-        lines = [f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}{read}"]
+        lines = [f"{info.label}: {' and '.join(kinds)}, d = {'/'.join(map(str, info.widths))}"]
         parts: tuple[tuple[Part, str], ...] = (("qk", "heads"), ("cb", "groups"))
         for part, counted in parts:
             columns = {"layer": "{layer}", f"{part.upper()} beta": "{beta:.4g}", "lowest": "{lowest:.4g}"}
@@ -421,7 +419,6 @@ def _products_of(
         modules=len(model.parts),
         heads=tuple(part.heads for part in model.parts),
         widths=tuple(dict.fromkeys(row["width"] for row in model.rows)),
-        bytes_read=None if checkpoint is None else checkpoint.bytes_read,
         commit=None if checkpoint is None else checkpoint.commit,
         nonfinite=model.nonfinite,
         skipped=model.skipped,

@@ -1,6 +1,5 @@
 """`Checkpoint`: the tensors of one trained network, read lazily by name."""
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -16,8 +15,6 @@ from weightscope._util.sources import ARTIFACT_KEY
 from weightscope.checkpoint.files import Folder, open_path
 from weightscope.checkpoint.tensors import (
     FileCheck,
-    FileTensor,
-    LocalFile,
     Store,
     StoredTensor,
     not_weights,
@@ -93,16 +90,6 @@ class Checkpoint(Mapping[str, Tensor], Result):
         """The names of the weights, in stored order."""
         return tuple(self._weights)
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of files read from disk so far; memory does not count."""
-        return self._files.received()
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What changes when one of its files is replaced or rewritten."""
-        return self._files.signature()
-
     @cached_property
     def spec(self) -> WeightSpec:
         """The weights as a `WeightSpec`; a tied tensor is listed once, under its first name."""
@@ -146,24 +133,14 @@ class Checkpoint(Mapping[str, Tensor], Result):
             raise self._missing(name)
         return self._read(name, wide=True)
 
-    @np.errstate(over="ignore")  # a float64 that float32 cannot hold is infinite
     def read_into(self, names: Iterable[str], out: np.ndarray) -> None:
-        """Read weights, one after the other, into a float32 array (D,); those that are so in their file at once."""
-        at, runs = 0, list[list[Any]]()  # of each run: file, its first byte, first and last entry in `out`
-        for name in names:
-            entry = self._entry(name)
-            end = at + math.prod(entry.shape)
-            if isinstance(entry, FileTensor) and entry.dtype == torch.float32 and entry.stride is None and end > at:
-                follows = runs and runs[-1][0] is entry.file and runs[-1][3] == at and isinstance(entry.file, LocalFile)
-                if follows and entry.start == runs[-1][1] + 4 * (at - runs[-1][2]):
-                    runs[-1][3] = end
-                else:
-                    runs.append([entry.file, entry.start, at, end])
-            else:
-                out[at:end] = self._read(name, wide=True).numpy().reshape(-1)
-            at = end
-        for file, start, first, end in runs:
-            file.read_into(out[first:end].view(np.uint8).data, start)
+        """Read weights, one after the other, into a float32 array (D,)."""
+        at = 0
+        with np.errstate(over="ignore"):  # a float64 that float32 cannot hold is infinite
+            for name in names:
+                value = self._read(name, wide=True).numpy().reshape(-1)
+                out[at : at + value.size] = value
+                at += value.size
 
     def __contains__(self, name: object) -> bool:
         return name in self._weights

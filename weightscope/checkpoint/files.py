@@ -1,34 +1,23 @@
-"""Model files and folders, on disk or at the hub: which files hold the tensors, and at which bytes.
-
-A safetensors file is 8 bytes (the header's length n, little endian), n bytes of JSON (name -> dtype, shape, offsets),
-and the tensors. Its header is parsed here and not by `safetensors.safe_open`, which memory-maps: a
-file truncated while it is open would kill the process.
-"""
+"""Model files and folders, on disk or at the hub: which files hold the tensors."""
 
 import hashlib
 import json
-import math
-import os
 import re
 import zipfile
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from weightscope._util import npz
-from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE
+from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE, reason
 from weightscope.checkpoint.tensors import (
-    SAFETENSORS_TYPES,
-    ByteReader,
     FileCheck,
-    FileTensor,
     LocalFile,
     NpzTensor,
+    SafetensorsTensor,
     Store,
     StoredTensor,
-    checked_shape,
-    natural,
     npz_errors,
     printable,
     read_bytes,
@@ -44,15 +33,7 @@ CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.jso
 _NPZ_SUFFIX = ".npz"
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX)
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
-_MAX_JSON = 100 << 20
-_MAX_VALUES = 3_000_000  # of JSON: a value takes up to 200 bytes parsed; 200,000 tensors have 2.4 million
-_MOST_KEPT = 1 << 16
-# Header and size of the last file -> its tensors and metadata: networks that differ in their numbers have the same.
-_LAST: dict[tuple[bytes, int], tuple[list[FileTensor], dict[str, str]]] = {}
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-# Bits of an entry of each data type of safetensors.
-_BITS = {name: 8 * dtype.itemsize for name, dtype in SAFETENSORS_TYPES.items()}
-_BITS |= {"F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 class Folder:
@@ -62,29 +43,20 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.where, self._path = str(path), path
-        self._files: list[LocalFile] = []
+        self.opened: list[Path] = []
 
     def names(self) -> list[str]:
         """The plain names of its files."""
         return sorted(path.name for path in self._path.iterdir() if path.is_file())
 
-    def open(self, name: str) -> LocalFile:
-        """Open a file."""
-        self._files.append(LocalFile(self._path / name))
-        return self._files[-1]
-
-    def received(self) -> int:
-        """Number of bytes read from disk so far."""
-        return sum(file.bytes_read for file in self._files)
-
-    def signature(self) -> tuple[Any, ...]:
-        """What changes when one of the opened files is replaced or rewritten."""
-        found = [os.fstat(file.stream.fileno()) for file in self._files]
-        return tuple((stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found)
+    def file(self, name: str) -> tuple[Path, str]:
+        """A file of it, and its name in errors."""
+        self.opened.append(self._path / name)
+        return self.opened[-1], str(self.opened[-1])
 
     def check(self) -> list[FileCheck]:
         """Compare the opened files with the checksums that are known."""
-        return [check_file(file.path.name, file.path) for file in self._files]
+        return [check_file(path.name, path) for path in self.opened]
 
 
 def check_file(name: str, path: Path) -> FileCheck:
@@ -157,21 +129,25 @@ def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bo
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
-    file = folder.open(name)
-    if file.size > _MAX_JSON:
-        raise DataError(f"{file.where}: expected at most {_MAX_JSON} bytes, found {file.size}")
-    return _json_object(read_bytes(file, 0, file.size), f"{folder.where}: {name}")
+    path, where = folder.file(name)
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
+    return values
 
 
 def _open_file(folder: Folder, name: str, key: str | None) -> Store:
     if key is not None and not name.endswith((*TORCH_SUFFIXES, _ZOO_FILE)):
         raise UsageError(f"{folder.where}: {name}: holds one set of tensors; omit key=")
+    path, where = folder.file(name)
     if name.endswith(".safetensors"):
-        return _open_safetensors(folder.open(name))
-    file = folder.open(name)
+        return _open_safetensors(path, where)
     if name.endswith(_NPZ_SUFFIX):
-        return _open_npz(file)
-    return open_torch(file, key)
+        return _open_npz(path, where)
+    return open_torch(LocalFile(path, where), key)
 
 
 def _open_index(folder: Folder, name: str, key: str | None) -> Store:
@@ -205,97 +181,25 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
     return out
 
 
-def _open_npz(file: LocalFile) -> Store:
+def _open_npz(path: Path, where: str) -> Store:
     """The arrays of a file of `numpy.savez`."""
-    store = Store(file.where, {})
-    with npz_errors(file.where):
-        archive = zipfile.ZipFile(file.stream)
+    store = Store(where, {})
+    with npz_errors(where):
+        archive = zipfile.ZipFile(path)
         for entry in archive.infolist():
-            name = printable(entry.filename.removesuffix(".npy"), file.where)
-            store.tensors[name] = NpzTensor(
-                name, archive, npz.stored(archive, entry, f"{file.where}: {entry.filename}")
-            )
+            name = printable(entry.filename.removesuffix(".npy"), where)
+            store.tensors[name] = NpzTensor(name, archive, npz.stored(archive, entry, f"{where}: {entry.filename}"))
     return store
 
 
-def _open_safetensors(file: ByteReader) -> Store:
-    """The tensors of a safetensors file; its header must account for every byte, without gaps or overlaps."""
-    where = file.where
-    if file.size < 8:
-        raise DataError(f"{where}: expected a safetensors file, found only {file.size} bytes; download it again")
-    length = int.from_bytes(read_bytes(file, 0, 8), "little")
-    if length > min(_MAX_JSON, file.size - 8):
-        raise DataError(
-            f"{where}: its header claims {length} bytes, in a file of {file.size}; "
-            "it is truncated or not a safetensors file"
-        )
-    header = read_bytes(file, 8, 8 + length)
-    if (last := _LAST.get((header, file.size))) is not None:
-        found, metadata = last
-        tensors = {tensor.name: tensor._replace(file=file) for tensor in found}
-        return Store(where, dict[str, StoredTensor](tensors), metadata=dict(metadata))
-    values = _json_object(header, f"{where}: its header")
-    metadata = values.pop("__metadata__", None) or {}
-    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
-        raise DataError(f"{where}: expected `__metadata__` to map names to text")
-    tensors = {name: _described(name, value, file, 8 + length) for name, value in values.items()}
-    end = 8 + length
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
-        if tensor.start != end:
-            what = "overlaps the tensor before it" if tensor.start < end else "leaves a gap before it"
-            raise DataError(f"{where}: `{tensor.name[:200]}` {what}, at byte {tensor.start} where {end} was expected")
-        end = tensor.stop
-    if end != file.size:
-        what = "bytes are left over at its end" if end < file.size else "bytes are missing: it is truncated"
-        raise DataError(
-            f"{where}: expected {end} bytes from its header, found {file.size}; {abs(file.size - end)} {what}"
-        )
-    _LAST.clear()
-    if length <= _MOST_KEPT:
-        bare = [tensor._replace(file=cast(ByteReader, None)) for tensor in tensors.values()]
-        _LAST[header, file.size] = bare, dict(metadata)
-    return Store(where, dict[str, StoredTensor](tensors), metadata=metadata)
-
-
-def _described(name: str, value: Any, file: ByteReader, offset: int) -> FileTensor:
-    """A tensor as its entry in the header describes it."""
-    place = f"{file.where}: `{printable(name, file.where)[:200]}`"
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise DataError(f"{place}: expected dtype, shape and data_offsets in the header, found something else")
-    kind, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(kind, str) or kind not in _BITS:
-        raise DataError(f"{place}: unknown dtype {ascii(kind)[:50]}; expected one of {', '.join(_BITS)}")
-    dims = checked_shape(shape, place)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
-        raise DataError(f"{place}: expected two offsets >= 0, found {ascii(offsets)[:100]}")
-    bits, (start, stop) = math.prod(dims) * _BITS[kind], offsets
-    if bits != 8 * (stop - start):
-        raise DataError(
-            f"{place}: {kind} of shape {ascii(shape)[:100]} takes {bits / 8:.15g} bytes, "
-            f"its offsets {ascii(offsets)[:100]} hold {stop - start}"
-        )
-    return FileTensor(name, kind, SAFETENSORS_TYPES.get(kind), dims, file, offset + start, offset + stop)
-
-
-def _json_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The object in a JSON text, whose keys must be unique at every depth."""
-    values_there = raw.count(b",") + raw.count(b":")
-    if values_there > _MAX_VALUES:
-        raise DataError(f"{where} has {values_there:,} values, more than {_MAX_VALUES:,}")
+def _open_safetensors(path: Path, where: str) -> Store:
+    """The tensors of a safetensors file."""
     try:
-        values = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
-    except RecursionError:
-        raise DataError(f"{where} is nested too deeply") from None
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(values, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(values).__name__}")
-    return values
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Mapping[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
-        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {ascii(twice)[:100]} is duplicated")
-    return out
+        file = safe_open(path, "pt")
+        tensors = {name: SafetensorsTensor(name, file, where) for name in file.offset_keys()}
+        return Store(where, dict[str, StoredTensor](tensors), metadata=file.metadata() or {})
+    except OSError as error:
+        raise DataError(f"{where}: cannot be read: {reason(error)}") from error
+    except SafetensorError as error:
+        why = " ".join(str(error).split())[:200]
+        raise DataError(f"{where}: it is truncated, damaged or not a safetensors file: {why}") from error

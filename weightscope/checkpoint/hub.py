@@ -17,7 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from weightscope._version import __version__
 from weightscope.checkpoint.files import CANDIDATES, CONFIG, Folder, open_folder
-from weightscope.checkpoint.tensors import LocalFile, Store
+from weightscope.checkpoint.tensors import Store
 from weightscope.errors import DataError, UsageError
 
 USER_AGENT = {"weightscope": __version__}
@@ -100,9 +100,9 @@ class HubFolder(Folder):
     def names(self) -> list[str]:
         return self._names
 
-    def open(self, name: str) -> LocalFile:
-        self._files.append(LocalFile(self.download(name), f"{self.where}: {name}"))
-        return self._files[-1]
+    def file(self, name: str) -> tuple[Path, str]:
+        self.opened.append(self.download(name))
+        return self.opened[-1], f"{self.where}: {name}"
 
     def download(self, name: str) -> Path:
         """The file in huggingface_hub's cache."""

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import weakref
 import zipfile
 import zlib
@@ -66,7 +67,6 @@ class LocalFile:
 
     def __init__(self, path: str | Path, where: str | None = None) -> None:
         self.path, self.where = Path(path), where or str(path)
-        self.bytes_read = 0
         try:
             self.stream = open(path, "rb")  # noqa: SIM115 - closed with this object
         except OSError as error:
@@ -84,7 +84,6 @@ class LocalFile:
             if count == 0:
                 raise DataError(f"{self.where}: it ends before byte {start + len(buffer)}: it is truncated")
             done += count
-        self.bytes_read += done
 
 
 def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
@@ -103,15 +102,6 @@ def printable(name: Any, where: str) -> str:
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _LONGEST_NAME:
         raise DataError(f"{where}: a tensor's name is empty, too long or not printable: {ascii(name)[:100]}")
     return name
-
-
-def checked_shape(shape: Any, where: str) -> tuple[int, ...]:
-    """The shape that a header claims; zeros must not hide an overflow."""
-    if not isinstance(shape, list) or len(shape) > 64 or not all(map(natural, shape)):
-        raise DataError(f"{where}: expected a shape of integers >= 0, found {ascii(shape)[:100]}")
-    if math.prod(max(n, 1) for n in shape) > _MAX_ENTRIES:
-        raise DataError(f"{where}: the shape {ascii(shape)[:100]} overflows")
-    return tuple(shape)
 
 
 def natural(value: Any) -> bool:
@@ -172,6 +162,28 @@ class FileTensor(NamedTuple):
         return bad
 
 
+class SafetensorsTensor:
+    """A tensor in a safetensors file; attributes and methods as `FileTensor`."""
+
+    def __init__(self, name: str, file: Any, where: str) -> None:
+        header = file.get_slice(name)
+        self.name, self._file, self._where = printable(name, where), file, where
+        self.kind, self.shape = header.get_dtype(), tuple(header.get_shape())
+        self.dtype = SAFETENSORS_TYPES.get(self.kind)
+        bits = 8 if self.kind == "BOOL" else int(re.findall(r"\d+", self.kind)[0])  # F32, BF16, F8_E4M3
+        self.nbytes = math.prod(self.shape) * bits // 8
+        self.identity: Hashable = name
+
+    def read(self, wide: bool) -> tuple[Tensor, int]:
+        if self.dtype is None:
+            raise DataError(f"{self._where}: `{self.name}`: torch has no data type {self.kind}, so it cannot be read")
+        try:
+            out = self._file.get_tensor(self.name).to(_width(self.dtype, wide), copy=True)
+        except (RuntimeError, MemoryError) as error:  # what torch raises when memory is short
+            raise DataError(f"{self._where}: `{self.name}`: {' '.join(str(error).split())[:200]}") from error
+        return out, _nonfinite(out)
+
+
 class MemoryTensor:
     """A tensor in memory; attributes and methods as `FileTensor`."""
 
@@ -219,7 +231,7 @@ def npz_errors(where: str) -> Iterator[None]:
         raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
 
 
-StoredTensor = FileTensor | MemoryTensor | NpzTensor
+StoredTensor = FileTensor | SafetensorsTensor | MemoryTensor | NpzTensor
 
 
 @dataclass

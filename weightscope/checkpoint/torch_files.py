@@ -92,7 +92,6 @@ class _Record:
             piece = buffer[: self.size - first]
             self._file.read_into(piece, self._start + first)
             found = zlib.crc32(piece, found)
-        self._file.bytes_read -= self.size  # it was not asked for
         if found != self._crc:
             mismatch = f"checksum mismatch: expected CRC-32 {self._crc:08x}, found {found:08x}"
             raise DataError(f"{self.where}: {mismatch}; download it again")
