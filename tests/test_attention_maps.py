@@ -364,7 +364,7 @@ def test_attention_grid_colours_are_units_of_uniform_attention():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, trained_here):
     """A population of two ViTs, and a folder of transformers without its class token."""
     path = tmp_path_factory.mktemp("maps")
     network = {"type": "vit", "width": 8, "depth": 2, "heads": 2, "patch_size": 2}
@@ -537,7 +537,7 @@ def test_tokens_that_do_not_fit_and_pictures_that_sequences_do_not_have():
             found.plot(kind=kind)
 
 
-def test_the_command_draws_causal_transformers(tmp_path, capsys):
+def test_the_command_draws_causal_transformers(tmp_path, capsys, trained_here):
     transformer = {"type": "transformer", "width": 8, "depth": 1, "heads": 2, "context": 32}
     plan = tiny.recipe(tiny.COPYING, network=transformer)
     found = collect(plan, tmp_path / "a.pop", workers=1, device="cpu", progress=False)

@@ -71,7 +71,7 @@ def test_a_page_is_well_formed_self_contained_and_escaped(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def population(tmp_path_factory):
+def population(tmp_path_factory, trained_here):
     """16 networks of two blocks, really trained for two short epochs."""
     recipe = fake.recipe(networks=16, tile=16, network__depth=2, network__width=16, population__snapshots=[0, 2])
     return collect(recipe, tmp_path_factory.mktemp("page") / "a<b>.pop", workers=1)

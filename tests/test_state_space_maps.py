@@ -139,7 +139,7 @@ def test_wrong_input_is_a_one_line_error():
         state_space_maps(CausalTransformer(9, 16, 1, heads=2), [[1, 2]])
 
 
-def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_path, capsys):
+def test_the_command_draws_a_population_on_held_out_sequences_of_its_recipe(tmp_path, capsys, trained_here):
     plan = tiny.recipe(tiny.COPYING, network__layers=["default", "attention"])
     given = {"workers": 1, "device": "cpu", "progress": False}
     found = collect(plan, tmp_path / "a.pop", **given)

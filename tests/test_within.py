@@ -349,7 +349,7 @@ def test_the_command_refuses(options, code, match, file, tmp_path, capsys):
     assert not (tmp_path / "a.png").exists()
 
 
-def test_the_command_looks_into_one_network_of_a_population(tmp_path, capsys):
+def test_the_command_looks_into_one_network_of_a_population(tmp_path, capsys, trained_here):
     small = {"network.width": 4, "network.depth": 1, "training.epochs": 1, "data.train": 64, "data.test": 40}
     small |= {"population.networks": 4, "population.tile": 4}
     folder = tmp_path / "a.pop"
