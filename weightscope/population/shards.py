@@ -160,9 +160,8 @@ def _check_hash(found: str, file: Path) -> None:
 
 
 def _check_header(h5: h5py.File, file: Path, manifest: Manifest, tile: int) -> None:
-    """Raise DataError if a shard is of another recipe, network or version of the format."""
-    expected = {"schema": _SCHEMA, "recipe": manifest.fingerprint, "tile": tile}  # that of a recipe includes the spec
-    for name, value in expected.items():
+    """Raise DataError if a shard is of another recipe or network, whose fingerprint is one, or another tile."""
+    for name, value in {"recipe": manifest.fingerprint, "tile": tile}.items():
         found = h5.attrs.get(name)
         if found != (value.encode() if isinstance(value, str) else value):
             raise DataError(
