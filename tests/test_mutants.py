@@ -199,11 +199,11 @@ filters_of = functools.partial(changing, anatomy.depthwise, after=naive_filters)
 CLIP = {"psd": "clip"}
 FILTERS = {
     "shift mirrored": Mutant(knob(covariance=mirrored, root=clipped), ("outside",), CLIP),
-    "1/2 dropped as in Eq. 3.9": Mutant(knob(covariance=without_half), ("energy", "strongest")),
-    "sigma taken for a std": Mutant(knob(variance=lambda s: s * s), ("strongest", "weakest")),
-    "depth reversed": Mutant(knob(depth=lambda i, n: 1 - i / (n - 1)), ("strongest",)),
-    "one sigma for all layers": Mutant(knob(depth=lambda i, n: 0.5), ("strongest",)),
-    "covariance for its root": Mutant(knob(root=lambda s: s), ("strongest", "weakest")),
+    "1/2 dropped as in Eq. 3.9": Mutant(knob(covariance=without_half), ("energy", "unevenness")),
+    "sigma taken for a std": Mutant(knob(variance=lambda s: s * s), ("unevenness",)),
+    "depth reversed": Mutant(knob(depth=lambda i, n: 1 - i / (n - 1)), ("unevenness",)),
+    "one sigma for all layers": Mutant(knob(depth=lambda i, n: 0.5), ("unevenness",)),
+    "covariance for its root": Mutant(knob(root=lambda s: s), ("unevenness",)),
     "psd abs declared clip": Mutant(knob(), ("outside",), CLIP),
     "one filter for all channels": Mutant(
         filters_of(lambda p, _: p.write(p.read()[:1].expand(C, K, K))), ("correlation",)
@@ -261,7 +261,7 @@ MLP = {
     ),
     "in units of the weights": Mutant(fc1_update(lambda w, _, g: w + B), ("mean",), SCALAR),
     "sum for difference": Mutant(fc1_update(lambda w, fc2, g: (w + fc2.T) / 2), ("slope",), ANTI),
-    "fc1 replaced": Mutant(fc1_update(lambda w, fc2, g: -fc2.T / 2), ("own share of variance",), ANTI),
+    "fc1 replaced": Mutant(fc1_update(lambda w, fc2, g: -fc2.T / 2), ("own share",), ANTI),
     "second layer for first": Mutant(
         changing(anatomy.mlps, lambda p, _: p.write("fc2", p.read("fc2") + B * unit(p.read("fc1")))), ("mean",), SCALAR
     ),
@@ -303,9 +303,9 @@ def ssm_update(**changes: Callable[[anatomy.SSMPart], Tensor]) -> Callable[..., 
 
 
 SSM = {
-    "A_log not negated": Mutant(ssm_update(A_log=lambda p: 8 * p.read("A_log")), ("decay factor",)),
-    "A_log untouched": Mutant(ssm_update(A_log=lambda p: p.read("A_log")), ("decay factor",)),
-    "c on A for c on log A": Mutant(ssm_update(A_log=lambda p: p.read("A_log") - math.log(8)), ("decay factor",)),
+    "A_log not negated": Mutant(ssm_update(A_log=lambda p: 8 * p.read("A_log")), ("mean A_log",)),
+    "A_log untouched": Mutant(ssm_update(A_log=lambda p: p.read("A_log")), ("mean A_log",)),
+    "c on A for c on log A": Mutant(ssm_update(A_log=lambda p: p.read("A_log") - math.log(8)), ("mean A_log",)),
     "softplus inverse log(e + 1)": Mutant(
         ssm_update(dt_bias=lambda p: torch.full_like(p.read("dt_bias"), math.log(math.e + 1))), ("Delta",)
     ),

@@ -18,7 +18,7 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope._util.environment import environment
 from weightscope.auditing import audit
-from weightscope.auditing.intervals import UNTOUCHED, error_in
+from weightscope.auditing.report import UNTOUCHED, error_in
 from weightscope.auditing.selection import INCONSISTENT
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
@@ -128,7 +128,6 @@ ROWS = {"mode": "rows", "correlation": -0.8}
 THAWED = {"sigma0": 0.15, "v": 0.25, "a": 1.0}
 with torch.random.fork_rng():
     RANDOM = {"teacher": vit(128, 0), "elements": "random"}
-DEVIATION = error_in("the standard deviation")
 LARGER = {key: 1.2 * value for key, value in THAWED.items()}
 V, C = (16, 32, 64), (16, 48, 128)
 
@@ -155,11 +154,11 @@ CASES = {
     "mimetic_ssm": Case("mimetic_ssm", mamba, V, error_in("c"), {"c": 9.6}),
     "sinusoidal_positions": Case("sinusoidal_positions", learned, V, error_in("gamma"), {"gamma": 1.2}),
     "impulse_attention": Case("impulse_attention", vit, V, "logits 2 times too small", change("attention", "q", 0.5)),
-    "kaiming_uniform": Case("kaiming_uniform", vit, V, DEVIATION, {"slope": (6 / 1.44 - 1) ** 0.5}),
-    "xavier": Case("xavier", vit, V, DEVIATION, {"gain": 1.2}),
-    "trunc_normal": Case("trunc_normal", vit, V, DEVIATION, {"std": 0.024}),
-    "t_fixup": Case("t_fixup", vit, V, DEVIATION, gain),
-    "zero_init": Case("zero_init", vit, V, error_in("the identities"), change("attention", "v", 1.2)),
+    "kaiming_uniform": Case("kaiming_uniform", vit, V, error_in("slope"), {"slope": 1.2 * 5**0.5}),
+    "xavier": Case("xavier", vit, V, error_in("gain"), {"gain": 1.2}),
+    "trunc_normal": Case("trunc_normal", vit, V, error_in("std"), {"std": 0.024}),
+    "t_fixup": Case("t_fixup", vit, V, error_in("scale"), gain),
+    "zero_init": Case("zero_init", vit, V, error_in("scale"), change("attention", "v", 1.2)),
     "delta_orthogonal": Case("delta_orthogonal", mixer, C, error_in("gain"), {"gain": 1.2}),
     "select_weights": Case("select_weights", vit, V, INCONSISTENT, {"elements": "random-inconsistent"}, RANDOM),
     "constant_mlp_bias": Case("constant_mlp_bias", convnext, C, error_in("value"), {"value": 0.12}),

@@ -1,13 +1,14 @@
 """`audit`: does a model have the weights that an initialiser should have given it?
 
 It checks effective operators (products of queries and keys, covariances of filters, attention maps), not code or
-whether weights changed. A correct initialisation fails a check with probability below 1e-6; the report states the
-bound for all of them, and the probability with which an untouched network and parameters that are off by 20 % would
-fail. Errors that were found this way in public copies of these initialisers: exchanged factors, a
-missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
+whether weights changed, against those of copies that the initialiser is run on. A correct initialisation fails its
+audit with a probability of about 0.1 %; the report states the probability with which an untouched network and
+parameters that are off by 20 % would fail. Errors that were found this way in public copies of these initialisers:
+exchanged factors, a missing 1/sqrt(d), a root taken twice, and frameworks that overwrite initialised weights.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from weightscope._util.plugins import REQUIRED, Signature, distribute, is_reference, name_of
@@ -20,9 +21,10 @@ from weightscope.anatomy.probing import find_attention
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401
 from weightscope.auditing.overwritten import track
-from weightscope.auditing.report import EXPECTATIONS, AuditReport, Check
-from weightscope.auditing.simulation import own_checks
+from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, AuditReport, Check, error_in
+from weightscope.auditing.runs import DRAWS, Copy, Measure, Statistic, Trial, by_tensor, compared, pooled
 from weightscope.errors import AnatomyError, DataError, UsageError
+from weightscope.init import INITIALISERS, get
 from weightscope.init import parameters as init_parameters
 from weightscope.population import open_network
 
@@ -105,9 +107,11 @@ def _report(tensors: NamedTensors, found: Iterable[Found], skipped: Mapping[str,
     found = list(found)
     checks = tuple(check for some, _ in found for check in some)
     packed: list[str] = []  # projections of a checkpoint, which has no code that confirms the order of their rows
-    if not isinstance(tensors, ModuleTensors) and {"qk", "vo", "map", "q"} & {check.part for check in checks}:
+    by_parts = any(check.part in ("qk", "vo", "map", "q") or check.initialiser == "zero_init" for check in checks)
+    if by_parts and not isinstance(tensors, ModuleTensors):
         named = {check.name for check in checks}
-        parts = [part.parameters for part in find_attention(tensors) if part.name in named]
+        found_parts = [(part.name, part.parameters) for part in find_attention(tensors)]
+        parts = [names for path, names in found_parts if named & {path, *names["q"]}]
         packed = [names["q"][0] for names in parts if names["q"] == names["k"]]
     unread = tuple(dict.fromkeys(name for _, names in found for name in names))
     return AuditReport(checks, dict(skipped or {}), skipped is not None, unparsed=unread, unconfirmed=tuple(packed))
@@ -119,7 +123,7 @@ def _signature(init: Any) -> Signature:
     if not callable(function):
         raise UsageError(f"audit: expected a name, 'package.module:function' or a function, found {init!r}")
     found = Signature.of(function, name_of(init))
-    if isinstance(init, str) and not is_reference(init):  # the initialiser's parameters; not all need checks
+    if isinstance(init, str) and not is_reference(init):  # the initialiser's parameters
         return Signature(init, init_parameters(init), False, found.text, True)
     if not found.positional:
         raise UsageError(
@@ -131,28 +135,111 @@ def _signature(init: Any) -> Signature:
 def _checks(tensors: NamedTensors, init: Any, given: Mapping[str, Any], strict: bool) -> Found:
     """The checks of one initialiser, or of a function with expectations."""
     function, signature = EXPECTATIONS.find(init), _signature(init)
-    if function not in EXPECTATIONS.values() and "generator" in Signature.of(function, signature.name).defaults:
-        return list(own_checks(signature.name, function, tensors, given)), []
+    own = Signature.of(function, signature.name)
+    if function not in EXPECTATIONS.values() and "generator" in own.defaults:
+        if not isinstance(tensors, ModuleTensors):
+            raise UsageError(
+                f"{signature.name}: expected a module, on copies of which it can be run, found tensors only"
+            )
+        return by_tensor(signature.name, get(function, **given), tensors), []
     details = EXPECTATIONS.details.get(init, {}) if isinstance(init, str) else {}
+    parts, left = _parts(tensors, name_of(init), details, given, strict)
+    values = {**signature.defaults, **given}
+    if "strict" in values or init not in INITIALISERS:
+        values["strict"] = strict
+    required = own if function is not by_tensor else signature
+    required.require({key: value for key, value in values.items() if value is not REQUIRED})
+    if function is by_tensor:
+        return by_tensor(signature.name, get(init, **values), tensors, [part.name for part in parts]), left
+    measured = _measure(function, own, values)(tensors)
+    found: list[Any] = list(measured) if isinstance(measured, Iterable) else [measured]
+    if found and all(isinstance(one, Statistic) for one in found):
+        return _by_runs(init, tensors, found, values), left
+    if not all(isinstance(check, Check) for check in found):
+        raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {measured!r}")
+    return found, left
+
+
+def _parts(
+    tensors: NamedTensors, name: str, details: Mapping[str, Any], given: Mapping[str, Any], strict: bool
+) -> tuple[list[Any], list[str]]:
+    """The parts that an initialiser sets, and the names of tensors that look like them and were not read."""
     kinds = details.get("reads")
     # Initialisers of all matrices read no parts: what counts for these are weights.
     left = [name for name, why in tensors.every.items() if kinds is None and why and name.endswith("weight")]
     if left and strict:
-        why = f"`{left[0]}` cannot be read: {tensors.every[left[0]]}"
-        raise AnatomyError(f"{name_of(init)}: {why}; strict=False audits the others")
+        raise AnatomyError(
+            f"{name}: `{left[0]}` cannot be read: {tensors.every[left[0]]}; strict=False audits the others"
+        )
+    found: list[Any] = []
     for kind in kinds(given) if callable(kinds) else kinds or ():
-        parts = parts_of(kind, tensors, strict=strict or None, caller=name_of(init))
+        parts = parts_of(kind, tensors, strict=strict or None, caller=name)
         odd = (part for part in parts if details.get("square") and not strict and not part.square)
-        left += [*(unread.name for unread in parts.unread), *(name for part in odd for name in part.parameters)]
-    own, values = Signature.of(function, signature.name), {**signature.defaults, **given, "strict": strict}
-    if not own.open:
-        values = {key: values[key] for key in own.defaults}
-    own.require({key: value for key, value in values.items() if value is not REQUIRED})
-    found: Any = function(tensors, **values)
-    checks = list(found) if isinstance(found, Iterable) else [found]
-    if not all(isinstance(check, Check) for check in checks):
-        raise UsageError(f"{signature.name}: expected a list of weightscope.auditing.Check back, found {found!r}")
-    return checks, left
+        left += [*(unread.name for unread in parts.unread), *(one for part in odd for one in part.parameters)]
+        found += parts
+    return found, left
+
+
+def _measure(function: Callable[..., Any], own: Signature, values: Mapping[str, Any]) -> Measure:
+    """A function of a network's tensors, given those of the parameters that it has."""
+    return partial(function, **(values if own.open else {key: values[key] for key in own.defaults}))
+
+
+def _by_runs(name: str, tensors: NamedTensors, found: list[Statistic], values: dict[str, Any]) -> list[Check]:
+    """The checks of a registered initialiser by its statistics and its `details`.
+
+    - stand_ins: (tensors, parameters) -> networks to run it on, with their parameters; by default a copy of this one;
+    - fewer: (tensors, parameters) -> parameters with which it sets fewer parts, of the same distributions;
+    - start: (network, seed, **parameters) sets what it starts from, if this matters;
+    - errors: names of parameters, or (parameters) -> these, or {error: parameters, or a change of a network};
+    - untouched: name of the error of the default start;
+    - pooled: whether the means over layers decide;
+    - runs: how many.
+    """
+    details, function = EXPECTATIONS.details[name], EXPECTATIONS[name]
+    own = Signature.of(function, name)
+    collect = pooled if details.get("pooled") else list
+
+    def measure_of(parameters: Mapping[str, Any]) -> Measure:
+        measure = _measure(function, own, parameters)
+        return lambda network: collect(measure(network))
+
+    def trial(network: NamedTensors, parameters: dict[str, Any]) -> Trial:
+        start = details.get("start")
+        return Trial(
+            Copy(network),
+            measure_of(parameters),
+            get(name, **parameters),
+            _wrong(name, details.get("errors", ()), parameters),
+            start and partial(start, **parameters),
+            details.get("runs", DRAWS),
+        )
+
+    fewer, stand_ins = details.get("fewer", lambda _, p: p), details.get("stand_ins")
+    networks = stand_ins(tensors, values) if stand_ins else [(tensors, fewer(tensors, values))]
+    trials = (trial(*one) for one in networks)
+    return compared(name, collect(found), trials, details.get("untouched", UNTOUCHED))
+
+
+def _wrong(name: str, errors: Any, parameters: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    """Error -> the initialiser with it."""
+    found = errors(parameters) if callable(errors) else errors
+    if isinstance(found, tuple):
+        found = {error_in(key): parameters | {key: _off(key, parameters[key])} for key in found if parameters[key]}
+
+    def changed(change: Callable[[Any], None]) -> Callable[..., Any]:
+        def run(target: Any, generator: Any) -> None:
+            get(name, **parameters)(target, generator=generator)
+            change(target)
+
+        return run
+
+    return {error: changed(how) if callable(how) else get(name, **how) for error, how in found.items()}
+
+
+def _off(parameter: str, value: float) -> float:
+    """1.2 times a number, or 0.8 times a correlation that would be beyond +-1."""
+    return (0.8 if parameter == "correlation" and abs(value) > 1 / 1.2 else 1.2) * value
 
 
 def _every(tensors: NamedTensors, strict: bool) -> AuditReport:

@@ -1,13 +1,12 @@
-"""Expectations of the initialisers of attention: products near a multiple of the identity, attention maps, positions.
+"""Statistics of the initialisers of attention: products near a multiple of the identity, attention maps, positions.
 
-Checks of mimetic attention are of the effective operators `W_Q W_K^T` of a head and `sum_h W_V W_O` of a layer, in the
-row-vector convention, so that any construction with the same products passes.
+Statistics of mimetic attention are of the effective operators `W_Q W_K^T` of a head and `sum_h W_V W_O` of a layer, in
+the row-vector convention, so that any construction with the same products passes.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from weightscope.anatomy import (
     AttentionPart,
     ModuleTensors,
     NamedTensors,
-    PositionEmbedding,
     chosen_layers,
     parts_of,
     positions,
@@ -27,30 +25,104 @@ from weightscope.anatomy import (
 )
 from weightscope.anatomy.attention_modules import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
-from weightscope.auditing.intervals import (
-    LEVEL,
-    RUNS,
-    UNTOUCHED,
-    Interval,
-    Row,
-    default_start,
-    error_in,
-    interval,
-    predicted,
-    row,
-    zero_biases,
-)
-from weightscope.auditing.report import EXPECTATIONS, Check, checks_of
+from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, Check, error_in
+from weightscope.auditing.runs import Copy, Statistic, default_start
 from weightscope.errors import AnatomyError
 from weightscope.init import impulse_attention as impulse
-from weightscope.init.attention import PARTS, mimetic_attention_, numbers, table_codes
-from weightscope.init.base import uniform
-
-_LARGEST = 192  # width of the models in which the initialiser is run; fluctuations at larger widths are scaled
-_SEED = 0x5EED  # of the runs, so that an audit is reproducible
-
+from weightscope.init.attention import PARTS, numbers, table_codes
 
 # --- mimetic attention ------------------------------------------------------------------------------------------------
+
+_LARGEST = 192  # width of the networks in which the initialiser is run for wider ones, whose statistics vary less
+_RUNS = 20
+_HALF = 2e-3  # for half precision and an approximate SVD
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of an attention layer."""
+
+    width: int  # d
+    heads: int  # of queries
+    kv_heads: int  # of keys and values
+    head_width: int  # k
+
+    @staticmethod
+    def of(part: AttentionPart) -> "Sizes":
+        """Those of a part."""
+        return Sizes(part.width, part.heads, part.kv_heads, part.head_width)
+
+    def scaled(self) -> "Sizes":
+        """The same at a width that is cheap to initialise, with the same k / d."""
+        if self.width <= _LARGEST:
+            return self
+        d = next((d for d in range(_LARGEST, _LARGEST // 2, -1) if self.head_width * d % self.width == 0), _LARGEST)
+        return replace(self, width=d, head_width=max(1, round(self.head_width * d / self.width)))
+
+    def network(self) -> NamedTensors:
+        """One layer of these sizes."""
+        d, rows, kv_rows = self.width, self.heads * self.head_width, self.kv_heads * self.head_width
+        shapes = {"q": (rows, d), "k": (kv_rows, d), "v": (kv_rows, d), "o": (d, rows)}
+        return NamedTensors(
+            {f"blocks.0.attn.{name}_proj.weight": torch.zeros(shape) for name, shape in shapes.items()},
+            {"num_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_width},
+        )
+
+
+def _one_layer_of_each_size(source: NamedTensors, p: dict[str, Any]) -> Iterator[tuple[NamedTensors, dict[str, Any]]]:
+    chosen = chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"])
+    for sizes in dict.fromkeys(Sizes.of(part).scaled() for part in chosen):
+        yield sizes.network(), p | {"layers": None, "heads": None}
+
+
+def _numbers(p: dict[str, Any]) -> dict[str, float]:
+    """The alphas and betas; "same-random" has no alphas."""
+    names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
+    values = numbers(p["preset"], p["construction"], tuple(p[name] for name in names))
+    found = dict(zip(names, values, strict=True))
+    return {n: x for n, x in found.items() if p["construction"] == "svd" or n.startswith("beta")}
+
+
+def _errors(p: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found = _numbers(p)
+    wanted = ("qk", "vo") if p["parts"] == "both" else (p["parts"],)
+    wrong = {n: x for n, x in found.items() if x and n[-2:] in wanted}
+    return {error_in(n): p | found | {"preset": None, "parts": n[-2:], n: 1.2 * x} for n, x in wrong.items()}
+
+
+@EXPECTATIONS.register(
+    "mimetic_attention",
+    reads=("attention modules",),
+    variants=({"preset": "vision"}, {"preset": "language"}),
+    stand_ins=_one_layer_of_each_size,
+    errors=_errors,
+    runs=_RUNS,
+)
+def mimetic_attention_statistics(source: NamedTensors, **p: Any) -> Iterator[Statistic]:
+    """Statistics of every head's query-key product and every layer's value-output product.
+
+    They are compared with those of the initialiser in one layer of the same sizes, or of the same ratios at a smaller
+    width d, where `diagonal std` is larger in proportion to 1/sqrt(d) and all fluctuate more.
+    """
+    given = _numbers(p)
+    choice("parts", p["parts"], PARTS)
+    chosen = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
+    for kind in ("qk", "vo") if p["parts"] == "both" else (p["parts"],):
+        size = max(given.get(f"alpha_{kind}", 0.0), abs(given[f"beta_{kind}"]))
+        for part in chosen:
+            sizes = Sizes.of(part)
+            small = sizes.scaled()
+            slack = _HALF + (1 / small.width if small != sizes else 0)
+            for head, found in enumerate(_measured(part, kind)):
+                number = part.numbers[head] if kind == "qk" else None
+                for name, value in found.items():
+                    unit = math.sqrt(small.width / sizes.width) if name == "diagonal std" else 1.0
+                    side, mine = "both", slack * unit * (1 if name == "asymmetry" else size)
+                    if name == "other heads":  # whose correlations are smaller in wider layers
+                        side, mine = "above", 0.1
+                    yield Statistic(
+                        kind, part.layer, number, part.name, name, value, "identity", small, unit, mine, side
+                    )
 
 
 def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
@@ -71,8 +143,8 @@ def product_statistics(a: Tensor, b: Tensor) -> dict[str, float]:
 def _measured(part: AttentionPart, kind: str) -> list[dict[str, float]]:
     """The statistics of each head's query-key product ("qk"), or of a layer's value-output product ("vo").
 
-    - other heads: the largest correlation of a head's product, without its diagonal mean, with those of other heads of
-      the layer: 1 if two heads have the same noise.
+    - other heads: the root mean square of the correlations of a head's product, without its diagonal mean, with those
+      of other heads of the layer: large if two heads have the same noise.
     """
     if kind == "vo":
         v, o = part.read("v").cpu(), part.read("o").cpu()  # (kv, d, k), (H, k, d)
@@ -88,140 +160,49 @@ def _measured(part: AttentionPart, kind: str) -> list[dict[str, float]]:
 
 
 def _likeness_of_heads(a: Tensor, b: Tensor) -> list[float]:
-    """The largest correlation of each `A_h B_h^T`, without its diagonal mean, with the others, for A, B (H, d, k)."""
+    """The rms correlation of each `A_h B_h^T`, without its diagonal mean, with the others, for A, B (H, d, k)."""
     heads, d, k = a.shape
     grams = [x.permute(1, 0, 2).flatten(1).T @ x.permute(1, 0, 2).flatten(1) for x in (a, b)]  # (H k, H k)
     products = (grams[0] * grams[1]).double().view(heads, k, heads, k).sum((1, 3))  # <M_g, M_h>
     traces = (a * b).double().sum((1, 2))
     products -= traces.outer(traces) / d
     norms = products.diagonal().clamp_min(1e-300).sqrt()
-    return (products / norms.outer(norms)).abs().fill_diagonal_(0).amax(1).tolist()
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of an attention layer."""
-
-    width: int  # d
-    heads: int  # of queries
-    kv_heads: int  # of keys and values
-    head_width: int  # k
-
-    def scaled(self) -> "Sizes":
-        """The same at a width that is cheap to initialise, with the same k / d."""
-        if self.width <= _LARGEST:
-            return self
-        d = next((d for d in range(_LARGEST, _LARGEST // 2, -1) if self.head_width * d % self.width == 0), _LARGEST)
-        return replace(self, width=d, head_width=max(1, round(self.head_width * d / self.width)))
-
-    def drawn(self, kind: str, numbers: Mapping[str, Any] | None, draws: int) -> list[dict[str, float]]:
-        """Statistics of a model's products, initialised with the numbers, or at torch's default start without any."""
-        g, layers = torch.Generator().manual_seed(_SEED), math.ceil(draws / (self.heads if kind == "qk" else 1))
-        d, rows, kv_rows = self.width, self.heads * self.head_width, self.kv_heads * self.head_width
-        shapes = {"q": (rows, d), "k": (kv_rows, d), "v": (kv_rows, d), "o": (d, rows)}
-        model = NamedTensors(
-            {
-                f"blocks.{i}.attn.{name}_proj.weight": uniform(*shape, bound=shape[1] ** -0.5, generator=g)
-                for i in range(layers)
-                for name, shape in shapes.items()
-            },
-            {"num_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_width},
-        )
-        if numbers is not None:
-            mimetic_attention_(model, **numbers, parts=kind, generator=g)
-        return [found for part in self_attention(model) for found in _measured(part, kind)]
-
-
-@lru_cache(maxsize=256)
-def expected(
-    sizes: Sizes, kind: str, given: tuple[tuple[str, Any], ...]
-) -> dict[str, tuple[Interval, dict[str, float]]]:
-    """Statistic -> its interval, and error -> the probability that the check fails for one product with that error.
-
-    `diagonal std` scales as 1/sqrt(d); the others converge. All fluctuate by 1/d. The correlation with other heads may
-    be anything up to the middle between the largest of the runs and 1, since a largest value has long tails.
-    """
-    small, numbers = sizes.scaled(), dict(given)
-    ratio, draws = small.width / sizes.width, 2 * RUNS * min(8, max(1, _LARGEST // small.width))  # small ones cost less
-    right, others = small.drawn(kind, numbers, draws), {UNTOUCHED: small.drawn(kind, None, draws // 4)}
-    for name in (f"alpha_{kind}", f"beta_{kind}"):
-        if numbers.get(name):
-            others[error_in(name)] = small.drawn(kind, numbers | {name: 1.2 * numbers[name]}, draws // 4)
-    # For half precision, an approximate SVD, and the finite width of the runs.
-    base, out = 2e-3 + (1 / small.width if ratio < 1 else 0), dict[str, tuple[Interval, dict[str, float]]]()
-    scale = max(numbers.get(f"alpha_{kind}", 0.0), abs(numbers[f"beta_{kind}"]))
-    for name in right[0]:
-        factor, shrink = (math.sqrt(ratio), math.sqrt(ratio)) if name == "diagonal std" else (1.0, ratio)
-        slack, values = base * factor * (1 if name == "asymmetry" else scale), [one[name] for one in right]
-        limits = interval(predicted(values, factor, shrink), slack)
-        if name == "other heads":
-            limits = 0.0, (1 + max(values)) / 2 + base
-        wrong = {error: predicted([one[name] for one in drawn], factor, shrink) for error, drawn in others.items()}
-        out[name] = limits, row(name, 0.0, limits, wrong)[3]
-    return out
-
-
-@EXPECTATIONS.register(
-    "mimetic_attention", reads=("attention modules",), variants=({"preset": "vision"}, {"preset": "language"})
-)
-def mimetic_attention_checks(source: NamedTensors, **p: Any) -> Iterator[Check]:
-    """Checks of every head's query-key product and every layer's value-output product.
-
-    Intervals are those of the initialiser in models of the same sizes, or of the same ratios at a smaller width.
-    """
-    names = ("alpha_qk", "beta_qk", "alpha_vo", "beta_vo")
-    values = numbers(p["preset"], p["construction"], tuple(p[name] for name in names))
-    given = {"construction": p["construction"]} | dict(zip(names, values, strict=True))
-    if p["construction"] == "same-random":  # has no alphas
-        given = {name: value for name, value in given.items() if not name.startswith("alpha")}
-    choice("parts", p["parts"], PARTS)
-    chosen = list(chosen_heads(chosen_layers(self_attention(source, strict=None), p["layers"]), p["heads"]))
-    for kind in ("qk", "vo") if p["parts"] == "both" else (p["parts"],):
-        for part in chosen:
-            sizes = Sizes(part.width, part.heads, part.kv_heads, part.head_width)
-            limits = expected(sizes, kind, tuple(given.items()))
-            for head, found in enumerate(_measured(part, kind)):
-                number = part.numbers[head] if kind == "qk" else None
-                rows = [(name, value, *limits[name]) for name, value in found.items()]
-                yield from checks_of("mimetic_attention", kind, part.layer, number, part.name, rows)
+    squares = (products / norms.outer(norms)).square().fill_diagonal_(0)
+    found: list[float] = (squares.sum(1) / (heads - 1)).sqrt().tolist()
+    return found
 
 
 # --- positions --------------------------------------------------------------------------------------------------------
 
-_STARTS = 4  # draws of what an untouched table starts from
+
+def _untouched_tables(network: Copy, seed: int, **_: Any) -> None:
+    """What the module's `reset_parameters` makes of a table, else a random one, or what it is where that is not known.
+
+    Of fixed tables, and of tables called `pos_embed` without a module, only the network's constructor knows it.
+    """
+    g = torch.Generator().manual_seed(seed)
+    for table in positions(network.source, strict=None):
+        start = default_start(network.source, table.name)
+        if start is not None:
+            network.source.get(table.name).copy_(start)
+        elif table.trained and (isinstance(network.source, ModuleTensors) or not table.name.endswith("pos_embed")):
+            table.write(torch.randn(table.read().shape, generator=g))
 
 
-@EXPECTATIONS.register("sinusoidal_positions", reads=("position embeddings",))
-def sinusoidal_positions_checks(source: NamedTensors, *, gamma: float) -> Iterator[Check]:
-    """Checks of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
+@EXPECTATIONS.register(
+    "sinusoidal_positions", reads=("position embeddings",), start=_untouched_tables, errors=("gamma",)
+)
+def sinusoidal_positions_statistics(source: NamedTensors, *, gamma: float) -> Iterator[Statistic]:
+    """Statistics of every table's inner products `P P^T = gamma^2 C C^T`, which are invariant to the order of features.
 
-    An untouched table is the one that its module's `reset_parameters` makes, else a random one. Where the former has
-    the same codes, as in the package's ViT, the audit is undecidable; so it is for fixed tables and tables called
-    `pos_embed` without a module, of which only the network's constructor knows what they start from.
+    Where an untouched table has the same codes, as in the package's ViT, the audit is undecidable.
     """
     for i, table in enumerate(positions(source, strict=None)):
         value = table.read().cpu().double()
-        codes = table_codes(table).double()
-        scale, distance = _likeness(value[table.prefix :], codes)
-        starts = [_likeness(start, codes[: len(start)]) for start in _starts(source, table)]
-        scaled, apart = map(predicted, zip(*starts, strict=True)) if starts else (abs(gamma), 0.0)
-        wrong = {error_in("gamma"): 1.2 * abs(gamma), UNTOUCHED: scaled}
-        rows = [
-            row("gamma", scale, abs(gamma), wrong, slack=0.01 * abs(gamma)),
-            row("distance of inner products", distance, (0.0, 0.01), {UNTOUCHED: apart}),
-        ]
-        yield from checks_of("sinusoidal_positions", "positions", i, None, table.name, rows)
-
-
-def _starts(source: NamedTensors, table: PositionEmbedding) -> list[Tensor]:
-    """Draws of what an untouched table starts from (N, d); none where it may be anything."""
-    reset = [default_start(source, table.name, seed) for seed in range(_STARTS)]
-    if known := [start for start in reset if start is not None]:
-        return [start.reshape(table.tokens, table.width)[table.prefix :].cpu().double() for start in known]
-    if not table.trained or (not isinstance(source, ModuleTensors) and table.name.endswith("pos_embed")):
-        return []
-    g, size = torch.Generator().manual_seed(0), (min(256, table.tokens - table.prefix), table.width)
-    return [torch.randn(size, generator=g, dtype=torch.float64) for _ in range(_STARTS)]
+        scale, distance = _likeness(value[table.prefix :], table_codes(table).double())
+        rows = (("gamma", scale, 0.01 * abs(gamma), "both"), ("distance of inner products", distance, 0.01, "above"))
+        for what, found, slack, side in rows:
+            yield Statistic("positions", i, None, table.name, what, found, like=table.name, slack=slack, side=side)
 
 
 def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
@@ -233,10 +214,13 @@ def _likeness(table: Tensor, codes: Tensor) -> tuple[float, float]:
 
 # --- impulses ---------------------------------------------------------------------------------------------------------
 
-PEAKS = (0.95, 1.0)
-BLUNT_PEAKS = (0.45, 1.0)  # where norms are kept; at width 24, half of a head's tokens had their peak elsewhere
-# The solver's own factors were 0.88 to 1.14 in 27 heads of 5 networks (widths 32 to 96); powers assume 10 % spread.
+# A solution takes as long as the initialiser, so that the expected intervals are fixed, and not those of runs.
+PEAKS = 0.95
+BLUNT_PEAKS = 0.45  # where norms are kept; at width 24, half of a head's tokens had their peak elsewhere
+# The solver's own factors were 0.88 to 1.14 in 27 heads of 5 networks (widths 32 to 96); the power is for this spread.
 FACTOR = (0.7, 1.5)
+_FACTOR_POWER = 0.99
+_RARE = 1e-6  # probability of more heads with one offset, if offsets are drawn independently
 
 
 @EXPECTATIONS.register("impulse_attention", reads=("attention modules",))
@@ -279,8 +263,9 @@ def _maps(
 ) -> Iterator[Check]:
     q, k = part.read("q").cpu().double(), part.read("k").cpu().double()
     targets = torch.stack([tokens.targets(offset) for offset in known])  # (offsets, N)
-    most = max(math.ceil(part.heads / len(known)), stats.binom.isf(LEVEL, part.heads, 1 / len(known)))
+    most = max(math.ceil(part.heads / len(known)), stats.binom.isf(_RARE, part.heads, 1 / len(known)))
     used: dict[Offset, int] = {}
+    peaks = PEAKS if sharp else BLUNT_PEAKS
     for head in range(part.heads):
         found = impulse.attention_map(x, q[head], k[part.kv_head(head)], part.scale, tokens.causal)
         hits = (targets == found.argmax(1)) & (targets >= 0)
@@ -290,23 +275,26 @@ def _maps(
         used[known[best]] = used.get(known[best], 0) + 1
         copies = sum(torch.equal(q[head], q[h]) and part.kv_heads == part.heads for h in range(head))
         # Of an untouched head's tokens, one in N has its largest weight at a given target.
-        limits = PEAKS if sharp else BLUNT_PEAKS
-        chance = float(stats.binom.sf(math.ceil(limits[0] * len(valid)) - 1, len(valid), 1 / tokens.total))
-        rows: list[Row] = [
-            ("peaks", float(hits[best].sum()) / len(valid), limits, {UNTOUCHED: 1 - min(1.0, len(known) * chance)}),
-            row("uses of the offset", float(used[known[best]]), (1.0, float(most))),
-            row("copies", float(copies), 0.0),
+        chance = float(stats.binom.sf(math.ceil(peaks * len(valid)) - 1, len(valid), 1 / tokens.total))
+        share, untouched = float(hits[best].sum()) / len(valid), 1 - min(1.0, len(known) * chance)
+        rows: list[tuple[str, float, float, float, dict[str, float]]] = [
+            ("peaks", share, peaks, 1.0, {UNTOUCHED: untouched}),
+            ("uses of the offset", float(used[known[best]]), 1.0, float(most), {}),
+            ("copies", float(copies), 0.0, 0.0, {}),
         ]
         if sharp:
-            rows.append(row("weight", float(found[valid, targets[best][valid]].mean()), (0.5, 1.0)))
-            rows.append(row("error", float((found - wanted).square().mean()) * tokens.total, (0.0, 0.5)))
+            rows.append(("weight", float(found[valid, targets[best][valid]].mean()), 0.5, 1.0, {}))
+            rows.append(("error", float((found - wanted).square().mean()) * tokens.total, 0.0, 0.5, {}))
         if minimised:
             factor = _logit_factor(part, x, q[head], k[part.kv_head(head)], tokens, wanted)
-            wrong = {f"logits 2 times too {size}": stats.norm(f, 0.1 * f) for size, f in (("large", 2), ("small", 0.5))}
-            rows.append(row("logit factor", factor, FACTOR, wrong))
+            wrong = {f"logits 2 times too {size}": _FACTOR_POWER for size in ("large", "small")}
+            rows.append(("logit factor", factor, *FACTOR, wrong))
         name = f"{part.name} {known[best]}"
-        yield from checks_of("impulse_attention", "map", part.layer, part.numbers[head], name, rows)
-    yield from checks_of("impulse_attention", "map", part.layer, None, part.name, zero_biases(part, "qk"))
+        yield from (Check("impulse_attention", "map", part.layer, part.numbers[head], name, *one) for one in rows)
+    biases = [bias.flatten() for name in impulse.QUERY_KEY if (bias := part.read_bias(name)) is not None]
+    if biases:
+        largest = float(torch.cat(biases).abs().max())
+        yield Check("impulse_attention", "map", part.layer, None, part.name, "largest bias", largest, 0.0, 0.0)
 
 
 def _logit_factor(part: AttentionPart, x: Tensor, q: Tensor, k: Tensor, tokens: TokenGrid, wanted: Tensor) -> float:

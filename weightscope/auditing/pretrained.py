@@ -1,15 +1,15 @@
 """Expectations of a fit to networks: the correlations between the parts of a model's matrices are those of the fit."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from weightscope.anatomy import NamedTensors
 from weightscope.anatomy.places import Source
-from weightscope.auditing.intervals import DECIDED, RUNS, UNTOUCHED, compared, error_in
-from weightscope.auditing.report import Check, checks_of
+from weightscope.auditing.report import DECIDED, UNTOUCHED, Check, error_in
+from weightscope.auditing.runs import DRAWS, Draws, Statistic, checked, gathered
 from weightscope.errors import UsageError
 from weightscope.fits import Exchangeable, load_artifact
 from weightscope.fits.population_fit import PopulationFit
@@ -49,11 +49,14 @@ def expectations_of(artifact: str) -> Callable[[NamedTensors], list[Check]]:
             drawn = [_products(root, kind.dimension, rng) for root, kind in zip(roots, types, strict=True)]
             return _slopes(types, rho, drawn)
 
-        right = [draw(1.0) for _ in range(2 * RUNS)]
-        wrong = {error: [draw(x) for _ in range(RUNS // 2)] for error, x in ((UNTOUCHED, 0.0), (error_in("gain"), 0.8))}
-        out: list[Check] = []
-        for label, _, limits, power in compared(found, right, wrong):
-            out += checks_of(name, "correlations", None, None, label, [("slope", found[label], limits, power)])
+        def draws(share: float, runs: int) -> Draws:
+            return gathered(one for _ in range(runs) for one in rows(draw(share)))
+
+        def rows(slopes: Mapping[str, float]) -> list[Statistic]:
+            return [Statistic("correlations", None, None, label, "slope", x, like=label) for label, x in slopes.items()]
+
+        wrong = {UNTOUCHED: draws(0.0, DRAWS // 4), error_in("gain"): draws(0.8, DRAWS // 4)}
+        out = checked(name, rows(found), draws(1.0, DRAWS), wrong)
         if not out:
             raise UsageError(f"audit: {artifact}: this fit has no correlations that a model could be tested for")
         return [check for check in out if check.power[UNTOUCHED] >= DECIDED] or out

@@ -9,10 +9,18 @@ from typing import Any, TypeVar
 from weightscope._util.names import listing
 from weightscope._util.plugins import Registry
 from weightscope._util.results import Result, text_table
-from weightscope.auditing.intervals import DECIDED, LEVEL, UNTOUCHED, Row
 
 K = TypeVar("K", bound=Hashable)
-P = TypeVar("P", bound=Any)  # a part of `weightscope.anatomy`
+
+RATE = 1e-3  # probability with which a correct initialisation fails its audit
+# An error is decided if an audit finds it with this probability. Below, its verdict is "undecidable".
+DECIDED = 0.99
+UNTOUCHED = "an untouched network"
+
+
+def error_in(parameter: str) -> str:
+    """The name of the error by which a parameter of an initialiser is off in the powers of audits."""
+    return f"a 20 % error in {parameter}"
 
 
 @dataclass(frozen=True)
@@ -56,22 +64,8 @@ class Check:
         return math.isfinite(self.found) and self.low <= self.found <= self.high
 
 
-def checks_of(
-    initialiser: str, part: str, layer: int | None, head: int | None, name: str, rows: Iterable[Row]
-) -> list[Check]:
-    """The checks of several statistics of one part; arguments as the attributes of `Check`."""
-    return [
-        Check(initialiser, part, layer, head, name, what, found, *limits, power) for what, found, limits, power in rows
-    ]
-
-
-def each(initialiser: str, what: str, parts: Iterable[P], rows: Callable[[P], Iterable[Row]]) -> list[Check]:
-    """The checks of every part, which has a layer and a name."""
-    return [check for p in parts for check in checks_of(initialiser, what, p.layer, None, p.name, rows(p))]
-
-
-EXPECTATIONS: Registry[Callable[..., Iterable[Check]]] = Registry("audit")
-"""Initialiser -> `f(tensors: NamedTensors, **parameters) -> list[Check]`.
+EXPECTATIONS: Registry[Callable[..., Any]] = Registry("audit")
+"""Initialiser -> `f(tensors: NamedTensors, **parameters)`, its `Statistic`s to be compared with runs, or `Check`s.
 
 `.details[name]["variants"]` are the parameters that `audit(model)` tries, if not only the defaults.
 """
@@ -152,8 +146,8 @@ class AuditReport(Result):
 
     @property
     def false_alarm_rate(self) -> float:
-        """Upper bound on the probability that a correct initialisation fails this audit (union bound)."""
-        return min(1.0, LEVEL * len(self.checks))
+        """Upper bound on the probability that correct initialisations fail this audit (union bound)."""
+        return min(1.0, RATE * len(self.outcomes))
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -199,7 +193,7 @@ class AuditReport(Result):
                 "failed": f"FAILED, {bad} of {len(mine)} checks",
                 "undecidable": f"UNDECIDABLE, all {len(mine)} checks pass",
             }[outcome]
-            lines.append(f"{name}: {verdict} (false alarms < {LEVEL * len(mine):.1e} per audit)")
+            lines.append(f"{name}: {verdict} (false alarms < {100 * RATE:.2g} % of audits)")
             if factors := self.scaled(name):
                 times = " to ".join(dict.fromkeys(f"{factor:.3g}" for factor in factors))
                 lines.append(f"  the structure is there, but scaled: what failed is {times} times what is expected")

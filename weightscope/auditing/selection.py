@@ -10,8 +10,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice
 from weightscope.anatomy import ModuleTensors, NamedTensors
-from weightscope.auditing.intervals import UNTOUCHED
-from weightscope.auditing.report import EXPECTATIONS, Check
+from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, Check
 from weightscope.init.selection import ELEMENTS, Pair, Selection, matched
 
 INCONSISTENT = "inconsistent indices"
@@ -27,7 +26,7 @@ def select_weights_checks(source: NamedTensors, *, teacher: Any, elements: str, 
     """
     choice("elements", elements, ELEMENTS)
     student = source.module if isinstance(source, ModuleTensors) else source
-    options.pop("strict")
+    options.pop("strict", None)
     pairs = list(matched(student, teacher, **options))
     if not elements.startswith("random"):
         selection = Selection(elements, None)

@@ -303,12 +303,12 @@ def layer_scale_identity_(module: M, *, value: float = 0.1, generator: Generator
         >>> layer_scale_identity_(vit, value=1e-5)
     """
     positive("value", value)
-    factors = [parameter for name, parameter in module.named_parameters() if FACTOR.search(name)]
+    named = named_tensors(module)
+    factors = [named.get(name) for name in named.names if FACTOR.search(name)]
     if factors:
         for factor in factors:
             put(factor, torch.full(factor.shape, float(value)))
         return module
-    named = named_tensors(module)
     heads, hidden = parts_of("attention modules", named), parts_of("MLPs", named)
     if not heads and not hidden:
         raise AnatomyError("expected residual branches (attention or MLPs), found none")

@@ -1,0 +1,376 @@
+"""Checks of a network against runs of an initialiser on copies of it: one mechanism for all initialisers.
+
+Statistics of the network are compared with those of copies that the initialiser was run on. On a scale on which a
+statistic is nearly normal (the cube root of a variance, atanh of a correlation), one more run has Student's
+distribution around the mean of n runs,
+
+    mean +- t_(n-1) s sqrt(1 + 1/n)
+
+whose quantiles are those of the level `RATE` divided by the number of checks. Statistics that have one distribution,
+those of all heads of one size, share their runs. Runs of the default start and of the initialiser with an error give
+the power. Where nothing is random, the interval is that of rounding.
+"""
+
+import copy
+import inspect
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import special, stats
+from torch import Tensor
+
+from weightscope._util.torch_random import seeded
+from weightscope.anatomy import ModuleTensors, NamedTensors
+from weightscope.auditing.report import RATE, UNTOUCHED, Check, error_in
+from weightscope.errors import UsageError
+
+DRAWS = 24  # of each statistic: the two-sided t quantile of 1e-5 is 5.6, the normal one 4.4
+LEAST = 8  # draws, where entries are many
+ENTRIES = 5e7  # drawn in all runs together, about a second
+ROUNDING = 4e-3  # relative, of bfloat16
+
+Key = tuple[Hashable, ...]
+Draws = dict[Key, list[float]]
+
+
+def _cube(x: float) -> float:
+    return x**3
+
+
+def _atanh(r: float) -> float:
+    return math.atanh(min(max(r, -1 + 1e-9), 1 - 1e-9))
+
+
+# Scales on which statistics are nearly normal, and their inverses. The cube root is Wilson and Hilferty's (1931).
+SCALES: dict[str, tuple[Callable[[float], float], Callable[[float], float]]] = {
+    "identity": (float, float),
+    "variance": (lambda x: float(np.cbrt(x)), _cube),
+    "correlation": (_atanh, math.tanh),
+}
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A statistic of a part of a network; the first six as the attributes of `Check`.
+
+    Attributes:
+        scale: "identity", "variance" for a mean of squares, or "correlation".
+        like: statistics of one name and equal `like` have the same distribution, in units of `unit`.
+        unit: what the value is divided by before it is compared, > 0.
+        slack: by how much the interval is wider on each side, beyond rounding.
+        side: "both", "above" if only a large value is wrong, or "below".
+        decides: whether its power counts, which is not so of single layers beside their mean.
+    """
+
+    part: str
+    layer: int | None
+    head: int | None
+    name: str
+    statistic: str
+    value: float
+    scale: str = "identity"
+    like: Hashable = None
+    unit: float = 1.0
+    slack: float = 0.0
+    side: str = "both"
+    decides: bool = True
+
+    @property
+    def key(self) -> Key:
+        """What statistics of one distribution have in common."""
+        return self.part, self.statistic, self.like
+
+    @property
+    def scaled(self) -> float:
+        """The value on the scale on which it is compared."""
+        return SCALES[self.scale][0](float(self.value) / self.unit)
+
+
+Measure = Callable[[NamedTensors], Iterable[Statistic]]
+
+
+class Copy:
+    """A copy of a network, on which initialisers are run: its tensors, and what an initialiser is given."""
+
+    def __init__(self, source: NamedTensors) -> None:
+        self.target: Any
+        self.source: NamedTensors
+        if isinstance(source, ModuleTensors):
+            self.target = copy.deepcopy(source.module)
+            self.source = ModuleTensors(self.target, source.config)
+        else:
+            self.target = self.source = NamedTensors(_Copied(source), source.config)
+
+    def reset(self, names: Iterable[str], seed: int) -> None:
+        """Give tensors their default start: `reset_parameters` of their module, else U(-1, 1) / sqrt(fan_in)."""
+        g = torch.Generator().manual_seed(seed)
+        for name in names:
+            tensor = self.source.get(name)
+            if not tensor.is_floating_point() or name in self.source._computed:
+                continue
+            value = default_start(self.source, name)
+            if value is None:
+                draws = torch.rand(tensor.shape, generator=g) * 2 - 1
+                value = draws / math.sqrt(max(1, math.prod(tensor.shape[1:])))
+            tensor.copy_(value)
+
+    def below(self, names: Iterable[str]) -> list[str]:
+        """The tensors of some modules, or of these names."""
+        paths = tuple(f"{name}." if name else "" for name in names)
+        return [name for name in self.source.names if f"{name}.".startswith(paths)]
+
+
+class _Copied(MutableMapping[str, Tensor]):
+    """Tensors by name, each copied when it is first read."""
+
+    def __init__(self, source: NamedTensors) -> None:
+        self._source, self._own = source, dict[str, Tensor]()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._own:
+            self._own[name] = self._source.get(name).clone()
+        return self._own[name]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        self._own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source.names)
+
+    def __len__(self) -> int:
+        return len(self._source.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+
+def default_start(source: NamedTensors, name: str) -> Tensor | None:
+    """What `reset_parameters` of a copy of its module gives a tensor; None without a module that has this method."""
+    if not isinstance(source, ModuleTensors):
+        return None
+    path, _, attribute = name.rpartition(".")
+    owner = source.module.get_submodule(path)
+    reset = getattr(owner, "reset_parameters", None)
+    if not callable(reset) or inspect.signature(reset).parameters:
+        return None
+    fresh: Any = copy.copy(owner)  # with its own tensors, which share no memory, and with its children as they are
+    fresh.__dict__.update(copy.deepcopy({kind: owner.__dict__[kind] for kind in ("_parameters", "_buffers")}))
+    fresh.reset_parameters()
+    value: Tensor = getattr(fresh, attribute)
+    return value.detach()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A network on which an initialiser is run, and how it is measured.
+
+    Attributes:
+        network: the copy.
+        measure: its statistics.
+        run: initialise it, `run(target, generator=)`.
+        wrong: error -> the same with an error.
+        start: `start(network, seed)`, before each run; None where a run sets all that is measured.
+        wanted: draws of each statistic.
+    """
+
+    network: Copy
+    measure: Measure
+    run: Callable[..., Any]
+    wrong: Mapping[str, Callable[..., Any]]
+    start: Callable[[Copy, int], None] | None
+    wanted: int = DRAWS
+
+    def draws(self, seeds: range, run: Callable[..., Any] | None, names: Sequence[str]) -> Draws:
+        """The statistics after runs, or with None of the default start of tensors."""
+        rows: list[Statistic] = []
+        with seeded(seeds.start), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is left out was said of the network itself
+            for seed in seeds:
+                if self.start is not None:
+                    self.start(self.network, seed)
+                elif run is None:
+                    self.network.reset(names, seed)
+                if run is not None:
+                    run(self.network.target, generator=torch.Generator().manual_seed(seed))
+                rows += self.measure(self.network.source)
+        return gathered(rows)
+
+
+def gathered(rows: Iterable[Statistic]) -> Draws:
+    """The values of statistics on their scales, of those of one distribution together, and of each layer."""
+    out: Draws = {}
+    for one in rows:
+        for key in (one.key, (*one.key, one.layer)):
+            out.setdefault(key, []).append(one.scaled)
+    return out
+
+
+def compared(
+    initialiser: str, found: Sequence[Statistic], trials: Iterable[Trial], untouched: str = UNTOUCHED
+) -> list[Check]:
+    """The checks of a network's statistics by trials; `untouched` is the name of the default start among the errors."""
+    right: Draws = {}
+    wrong: dict[str, Draws] = {}
+    for trial in trials:
+        rows = list(trial.measure(trial.network.source))
+        names = trial.network.below(one.name for one in rows)
+        least = min(Counter(one.key for one in rows).values(), default=1)
+        entries = sum(math.prod(trial.network.source.shape(name)) for name in names)
+        most = max(2, math.ceil(LEAST / least), int(ENTRIES / max(1, entries)))
+        n = min(math.ceil(trial.wanted / least), most)
+        few = min(max(6, math.ceil(n / 4)), most)
+        mine = trial.draws(range(2), trial.run, names)
+        if any(max(values) > min(values) for values in mine.values()):
+            mine = trial.draws(range(n), trial.run, names)
+        else:
+            few = min(4, few)
+        right |= mine
+        # First the default start: what a `start` leaves as it is counts as it is after right runs.
+        for error, run in {untouched: None, **trial.wrong}.items():
+            wrong.setdefault(error, {}).update(trial.draws(range(n, n + few), run, names))
+    return checked(initialiser, found, right, wrong)
+
+
+def checked(initialiser: str, found: Sequence[Statistic], right: Draws, wrong: Mapping[str, Draws]) -> list[Check]:
+    """The checks of statistics by draws of right networks, with the powers by draws of wrong ones."""
+    drawn = {key: _spread(values) for key, values in right.items()}
+    level = RATE / max(1, sum(drawn[one.key][1] > 0 for one in found))
+    limits = {key: _interval(len(right[key]), *spread, level) for key, spread in drawn.items()}
+    others = {error: {key: _spread(values) for key, values in draws.items()} for error, draws in wrong.items()}
+    powers: dict[Any, dict[str, float]] = {}
+    checks = []
+    for one in found:
+        low, high = _widened(one, *limits[one.key])
+        # With an error, layers may differ that are alike without it.
+        place = (*one.key, one.layer), low, high
+        if place not in powers:
+            mine = {error: spreads.get(place[0], spreads.get(one.key)) for error, spreads in others.items()}
+            powers[place] = {error: _outside(*spread, low, high) for error, spread in mine.items() if spread}
+        back = SCALES[one.scale][1]
+        # A statistic on its scale may be below what the scale can have: variances start at 0.
+        ends = back(max(low, 0.0) if one.scale == "variance" else low) * one.unit, back(high) * one.unit
+        power = powers[place] if one.decides else {}
+        checks.append(
+            Check(initialiser, one.part, one.layer, one.head, one.name, one.statistic, float(one.value), *ends, power)
+        )
+    return checks
+
+
+def _spread(draws: Sequence[float]) -> tuple[float, float]:
+    """The mean and the std of draws, which is 0 where these differ by rounding only."""
+    mean, sd = float(np.mean(draws)), float(np.std(draws, ddof=1))
+    return mean, 0.0 if sd <= 1e-9 * abs(mean) + 1e-15 else sd
+
+
+def _interval(n: int, mean: float, sd: float, level: float) -> tuple[float, float]:
+    """The interval that one more draw beside n leaves with the probability `level`."""
+    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
+    return mean - half, mean + half
+
+
+def _widened(one: Statistic, low: float, high: float) -> tuple[float, float]:
+    """An interval on a statistic's scale, wider by its slack and by rounding, and open on a side that is not wrong."""
+    slack = max(one.slack / one.unit, ROUNDING * abs(low + high) / 2)
+    return (
+        -math.inf if one.side == "above" else low - slack,
+        math.inf if one.side == "below" else high + slack,
+    )
+
+
+def _outside(mean: float, sd: float, low: float, high: float) -> float:
+    """The probability that a normal number is outside an interval."""
+    if sd == 0:
+        return float(not low <= mean <= high)
+    return float(special.ndtr((low - mean) / sd) + special.ndtr((mean - high) / sd))
+
+
+def pooled(rows: Iterable[Statistic]) -> list[Statistic]:
+    """Statistics, and the mean of each over the layers, if there are several; the latter decides."""
+    groups: dict[tuple[str, str], list[Statistic]] = {}
+    for one in rows:
+        groups.setdefault((one.part, one.statistic), []).append(one)
+    out: list[Statistic] = []
+    for group in groups.values():
+        if len(group) > 1:
+            mean = SCALES[group[0].scale][1](float(np.mean([one.scaled for one in group])))
+            out.append(replace(group[0], layer=None, name=ALL_LAYERS, value=mean, like=ALL_LAYERS, unit=1.0))
+        out += [replace(one, decides=len(group) == 1) for one in group]
+    return out
+
+
+ALL_LAYERS = "all layers"
+
+
+# --- initialisers without statistics of their own -------------------------------------------------------------------
+
+MEANS = 8  # runs before those whose statistics are compared, which make the mean of each tensor
+
+
+def by_tensor(name: str, init: Callable[..., Any], source: NamedTensors, modules: Iterable[str] = ("",)) -> list[Check]:
+    """Checks of every tensor of modules that an initialiser changes, by runs of it on the default start.
+
+    - mean, std: of the entries;
+    - likeness: the cosine between the tensor and its mean over other runs, near 1 if a structure is always the same;
+    - difference: of a tensor that is the same in all runs, the largest from its value, relative to the largest entry.
+
+    Raises:
+        UsageError: if the initialiser sets nothing.
+    """
+    network = Copy(source)
+
+    def made(seed: int, names: Sequence[str]) -> dict[str, Tensor]:
+        with seeded(seed), torch.no_grad():
+            network.reset(names, seed)
+            before = {key: network.source.get(key).clone() for key in names}
+            init(network.target, generator=torch.Generator().manual_seed(seed))
+        changed = [key for key in names if not torch.equal(before[key], network.source.get(key))]
+        return {key: network.source.get(key).double() for key in changed}
+
+    first = made(0, network.below(modules))
+    if not first:
+        raise UsageError(f"{name}: expected an initialiser that changes the default start, found no changed parameter")
+    chosen, fixed = list(first), dict.fromkeys(first, True)
+    means = {key: value.clone() for key, value in first.items()}
+    for seed in range(1, MEANS):
+        made(seed, chosen)
+        again = {key: network.source.get(key).double() for key in chosen}
+        fixed = {key: fixed[key] and torch.equal(again[key], first[key]) for key in chosen}
+        if all(fixed.values()):
+            break
+        means = {key: means[key] + again[key] for key in chosen}
+    means = first if all(fixed.values()) else {key: value / MEANS for key, value in means.items()}
+
+    def measure(tensors: NamedTensors) -> Iterator[Statistic]:
+        for i, key in enumerate(chosen):
+            x = tensors.get(key).detach().to(means[key])
+            for what, value in _of_entries(x, first[key] if fixed[key] else means[key], fixed[key]).items():
+                slack = ROUNDING if what != "std" else 0.0
+                scale = "variance" if what == "variance" else "identity"
+                yield Statistic("weight", i, None, key, what, value, scale, key, slack=slack)
+
+    def scaled(target: Any, generator: torch.Generator) -> None:
+        init(target, generator=generator)
+        for key in chosen:
+            network.source.get(key).mul_(1.2)
+
+    def start(network: Copy, seed: int) -> None:
+        network.reset(chosen, MEANS + seed)
+
+    errors = {error_in("scale"): scaled}
+    return compared(name, list(measure(source)), [Trial(network, measure, init, errors, start)])
+
+
+def _of_entries(x: Tensor, mean: Tensor, fixed: bool) -> dict[str, float]:
+    if fixed:
+        return {"difference": float((x - mean).abs().max()) / max(float(mean.abs().max()), 1e-30)}
+    likeness = float((x * mean).sum() / (x.norm() * mean.norm()).clamp_min(1e-300))
+    return {"mean": float(x.mean()), "variance": float(x.var(correction=0)), "likeness": likeness}
