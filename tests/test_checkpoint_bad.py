@@ -85,18 +85,17 @@ def with_pickle(data):
 
 
 MODULE = nn.Sequential(nn.Linear(2, 2))
+DAMAGED = "truncated, damaged or not a file of torch.save"
 PICKLES = {
-    "os.system": (saved({"a": Evil()}), r"needs posix\.system, which is not run.*safetensors"),
-    "os.system, old layout": (saved({"a": Evil()}, _use_new_zipfile_serialization=False), r"needs posix\.system"),
-    "os.system, bare pickle": (pickle.dumps(Evil()), "found neither"),
-    "whole module": (saved(MODULE), r"needs torch\.nn\.modules\.container\.Sequential.*whole pickled module"),
-    "text": (b"hello world", "found neither a zip archive nor its pickles"),
+    "os.system": (saved({"a": Evil()}), "none under a"),
+    "os.system, old layout": (saved({"a": Evil()}, _use_new_zipfile_serialization=False), "none under a"),
+    "os.system, bare pickle": (pickle.dumps(Evil()), DAMAGED),
+    "whole module": (saved(MODULE), r"an object of torch\.nn\.modules\.container\.Sequential.*save model\.state_dict"),
+    "text": (b"hello world", DAMAGED),
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),
     "TorchScript": (rezipped(lambda r: r | {"archive/constants.pkl": b""}), "TorchScript"),
-    "big endian": (rezipped(lambda r: r | {"archive/byteorder": b"big"}), "little-endian"),
-    "short storage": (rezipped(lambda r: r | {"archive/data/0": bytes(8)}), "found 8 bytes"),
-    "truncated": (saved({"a": torch.ones(300)})[:-400], "damaged zip"),
-    "truncated, old layout": (saved({"a": torch.ones(9)}, _use_new_zipfile_serialization=False)[:-4], "truncated"),
+    "truncated": (saved({"a": torch.ones(300)})[:-400], DAMAGED),
+    "truncated, old layout": (saved({"a": torch.ones(9)}, _use_new_zipfile_serialization=False)[:-4], DAMAGED),
 }  # fmt: skip
 
 
@@ -105,7 +104,7 @@ REFUSED = {"m.safetensors": HEADERS, "m.pt": PICKLES}
 
 @pytest.mark.parametrize(("name", "row"), [(name, row) for name, rows in REFUSED.items() for row in rows])
 def test_a_damaged_file_is_refused_with_one_line(tmp_path, name, row):
-    """A header accounts for every byte; a pickle is followed as data, and nothing of it runs."""
+    """A header accounts for every byte; nothing of a pickle runs."""
     raw, message = REFUSED[name][row]
     path = tmp_path / name
     path.write_bytes(raw)

@@ -113,24 +113,12 @@ def test_an_artifact_of_huge_numbers_writes_no_infinity(tmp_path):
 
 
 def test_records_of_a_torch_file_are_compared_with_their_crc(tmp_path):
-    path = tmp_path / "m.pt"
-    base = torch.randn(2000)
-    torch.save({"a": base[10:20], "b": torch.randn(300)}, path)
-    checkpoint = Checkpoint(path)
-    assert torch.equal(checkpoint["a"], base[10:20])
+    path, base = tmp_path / "m.pt", torch.randn(2000)
+    torch.save({"a": base}, path)
     assert verify(path).files[0]["compared"] == "crc32"
-    raw = path.read_bytes()
-    place = raw.index(base[1000:1010].numpy().tobytes())  # of the storage, outside the view
-    flip(path, place)
-    damaged = Checkpoint(path)
-    assert len(damaged["b"]) == 300, "other records are not concerned"
-    with pytest.raises(DataError, match=r"m.pt: its record .*data/0: checksum mismatch: expected CRC-32"):
-        damaged["a"]
-    assert verify(path).damaged
-    path.write_bytes(raw)
-    flip(path, raw.index(b"\x80\x02") + 40)
-    with pytest.raises(DataError, match=r"its record .*data.pkl: checksum mismatch"):
-        Checkpoint(path)
+    flip(path, path.read_bytes().index(base[1000:1010].numpy().tobytes()))
+    (damaged,) = verify(path).damaged
+    assert "checksum mismatch of its record m/data/0" in damaged
 
 
 def test_torch_files_without_crc_are_read_and_unverified(tmp_path):

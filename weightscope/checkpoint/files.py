@@ -13,14 +13,12 @@ from weightscope._util import npz
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE, reason
 from weightscope.checkpoint.tensors import (
     FileCheck,
-    LocalFile,
     NpzTensor,
     SafetensorsTensor,
     Store,
     StoredTensor,
     npz_errors,
     printable,
-    read_bytes,
 )
 from weightscope.checkpoint.torch_files import check_records, open_torch
 from weightscope.errors import DataError, UsageError
@@ -74,8 +72,7 @@ def check_file(name: str, path: Path) -> FileCheck:
         why = f"checksum mismatch: expected {kind} {real.name[:16]}..., found {found[:16]}...; delete {real}"
         return FileCheck(name, "damaged", kind, f"{path}: {why}")
     try:
-        file = LocalFile(path)
-        if read_bytes(file, 0, min(file.size, 2)) == b"PK" and check_records(file):
+        if zipfile.is_zipfile(path) and check_records(path):
             return FileCheck(name, "verified", "crc32")
     except DataError as error:
         return FileCheck(name, "damaged", "crc32", str(error))
@@ -147,7 +144,7 @@ def _open_file(folder: Folder, name: str, key: str | None) -> Store:
         return _open_safetensors(path, where)
     if name.endswith(_NPZ_SUFFIX):
         return _open_npz(path, where)
-    return open_torch(LocalFile(path, where), key)
+    return open_torch(path, where, key)
 
 
 def _open_index(folder: Folder, name: str, key: str | None) -> Store:

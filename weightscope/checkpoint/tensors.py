@@ -1,16 +1,13 @@
 """Tensors of a checkpoint: what is known of each without reading it, and how it is read, from a file or from memory."""
 
 import math
-import os
 import re
-import weakref
 import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 
 from weightscope._util import npz
 from weightscope._util.environment import available_memory
-from weightscope._util.sources import reason
 from weightscope.errors import DataError, UsageError
 
 # Data types of safetensors that torch has.
@@ -31,9 +27,7 @@ SAFETENSORS_TYPES |= {"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_
 
 # Data types of tensors that count as weights.
 WEIGHTS = {dtype for dtype in SAFETENSORS_TYPES.values() if dtype.is_floating_point}
-_MAX_ENTRIES = 2**62
 _LONGEST_NAME = 4096  # characters
-_CHUNK = 1 << 22  # entries converted at once: peak memory is the result and 16 MB
 
 # Hints that the finders of anatomy ask for; a module keeps them as attributes where a file has them in its config.
 _HINTS = ("num_heads", "num_attention_heads", "n_heads", "nhead", "num_key_value_heads")
@@ -49,51 +43,6 @@ class FileCheck:
     detail: str = ""  # why it is unverified or damaged, and what to do
 
 
-class ByteReader(Protocol):
-    """A file of a checkpoint; `where` is its name in errors."""
-
-    where: str
-    size: int
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start`."""
-
-
-class LocalFile:
-    """A regular file on disk, kept open, so that replacing it under its name does not mix two files.
-
-    It is not memory-mapped: a file that is truncated while it is read is an error and not a crash.
-    """
-
-    def __init__(self, path: str | Path, where: str | None = None) -> None:
-        self.path, self.where = Path(path), where or str(path)
-        try:
-            self.stream = open(path, "rb")  # noqa: SIM115 - closed with this object
-        except OSError as error:
-            raise DataError(f"{self.where}: cannot be read: {reason(error)}") from error
-        weakref.finalize(self, self.stream.close)
-        self.size = os.fstat(self.stream.fileno()).st_size
-
-    def read_into(self, buffer: memoryview, start: int) -> None:
-        done = 0
-        while done < len(buffer):
-            try:
-                count = os.preadv(self.stream.fileno(), [buffer[done:]], start + done)
-            except OSError as error:
-                raise DataError(f"{self.where}: cannot be read: {error.strerror}") from error
-            if count == 0:
-                raise DataError(f"{self.where}: it ends before byte {start + len(buffer)}: it is truncated")
-            done += count
-
-
-def read_bytes(file: ByteReader, start: int, stop: int) -> bytes:
-    """The bytes from `start` to `stop` of a file."""
-    out = bytearray(stop - start)
-    if out:
-        file.read_into(memoryview(out), start)
-    return bytes(out)
-
-
 def printable(name: Any, where: str) -> str:
     """A tensor's name, checked: it is printed, and control characters could rewrite the terminal.
 
@@ -104,66 +53,8 @@ def printable(name: Any, where: str) -> str:
     return name
 
 
-def natural(value: Any) -> bool:
-    """Whether a number of a header is one of entries or bytes."""
-    return type(value) is int and 0 <= value <= _MAX_ENTRIES
-
-
-class FileTensor(NamedTuple):
-    """A tensor in a file."""
-
-    name: str  # for errors
-    kind: str  # name of its data type
-    dtype: torch.dtype | None  # as stored; None if torch has no such type
-    shape: tuple[int, ...]
-    file: ByteReader
-    start: int  # position of its first byte
-    stop: int  # position after its last byte
-    stride: tuple[int, ...] | None = None  # in entries; None for row-major
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes as stored."""
-        return self.stop - self.start
-
-    @property
-    def identity(self) -> Hashable:
-        """Equal for two names of one tied tensor; empty tensors are never tied."""
-        return (id(self.file), self.start, self.stop, self.shape, self.stride, self.name * (self.start == self.stop))
-
-    def read(self, wide: bool) -> tuple[Tensor, int]:
-        """The tensor (`wide`: of half or quarter precision as float32), and its number of NaN and infinite entries."""
-        where = f"{self.file.where}: `{self.name}`"
-        if self.dtype is None:
-            raise DataError(f"{where}: torch has no data type {self.kind}, so it cannot be read")
-        try:
-            flat = torch.empty(self.nbytes // self.dtype.itemsize, dtype=_width(self.dtype, wide))
-            bad = self._fill(flat, self.dtype)
-            if self.stride is not None:
-                flat = flat.as_strided(self.shape, self.stride).contiguous()
-            return flat.reshape(self.shape), bad
-        except (RuntimeError, MemoryError) as error:  # what torch raises when memory is short
-            raise DataError(f"{where}: not enough memory: {' '.join(str(error).split())[:200]}") from error
-
-    def _fill(self, flat: Tensor, dtype: torch.dtype) -> int:
-        if not len(flat):
-            return 0
-        bad = 0
-        stored = torch.uint8 if dtype == torch.bool else dtype
-        direct = flat.dtype == stored
-        buffer = flat if direct else torch.empty(min(_CHUNK, len(flat)), dtype=stored)
-        for first in range(0, len(flat), _CHUNK):
-            target = flat[first : first + _CHUNK]
-            piece = target if direct else buffer[: len(target)]
-            self.file.read_into(piece.view(torch.uint8).numpy().data, self.start + first * dtype.itemsize)
-            if not direct:
-                target.copy_(piece)
-            bad += _nonfinite(target)
-        return bad
-
-
 class SafetensorsTensor:
-    """A tensor in a safetensors file; attributes and methods as `FileTensor`."""
+    """A tensor in a safetensors file, read when it is asked for."""
 
     def __init__(self, name: str, file: Any, where: str) -> None:
         header = file.get_slice(name)
@@ -172,9 +63,10 @@ class SafetensorsTensor:
         self.dtype = SAFETENSORS_TYPES.get(self.kind)
         bits = 8 if self.kind == "BOOL" else int(re.findall(r"\d+", self.kind)[0])  # F32, BF16, F8_E4M3
         self.nbytes = math.prod(self.shape) * bits // 8
-        self.identity: Hashable = name
+        self.identity: Hashable = name  # equal for two names of one tied tensor
 
     def read(self, wide: bool) -> tuple[Tensor, int]:
+        """The tensor (`wide`: of half or quarter precision as float32), and its number of NaN and infinite entries."""
         if self.dtype is None:
             raise DataError(f"{self._where}: `{self.name}`: torch has no data type {self.kind}, so it cannot be read")
         try:
@@ -185,7 +77,7 @@ class SafetensorsTensor:
 
 
 class MemoryTensor:
-    """A tensor in memory; attributes and methods as `FileTensor`."""
+    """A tensor in memory, or of a mapped torch file; attributes and methods as `SafetensorsTensor`."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name, self._tensor = name, tensor
@@ -198,12 +90,13 @@ class MemoryTensor:
     def read(self, wide: bool) -> tuple[Tensor, int]:
         if self._tensor.is_meta:
             raise DataError(f"`{self.name}` is on the meta device and holds no numbers; materialise the model first")
-        out = self._tensor.detach().to("cpu", _width(self.dtype, wide), copy=True)
+        options: Any = {"copy": True, "memory_format": torch.contiguous_format}
+        out = self._tensor.detach().to("cpu", _width(self.dtype, wide), **options)
         return out, _nonfinite(out)
 
 
 class NpzTensor:
-    """An array of a file of `numpy.savez`, expanded when it is read; attributes and methods as `FileTensor`."""
+    """An array of a file of `numpy.savez`, expanded when it is read; attributes and methods as `SafetensorsTensor`."""
 
     def __init__(self, name: str, archive: zipfile.ZipFile, array: npz.Stored) -> None:
         self.name, self._archive, self._array = name, archive, array
@@ -213,7 +106,7 @@ class NpzTensor:
         self.nbytes, self.identity = math.prod(array.shape) * array.dtype.itemsize, array.entry.header_offset
 
     def read(self, wide: bool) -> tuple[Tensor, int]:
-        """See `FileTensor.read`; DataError if the memory left cannot hold it and what is computed from it."""
+        """See `SafetensorsTensor.read`; DataError if the memory left cannot hold it and what is computed from it."""
         if 2 * self.nbytes > (free := available_memory()):
             raise DataError(f"{self._array.where}: expands to {self.nbytes:,} bytes; only {free:,} are free")
         with npz_errors(self._array.where):
@@ -231,7 +124,7 @@ def npz_errors(where: str) -> Iterator[None]:
         raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
 
 
-StoredTensor = FileTensor | SafetensorsTensor | MemoryTensor | NpzTensor
+StoredTensor = SafetensorsTensor | MemoryTensor | NpzTensor
 
 
 @dataclass
