@@ -12,7 +12,7 @@ import click
 from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope._version import __version__
-from weightscope.cli.analysis import attention_maps, audit, covariance, export, inspect, products, report, verify
+from weightscope.cli import analysis
 from weightscope.cli.catalogue import list_
 from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
@@ -69,9 +69,11 @@ _TRUST = click.Option(
     callback=lambda context, _, trust: context.with_resource(trusting()) if trust else None,
     help="Run the code of users' own that populations and artifacts name.",
 )
-_RUNNING = (collect, import_, inspect, report, covariance, products, attention_maps, fit_init, bench, audit)
-for _command in (demo, collect, import_, show_status, inspect, verify, export, *_RUNNING[3:], publish, list_):
-    if _command in _RUNNING:
+# In the order of their file; what `bench` makes is audited.
+_ANALYSES = [c for c in vars(analysis).values() if isinstance(c, click.Command) and c is not analysis.audit]
+_RUN_NO_CODE = (demo, show_status, analysis.verify, analysis.export, publish, list_)
+for _command in (demo, collect, import_, show_status, *_ANALYSES, fit_init, bench, analysis.audit, publish, list_):
+    if _command not in _RUN_NO_CODE:
         _command.params.append(_TRUST)
     cli.add_command(_command)
 
