@@ -131,7 +131,7 @@ def mimetic_attention(rounds: int, layers: int) -> dict[str, Any]:
         "mimetic attention, ViT-B/16",
         ours,
         peer,
-        statistics_of="diagonal mean, diagonal deviation, off-diagonal norm / sqrt(d)",
+        statistics_of="diagonal mean, diagonal std, off-diagonal norm / sqrt(d)",
         ours_statistics=mean(our_stats),
         peer_statistics=mean(peer_stats),
         note=f"{layers} of {LAYERS} layers timed in each round and scaled",

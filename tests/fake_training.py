@@ -59,13 +59,13 @@ def train_tile(recipe, tile, *, data_root=None, device="auto", kernels="torch", 
     weights = np.stack([vector(recipe, k, spec.size) for k in numbers])
     diverged = np.array([k % 9 == 5 for k in numbers])
     weights[diverged] = np.nan
-    moments = recipe.population.snapshots
+    kept = recipe.population.snapshots
     accuracy = np.array([[k / 1000 + e for e in range(epochs)] for k in numbers], dtype=np.float32)
     return SimpleNamespace(
         index=tile,
         hits=None,
         weights=weights,
-        snapshots=None if moments is None else weights[:, None] * np.array(moments, np.float32)[:, None],
+        snapshots=None if kept is None else weights[:, None] * np.array(kept, np.float32)[:, None],
         metrics={
             "test_accuracy": accuracy,
             "learning_rate": np.full(size, 0.01),

@@ -90,7 +90,7 @@ SCORES = [
 STRIPES = [
     (name, group, ratio * (1 + i / 4), ratio * (1 + i / 4) * 0.9, ratio * (1 + i / 4) * 1.2)
     for i, name in enumerate(LONG)
-    for group, ratio in (("column means", 1.5), ("row means", 0.6), ("grand mean", 0.9))
+    for group, ratio in (("column means", 1.5), ("row means", 0.6), ("overall mean", 0.9))
 ]
 
 

@@ -14,14 +14,14 @@ def covariance(rows):
 
 
 def stripe_ratios(w):
-    """Column, row and grand ratio of (N, p, n), entry by entry."""
+    """Column, row and overall ratio of (N, p, n), entry by entry."""
     w = np.asarray(w, dtype=np.float64)
     _, p, n = w.shape
     v = np.mean([w[:, i, j].var(ddof=1) for i in range(p) for j in range(n)])
     column = np.mean([w[:, :, j].mean(axis=1).var(ddof=1) for j in range(n)]) / (v / p)
     row = np.mean([w[:, i, :].mean(axis=1).var(ddof=1) for i in range(p)]) / (v / n)
-    grand = w.mean(axis=(1, 2)).var(ddof=1) / (v / (p * n))
-    return column, row, grand
+    overall = w.mean(axis=(1, 2)).var(ddof=1) / (v / (p * n))
+    return column, row, overall
 
 
 def random_covariance(size, rng, *, condition=30.0):

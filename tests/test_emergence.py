@@ -23,9 +23,9 @@ VIT = {"type": "vit", "width": 8, "depth": 1, "heads": 2, "patch_size": 4}
 def test_a_correlation_that_grows_is_drawn_against_training_with_the_threshold_of_its_p_value(tmp_path: Path) -> None:
     sizes = {0: 0.0, 1: 0.05, 4: 0.3, 8: 0.6}
     found = {}
-    for moment, size in sizes.items():
-        x, spec, permutations = planted(300, size, seed=moment)
-        found[moment] = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
+    for epoch, size in sizes.items():
+        x, spec, permutations = planted(300, size, seed=epoch)
+        found[epoch] = covariance_exchangeable(WeightArray(x, spec), permutations=permutations)
     emergence = Emergence(found, "epoch")
     ((words, pairs),) = emergence.curves.items()
     assert words == "blocks.0: fc2 row means and blocks.1: fc2 row means"
@@ -54,7 +54,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_commands_take_a_snapshot(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plot, data, law = (tmp_path / name for name in ("a.png", "a.json", "a.safetensors"))
+    plot, data, fitted = (tmp_path / name for name in ("a.png", "a.json", "a.safetensors"))
     for at in (["--at", "1"], []):
         run("covariance", path, *at, "-o", plot, "--json", data, capsys=capsys)
         stripes = json.loads(data.read_text())["stripes"]["blocks.0.mlp.fc1.weight"]["column"]["ratio"]
@@ -65,12 +65,12 @@ def test_commands_take_a_snapshot(path: Path, tmp_path: Path, capsys: pytest.Cap
         assert stripes == pytest.approx(fc1.shape[1] * np.square(fc1.mean(1)).mean() / np.square(fc1).mean())
     run("covariance", path, "--exchangeable", "--at", "2", "-o", plot, "--json", data, capsys=capsys)
     last = json.loads(data.read_text())
-    run("fit-init", path, "--structure", "diagonal", "--at", "1", "-o", law, capsys=capsys)
-    assert load_artifact(law).provenance["snapshot"] == 1
+    run("fit-init", path, "--structure", "diagonal", "--at", "1", "-o", fitted, capsys=capsys)
+    assert load_artifact(fitted).provenance["snapshot"] == 1
     code, _, _ = run("covariance", path, "--exchangeable", "--at", "all", "-o", plot, "--json", data, capsys=capsys)
-    moments = json.loads(data.read_text())["snapshots"]
-    assert [each.pop("at") for each in moments] == [0, 1, 2]
-    assert {"written_by": "weightscope covariance"} | moments[2] == last
+    snapshots = json.loads(data.read_text())["snapshots"]
+    assert [each.pop("at") for each in snapshots] == [0, 1, 2]
+    assert {"written_by": "weightscope covariance"} | snapshots[2] == last
     assert code == 0, "also if no correlation is significant"
 
 

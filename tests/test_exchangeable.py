@@ -244,7 +244,7 @@ def test_inflation_does_not_depend_on_the_unit_of_the_weights() -> None:
     [("network", 0.7, 3.0, 8), ("unit", 0.7, 1.0, 8), ("first", 3.0, 3.0, 96)],
 )
 def test_scales_and_means_that_tensors_share_make_no_false_alarms(by: str, scale: float, mean: float, n: int) -> None:
-    """300 populations of n networks: 5 % is 15, 31 or more have p = 2e-4. Pairs, and errors of amplified laws.
+    """300 populations of n networks: 5 % is 15, 31 or more have p = 2e-4. Pairs, and errors of amplified fits.
 
     Networks or units differ in scale by this log sd, or the first 64 networks are e^3 times as large; each unit has a
     mean that all networks and tensors share. About means over networks whose errors forget the cross terms, false

@@ -1,4 +1,4 @@
-"""Exchangeable laws in networks of other widths and depths, refused where they do not fit, and exported."""
+"""Exchangeable structures in networks of other widths and depths, refused where they do not fit, and exported."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def whole(x: np.ndarray, spec: WeightSpec) -> Exchangeable:
 
 
 @pytest.fixture(scope="module")
-def law() -> Exchangeable:
+def fitted() -> Exchangeable:
     return whole(*planted())
 
 
@@ -65,30 +65,30 @@ def law() -> Exchangeable:
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x, spec = planted(40)
     result = fit(WeightArray(x, spec), "*", structure="exchangeable", joint="all")
-    return result.save(tmp_path_factory.mktemp("law") / "law.safetensors")
+    return result.save(tmp_path_factory.mktemp("fit") / "fit.safetensors")
 
 
-def correlation(law: Exchangeable, groups: tuple[str, ...], a: str, b: str) -> float:
+def correlation(fitted: Exchangeable, groups: tuple[str, ...], a: str, b: str) -> float:
     kind, found = next(
-        (k, c) for k, c in zip(law.permutations.types, law.correlations, strict=True) if k.groups == groups
+        (k, c) for k, c in zip(fitted.permutations.types, fitted.correlations, strict=True) if k.groups == groups
     )
     return float(found[kind.slices[a], kind.slices[b]][0, 0])
 
 
 @pytest.mark.slow
-def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
+def test_another_width_has_the_same_standardised_covariance(fitted: Exchangeable) -> None:
     channels = ("channels.0",)
     pair = f"{BLOCKS}.0.mlp.fc2.weight", f"{BLOCKS}.1.mlp.fc2.weight"
-    assert correlation(law, channels, *pair) < -0.4  # the planted law is there to be carried over
-    assert correlation(law, channels, f"{BLOCKS}.1.norm.bias", f"{BLOCKS}.1.mlp.fc1.weight") < -0.5
+    assert correlation(fitted, channels, *pair) < -0.4  # the planted correlation is there to be carried over
+    assert correlation(fitted, channels, f"{BLOCKS}.1.norm.bias", f"{BLOCKS}.1.mlp.fc1.weight") < -0.5
     network = WeightSpec.of(convnext(24))
-    wide = resized(law, network)[0]
+    wide = resized(fitted, network)[0]
     assert wide is not None
     assert wide.spec == network
     n = 150
     drawn = ExchangeableMoments(network, permutation_spec(network)).update(wide.sample(np.random.default_rng(1), n))
-    before, now = default_stds(law.spec), default_stds(network)
-    for found, factor, expected in zip(drawn.covariances(), law.factors, law.correlations, strict=True):
+    before, now = default_stds(fitted.spec), default_stds(network)
+    for found, factor, expected in zip(drawn.covariances(), fitted.factors, fitted.correlations, strict=True):
         # 2,400 correlations and deviations in all, each beyond 5.5 standard errors with probability 4e-8.
         error = np.sqrt((1 - expected**2) ** 2 / found.samples)
         assert (np.abs(found.correlation() - expected) <= 5.5 * error + 1e-12).all()
@@ -99,27 +99,27 @@ def test_another_width_has_the_same_standardised_law(law: Exchangeable) -> None:
         np.testing.assert_allclose(
             np.sqrt(found.covariance.diagonal()) / wanted, 1, atol=5.5 / np.sqrt(2 * found.samples)
         )
-    means = network.unpack(wide.mean), law.spec.unpack(law.mean)
+    means = network.unpack(wide.mean), fitted.spec.unpack(fitted.mean)
     for name, ratio in ((f"{BLOCKS}.0.norm.weight", 1.0), (f"{BLOCKS}.0.mlp.fc2.weight", np.sqrt(16 / 24))):
         np.testing.assert_allclose(means[0][name].mean(), ratio * means[1][name].mean(), rtol=1e-12)
-    assert resized(law, law.spec)[0] is not None
-    np.testing.assert_allclose(resized(law, law.spec)[0].covariance(), law.covariance(), atol=1e-12)
+    assert resized(fitted, fitted.spec)[0] is not None
+    np.testing.assert_allclose(resized(fitted, fitted.spec)[0].covariance(), fitted.covariance(), atol=1e-12)
 
 
-def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(law: Exchangeable) -> None:
-    deep = resized(law, WeightSpec.of(convnext(16, 4)))[0]
+def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(fitted: Exchangeable) -> None:
+    deep = resized(fitted, WeightSpec.of(convnext(16, 4)))[0]
     assert deep is not None
     channels, r = ("channels.0",), correlation
     fc2 = [f"{BLOCKS}.{b}.mlp.fc2.weight" for b in range(4)]
-    across = r(law, channels, *fc2[:2])
+    across = r(fitted, channels, *fc2[:2])
     for b, old in enumerate((0, 0, 1, 1)):
         within = [(f"{BLOCKS}.{i}.norm.bias", f"{BLOCKS}.{i}.mlp.fc1.weight") for i in (b, old)]
-        assert r(deep, channels, *within[0]) == pytest.approx(r(law, channels, *within[1]))
-        stem = r(law, channels, "stem.0.bias", f"{BLOCKS}.{old}.norm.bias") / np.sqrt(2)
+        assert r(deep, channels, *within[0]) == pytest.approx(r(fitted, channels, *within[1]))
+        stem = r(fitted, channels, "stem.0.bias", f"{BLOCKS}.{old}.norm.bias") / np.sqrt(2)
         assert r(deep, channels, "stem.0.bias", f"{BLOCKS}.{b}.norm.bias") == pytest.approx(stem)
     assert r(deep, channels, fc2[0], fc2[1]) == pytest.approx(0, abs=1e-12)
     assert r(deep, channels, fc2[0], fc2[2]) == pytest.approx(across / 2)
-    # So the normalised sums of the blocks that took one block's law are as strongly correlated as these were.
+    # So the normalised sums of the blocks that took one block's covariance are as strongly correlated as these were.
     sums = sum(r(deep, channels, fc2[i], fc2[j]) for i in (0, 1) for j in (2, 3)) / 2
     assert sums == pytest.approx(across)
     notes = "; ".join(deep.notes())
@@ -131,12 +131,12 @@ def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(la
 
 def test_a_shallower_network_leaves_blocks_out() -> None:
     x, rng = WeightSpec.of(convnext(8, 4)), np.random.default_rng(0)
-    law = whole(rng.standard_normal((30, x.size)) @ np.diag(rng.uniform(1, 2, x.size)), x)
-    structure, problems = resized(law, WeightSpec.of(convnext(8, 2)))
+    fitted = whole(rng.standard_normal((30, x.size)) @ np.diag(rng.uniform(1, 2, x.size)), x)
+    structure, problems = resized(fitted, WeightSpec.of(convnext(8, 2)))
     assert problems == {}
     assert structure is not None
     pairs = [(f"{BLOCKS}.{i}.norm.bias", f"{BLOCKS}.{j}.norm.bias") for i, j in ((0, 1), (0, 3))]
-    assert correlation(structure, ("channels.0",), *pairs[0]) == correlation(law, ("channels.0",), *pairs[1])
+    assert correlation(structure, ("channels.0",), *pairs[0]) == correlation(fitted, ("channels.0",), *pairs[1])
     assert f"blocks left out: {BLOCKS}.1, {BLOCKS}.2" in structure.notes()
 
 
@@ -152,10 +152,10 @@ def test_every_architecture_can_be_wider_and_deeper(make) -> None:
     spec = WeightSpec.of(make(8, 2))
     rng = np.random.default_rng(0)
     strong = rng.standard_normal((40, 1)) * rng.standard_normal((1, spec.size))  # far from independent
-    law = whole(rng.standard_normal((40, spec.size)) + strong, spec)
+    fitted = whole(rng.standard_normal((40, spec.size)) + strong, spec)
     for width, depth in ((12, 3), (16, 1)):
         network = WeightSpec.of(make(width, depth))
-        structure, problems = resized(law, network)  # Cholesky succeeds: everything is positive definite
+        structure, problems = resized(fitted, network)  # Cholesky succeeds: everything is positive definite
         assert problems == {}
         assert structure is not None
         assert structure.spec == network
@@ -183,7 +183,7 @@ def test_outputs_have_the_size_that_they_had(artifact: Path, monkeypatch: pytest
     fitted = ratio(16)
     assert ratio(64) / fitted == pytest.approx(1, abs=0.4)
     monkeypatch.setattr(resizing, "default_stds", lambda network: dict.fromkeys(network.names, 0.0))
-    assert ratio(64) / fitted > 1.8  # the same deviations at every width would show
+    assert ratio(64) / fitted > 1.8  # the same stds at every width would show
 
 
 def test_the_initialiser_says_what_it_rescaled(artifact: Path) -> None:
@@ -259,10 +259,12 @@ def test_parts_of_columns_that_were_derived_are_stored(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_spec_of_the_whole_network_is_stored_where_only_some_tensors_were_fitted(law: Exchangeable) -> None:
-    part = law.spec.select("*.mlp.fc?.weight")
-    fitted = Exchangeable.fit(planted(40)[0][:, law.spec.columns(part)], part, **Exchangeable.context(law.spec, part))
-    assert Exchangeable.from_tensors(fitted.to_tensors(), part).network == law.spec
+def test_the_spec_of_the_whole_network_is_stored_where_only_some_tensors_were_fitted(fitted: Exchangeable) -> None:
+    part = fitted.spec.select("*.mlp.fc?.weight")
+    part_fit = Exchangeable.fit(
+        planted(40)[0][:, fitted.spec.columns(part)], part, **Exchangeable.context(fitted.spec, part)
+    )
+    assert Exchangeable.from_tensors(part_fit.to_tensors(), part).network == fitted.spec
 
 
 def test_default_stds_are_those_of_torch() -> None:

@@ -271,18 +271,18 @@ def trial(folder: Path, seed: int, epochs: tuple[int, ...]) -> None:
 def test_a_model_zoo_has_its_results_as_metrics_and_earlier_checkpoints_as_snapshots(tmp_path, caplog):
     for k in range(5):
         trial(tmp_path / "zoo" / f"NN_tune_trainable_{k}", k + 1, (0, 2, 4, 6) if k else (0, 2, 4))
-    sources, metrics, moments = sources_of([str(tmp_path / "zoo")])
-    assert moments == [0, 2, 4]
+    sources, metrics, snapshots = sources_of([str(tmp_path / "zoo")])
+    assert snapshots == [0, 2, 4]
     assert "not all networks were trained for as long: 1 end at 4, 4 end at 6" in caplog.text
-    options = {"metrics": metrics, "snapshots": moments}
+    options = {"metrics": metrics, "snapshots": snapshots}
     population = Population.of(sources, tmp_path / "zoo.pop", **options)
     np.testing.assert_allclose(population.metrics["test_acc"], [1.04, 2.06, 3.06, 4.06, 5.06])
     assert population.metrics["seed"].tolist() == [1, 2, 3, 4, 5]
     assert "pid" not in population.metrics
-    for moment, row in ((0, 3), (4, 0), (None, 3)):
-        folder = tmp_path / "zoo" / f"NN_tune_trainable_{row}" / f"checkpoint_{6 if moment is None else moment:06}"
+    for epoch, row in ((0, 3), (4, 0), (None, 3)):
+        folder = tmp_path / "zoo" / f"NN_tune_trainable_{row}" / f"checkpoint_{6 if epoch is None else epoch:06}"
         stored = torch.load(folder / "checkpoints")
-        view = population if moment is None else population.at(moment)
+        view = population if epoch is None else population.at(epoch)
         assert np.array_equal(view[row : row + 1], rows_of(population, [stored]))
     assert "step 4" in population.at(4).summary()
     assert "5 of 5 networks" in run("import", tmp_path / "zoo", "-o", tmp_path / "b.pop", "--snapshots", "0,4")
@@ -313,8 +313,8 @@ def test_adapters_are_not_passed_over(tmp_path, kind):
 
 
 def test_braces_expand_and_revisions_are_snapshots():
-    sources, _, moments = sources_of(["hf://org/name-seed{08..10}@step{0,1000}"])
-    assert moments == [0, 1000]
+    sources, _, snapshots = sources_of(["hf://org/name-seed{08..10}@step{0,1000}"])
+    assert snapshots == [0, 1000]
     assert sources[0] == {0: "hf://org/name-seed08@step0", 1000: "hf://org/name-seed08@step1000"}
     assert len(sources) == 3
     assert "seed10" in sources[2][0]

@@ -60,7 +60,7 @@ def correlations(module: nn.Module) -> dict[str, float]:
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fit_pretrained(planted(vit(96))).save(tmp_path_factory.mktemp("fit") / "law.safetensors")
+    return fit_pretrained(planted(vit(96))).save(tmp_path_factory.mktemp("fit") / "fit.safetensors")
 
 
 def renamed(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ def test_gains_are_folded_and_names_do_not_matter() -> None:
             np.testing.assert_allclose(by_label[frozenset(kind.groups)], factor, atol=1e-6)
 
 
-def test_drawn_networks_have_the_law_and_the_targets_scale(artifact: Path) -> None:
+def test_drawn_networks_have_the_correlations_and_the_targets_scale(artifact: Path) -> None:
     init, target = load_init(artifact), vit(80, 4, layer_scale=0.1, seed=1)
     before = {name: value.clone() for name, value in target.state_dict().items()}
     init(target, generator=torch.Generator().manual_seed(0))
@@ -176,13 +176,13 @@ def test_networks_of_other_sizes_are_pooled() -> None:
     assert kind.multiplicity == 8
 
 
-def test_an_audit_tells_the_default_start_from_the_law(artifact: Path) -> None:
+def test_an_audit_tells_the_default_start_from_the_fit(artifact: Path) -> None:
     model = vit(64, seed=3)
-    assert audit(model, str(artifact)).outcomes == {"law": "failed"}
+    assert audit(model, str(artifact)).outcomes == {"fit": "failed"}
     load_init(artifact)(model, generator=torch.Generator().manual_seed(0))
     report = audit(model, str(artifact))
-    assert report.outcomes == {"law": "passed"}
-    assert report.powers["law"]["an untouched network"] > 0.99
+    assert report.outcomes == {"fit": "passed"}
+    assert report.powers["fit"]["an untouched network"] > 0.99
 
 
 def test_the_commands(artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

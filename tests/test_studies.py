@@ -167,12 +167,12 @@ def test_when_a_correlation_appears() -> None:
     def curve(*values: float) -> list[dict[str, Any] | None]:
         return [{"value": value, "sure": abs(value) > 0.1} if value else None for value in values]
 
-    moments = (0, 1, 2, 4)
-    assert appearance(curve(0, 0.01, 0.2, 0.5), moments) == {"appears": 2, "half": 4}
-    assert appearance(curve(0.3, 0.01, 0.4, 0.5), moments) == {"appears": 2, "half": 0}
-    assert appearance(curve(0, -0.2, -0.2, 0.5), moments) == {"appears": 4, "half": 4}
-    assert appearance(curve(0.5, 0.2, 0.2, 0.05), moments) == {"appears": None, "half": None}
-    assert appearance(curve(0.2, 0.2, 0.2, 0.2), moments) == {"appears": 0, "half": 0}
+    epochs = (0, 1, 2, 4)
+    assert appearance(curve(0, 0.01, 0.2, 0.5), epochs) == {"appears": 2, "half": 4}
+    assert appearance(curve(0.3, 0.01, 0.4, 0.5), epochs) == {"appears": 2, "half": 0}
+    assert appearance(curve(0, -0.2, -0.2, 0.5), epochs) == {"appears": 4, "half": 4}
+    assert appearance(curve(0.5, 0.2, 0.2, 0.05), epochs) == {"appears": None, "half": None}
+    assert appearance(curve(0.2, 0.2, 0.2, 0.2), epochs) == {"appears": 0, "half": 0}
 
 
 READMES = sorted(ROOT.glob("analyses/*/README.md"))

@@ -253,7 +253,7 @@ def by_step(recipe: Recipe, file: Path, networks: int) -> dict[str, Any]:
         init = {key: value for key, value in arms[arm].model_dump().items() if value is not None}
         own = Recipe.parse(recipe.replace(changes).to_dict() | {"init": [init]})
         run = TileRun(own, 0, own.data.load(None), device, choose_kernels(own, device).kernels)
-        run.moments = list(STEPS)
+        run.snapshot_steps = list(STEPS)
         end = run.train()
         spec = WeightSpec.of(build_for(own))
         found = [[measured(own, spec, row) for row in rows] for rows in run.snapshots]  # (steps, networks) pairs

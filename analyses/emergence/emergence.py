@@ -71,9 +71,9 @@ def stripe_rows(population: Population) -> list[dict[str, Any]]:
     """The variance of row and column means over that of independent entries, of each matrix, as logarithms."""
     curves: dict[tuple[str, str], list[dict[str, Any] | None]] = {}
     tensors = population.spec.select("*.mlp.fc?.weight")
-    for moment in population.snapshots:
+    for epoch in population.snapshots:
         for tensor in tensors:
-            weights = population.at(moment).weights(tensor.name)[~population.diverged]
+            weights = population.at(epoch).weights(tensor.name)[~population.diverged]
             ratios = stripes(weights.reshape(-1, *tensor.shape)).ratios
             for means in ("column", "row"):
                 value, low, high = (float(np.log(x)) for x in (ratios[means].value, *ratios[means].ci95))
@@ -86,8 +86,8 @@ def stripe_rows(population: Population) -> list[dict[str, Any]]:
     ]
 
 
-def appearance(curve: Sequence[dict[str, Any] | None], moments: Sequence[int]) -> dict[str, int | None]:
-    """The first moment from which on the value is sure and has the sign of the end, and the first with half of it."""
+def appearance(curve: Sequence[dict[str, Any] | None], epochs: Sequence[int]) -> dict[str, int | None]:
+    """The first epoch from which on the value is sure and has the sign of the end, and the first with half of it."""
     end = curve[-1]
     if end is None or not end["sure"]:
         return {"appears": None, "half": None}
@@ -95,7 +95,7 @@ def appearance(curve: Sequence[dict[str, Any] | None], moments: Sequence[int]) -
     while first and (one := curve[first - 1]) is not None and one["sure"] and one["value"] * end["value"] > 0:
         first -= 1
     half = next(i for i, one in enumerate(curve) if one is not None and one["value"] / end["value"] >= 0.5)
-    return {"appears": moments[first], "half": moments[half]}
+    return {"appears": epochs[first], "half": epochs[half]}
 
 
 def benchmark(
@@ -103,11 +103,11 @@ def benchmark(
 ) -> dict[str, Any]:
     """Networks initialised by distributions of an early epoch and of the end, their controls, and the default."""
     arms, gains = {"default": "default"}, {}
-    for arm, moment in (("early", early), ("end", population.snapshots[-1])):
+    for arm, epoch in (("early", early), ("end", population.snapshots[-1])):
         training = {"seeds": gain_seeds, "epochs": epochs, **options}
-        choice = choose_gain(population.at(moment), "blocks.*", work / f"gain-{arm}", gains=GAINS, **training)
+        choice = choose_gain(population.at(epoch), "blocks.*", work / f"gain-{arm}", gains=GAINS, **training)
         choice.fit.save(work / f"{arm}.safetensors")
-        gains[arm] = {"epoch": moment, "gain": choice.gain, "curve": choice.rows(), "settings": choice.settings}
+        gains[arm] = {"epoch": epoch, "gain": choice.gain, "curve": choice.rows(), "settings": choice.settings}
         arms[arm] = str(work / f"{arm}.safetensors")
     recipe = population.recipe.replace({"training.epochs": epochs})
     found = bench(recipe, arms, work / "bench", seeds=seeds, seed=BENCH_SEED, control=tuple(CONTROLS), **options)
@@ -120,12 +120,12 @@ def benchmark(
         return row | {"difference_ci95_images": test["ci_images"]}
 
     scale, uncorrelated = (control.suffix for control in CONTROLS.values())
-    deviation = float((np.array(accuracy["early"]) - accuracy["end"]).std(ddof=1))
+    std = float((np.array(accuracy["early"]) - accuracy["end"]).std(ddof=1))
     return {
         "epochs": epochs,
         "n": seeds,
         "gains": gains,
-        "contrast": less("early", "end") | {"deviation": deviation},
+        "contrast": less("early", "end") | {"std": std},
         "against default": {arm: less(arm, "default") for arm in accuracy if arm != "default"},
         "correlations": {arm: less(arm, arm + uncorrelated) for arm in gains},
         "moments of each part": {arm: less(arm + uncorrelated, arm + scale) for arm in gains},

@@ -190,7 +190,7 @@ def _pixels(filters: np.ndarray) -> dict[str, Any]:
     networks = w[..., middle, middle].mean(1)
     value, error = float(networks.mean()), float(networks.std(ddof=1) / np.sqrt(len(networks)))
     row = {"scheme": "filters: mean of the central pixel", "what": "mean", "value": value}
-    each = {"means": w.mean((0, 1)).round(4).tolist(), "deviations": w.std((0, 1)).round(4).tolist()}
+    each = {"means": w.mean((0, 1)).round(4).tolist(), "stds": w.std((0, 1)).round(4).tolist()}
     return row | {"ci95": [value - 1.96 * error, value + 1.96 * error]} | each
 
 

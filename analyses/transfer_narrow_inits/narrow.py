@@ -38,8 +38,8 @@ def transferred_(
     if mode != "scale":
         return wi.covariance_transfer_(module, network, kronecker=mode == "kronecker", generator=generator)
     for part, layer in zip(depthwise(module), filter_distributions(network), strict=True):
-        deviation = float(layer.covariance.trace() / len(layer.covariance)) ** 0.5
+        std = float(layer.covariance.trace() / len(layer.covariance)) ** 0.5
         pixels = part.kernel[0] * part.kernel[1]
-        draws = normal(part.channels, pixels, generator=generator, dtype=torch.float64) * deviation
+        draws = normal(part.channels, pixels, generator=generator, dtype=torch.float64) * std
         part.write(draws.float().reshape(part.channels, *part.kernel))
     return module

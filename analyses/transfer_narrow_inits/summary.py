@@ -28,8 +28,8 @@ def equivalence(differences: np.ndarray, margin: float = MARGIN) -> dict[str, An
     Source: Schuirmann 1987. Equivalent if and only if the 90 % interval lies within the margin.
     """
     n, mean = len(differences), float(differences.mean())
-    spread = float(differences.std(ddof=1))
-    error = spread / n**0.5
+    std = float(differences.std(ddof=1))
+    error = std / n**0.5
     worse = float(stats.t.sf((mean + margin) / error, n - 1))  # p of "no worse"
     better = float(stats.t.cdf((mean - margin) / error, n - 1))
     low, high = (mean + sign * float(stats.t.ppf(0.95, n - 1)) * error for sign in (-1, 1))
@@ -39,7 +39,7 @@ def equivalence(differences: np.ndarray, margin: float = MARGIN) -> dict[str, An
         "difference": mean,
         "ci90": [low, high],
         "margin": margin,
-        "deviation": spread,
+        "std": std,
         "p_no_worse": worse,
         "p_equivalent": max(worse, better),
         "wide": {"difference": mean, "ci95": [mean - wide, mean + wide]},

@@ -21,7 +21,6 @@ class Purpose(IntEnum):
     CUTMIX = 8
     DROP_PATH = 9
     PROJECTION = 10
-    PROBE = 11
     SEQUENCES = 12
     HELD_OUT = 13
     VALIDATION = 14

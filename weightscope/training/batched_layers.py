@@ -1,9 +1,9 @@
 """Batched leaf layers: each computes its layer for T networks at once.
 
-Inputs and outputs have *network-stacked channels*, a channel axis of T networks times C channels: images
-(B, T*C, H, W), tokens (B, N, T*C). In memory the batch is innermost and the channels outermost. So every linear map is
-one batched matrix product (T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and
-the depthwise convolution is a batched matrix product as well (`kernels/pytorch.py`).
+Inputs and outputs have one axis for the channels of all networks, T*C: images (B, T*C, H, W), tokens (B, N, T*C). In
+memory the batch is innermost and the channels outermost. So every linear map is one batched matrix product
+(T, C', C) x (T, C, P) on views, normalisation over channels runs along contiguous rows, and the depthwise convolution
+is a batched matrix product as well (`kernels/pytorch.py`).
 """
 
 import copy
@@ -51,7 +51,7 @@ class BatchedLayer(nn.Module):
 
 
 def rows_of(x: Tensor, count: int) -> Tensor:
-    """(B, ..., T*C) -> (T, C, P), P the positions with the batch innermost; a view of network-stacked channels."""
+    """(B, ..., T*C) -> (T, C, P), P the positions with the batch innermost; a view."""
     inner = x.permute(x.ndim - 1, *range(1, x.ndim - 1), 0)
     return inner.reshape(count, x.shape[-1] // count, -1)
 
@@ -72,7 +72,7 @@ class Elementwise(BatchedLayer):
         super().__init__(layer, count)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map network-stacked channels of any shape."""
+        """Map (B, ..., T*C) to (B, ..., T*C')."""
         order = sorted(range(x.ndim), key=lambda axis: (x.stride(axis), x.shape[axis]), reverse=True)
         inverse = sorted(range(x.ndim), key=order.__getitem__)
         return self.layer(x.permute(order).contiguous()).permute(inverse)
@@ -137,7 +137,7 @@ class Normalisation(BatchedLayer):
             raise UsageError(f"{layer}: the batched version needs running statistics")
 
     def forward(self, x: Tensor, more: Tensor | None = None) -> Tensor:
-        """Normalise network-stacked channels; `more`, of x's shape, is added to the result."""
+        """Normalise (B, ..., T*C); `more`, of x's shape, is added to the result."""
         image = isinstance(self.layer, LayerNorm2d | nn.BatchNorm2d)
         last = x.permute(0, 2, 3, 1) if image else x
         added = None if more is None else rows_of(more.permute(0, 2, 3, 1) if image else more, self.count)
@@ -196,7 +196,7 @@ class Conv2d(BatchedLayer):
         self.patches: bool = layer.groups == 1 and square and k == s and d == (1, 1) and not any(self.padding)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve network-stacked channels of images."""
+        """Convolve images (B, T*C, H, W)."""
         if self.depthwise:
             return self._depthwise(x)
         return self._patches(x) if self.patches else self._taps(x)

@@ -322,10 +322,10 @@ _CONTAINERS = (nn.Module, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDi
 class BatchedNetworks(Networks):
     """T networks of one architecture, their channels side by side.
 
-    The module's own forward code runs unchanged on *network-stacked channels*, a channel axis of T networks times C
-    channels: images (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by
-    batched layers; residual additions, elementwise functions and pooling give the same result on network-stacked
-    channels. `batched_layers.py` describes the memory layout.
+    The module's own forward code runs unchanged on an axis of T*C channels, those of all networks: images
+    (B, T*C, H, W), tokens (B, N, T*C). Only the leaf layers, which mix channels, are replaced by batched layers;
+    residual additions, elementwise functions and pooling give the same result. `batched_layers.py` describes the
+    memory layout.
     """
 
     def __init__(self, template: nn.Module, count: int, device: Device = "cpu", *, kernels: Kernels = "torch") -> None:
