@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,35 @@ def test_objects_beside_the_weights_are_inert(tmp_path):
     for new in (True, False):
         torch.save({"model": {"w": torch.ones(2)}} | beside, tmp_path / "m.pt", _use_new_zipfile_serialization=new)
         assert Checkpoint(tmp_path / "m.pt")["w"].tolist() == [1, 1]
+
+
+class OfAUser(torch.Tensor):
+    """As fastai's TensorBase; its class is not imported."""
+
+
+def test_tensors_with_attributes_or_of_another_class_are_read(tmp_path):
+    state = {"user": torch.ones(2).as_subclass(OfAUser), "buffer": nn.Buffer(torch.ones(2)), "marked": torch.ones(2)}
+    state["marked"].source = Path("out")
+    for new in (True, False):
+        torch.save({"model": state}, tmp_path / "m.pt", _use_new_zipfile_serialization=new)
+        checkpoint = Checkpoint(tmp_path / "m.pt")
+        assert checkpoint.names == ("user", "buffer", "marked")
+        assert all(type(value) is torch.Tensor and value.tolist() == [1, 1] for value in checkpoint.values())
+
+
+@pytest.mark.parametrize("beside", [{"acc": torch.ones(())}, {"ema": {"w": torch.ones(2)}}])
+def test_an_object_where_the_weights_should_be_is_no_reason_to_read_other_tensors(tmp_path, beside):
+    for model in (nn.Linear(2, 2), argparse.Namespace(w=torch.ones(2)), defaultdict(list, w=torch.zeros(2))):
+        torch.save({"model": model, **beside}, tmp_path / "m.pt")
+        with pytest.raises(DataError, match="expected a dictionary of tensors under 'model', found an object of"):
+            Checkpoint(tmp_path / "m.pt")
+        if "ema" in beside:
+            assert Checkpoint(tmp_path / "m.pt", key="ema")["w"].tolist() == [1, 1]
+        weights = {"w": torch.ones(2), "b": torch.ones(2)}
+        torch.save({"model": model, "state_dict": weights, **beside}, tmp_path / "m.pt")
+        assert Checkpoint(tmp_path / "m.pt")["w"].tolist() == [1, 1]
+        torch.save({"model": "ViT", **weights, **beside}, tmp_path / "m.pt")
+        assert {"w", "b"} <= {*Checkpoint(tmp_path / "m.pt")}
 
 
 def test_training_checkpoints_list_what_is_skipped(tmp_path):

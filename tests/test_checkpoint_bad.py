@@ -95,6 +95,7 @@ PICKLES = {
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),
     "TorchScript": (rezipped(lambda r: r | {"archive/constants.pkl": b""}), "TorchScript"),
     "truncated": (saved({"a": torch.ones(300)})[:-400], DAMAGED),
+    "damaged directory": (saved({"a": torch.ones(300)}).replace(b"PK\x01\x02", b"PK\xff\xff"), DAMAGED),
     "truncated, old layout": (saved({"a": torch.ones(9)}, _use_new_zipfile_serialization=False)[:-4], DAMAGED),
 }  # fmt: skip
 

@@ -180,6 +180,12 @@ def weights_in(
             raise UsageError(f"{where}: no dictionary of tensors {key!r}; {there}")
     else:
         found = [name for name in inner if name in _ROOTS]
+        objects = [n for n in _ROOTS if not isinstance(value.get(n), Mapping | Tensor | _DATA)]
+        if objects and not found:  # a pickled module: other tensors are not the weights
+            raise DataError(
+                f"{where}: expected a dictionary of tensors under {objects[0]!r}, found an object of "
+                f"{type(value[objects[0]]).__name__}; save its state_dict(), or choose another dictionary with key="
+            )
         loose = sum(map(is_tensor, value.values()))  # a loss beside the dictionary of weights is fewer than it has
         if loose >= max(counts.values(), default=0):
             if found:
@@ -207,6 +213,7 @@ def odd(value: Any) -> str:
 
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+_DATA = str | bytes | int | float | list | tuple | None  # what else may be under these keys: the name of a model
 # Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
 _QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
 

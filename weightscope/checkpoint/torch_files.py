@@ -42,9 +42,17 @@ class _Inert:
     def append(self, value: Any) -> None: ...
 
 
+def _plain_tensor(build: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """A tensor with attributes or of a class of its own, without them: `torch._tensor._rebuild_from_type_v2`."""
+    return build(*arguments)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        rebuilds = module == "torch._utils" and name.startswith("_rebuild_")
+        if name == "_rebuild_from_type_v2":
+            return _plain_tensor
+        # A wrapper, such as a quantised tensor of torchao, has its numbers in its state, which only its class reads.
+        rebuilds = module == "torch._utils" and name.startswith("_rebuild_") and "wrapper" not in name
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if rebuilds or dtype or f"{module} {name}" in _BUILDERS:
             return super().find_class(module, name)
@@ -63,15 +71,16 @@ class _Pickle(types.ModuleType):
 
 def open_torch(path: Path, where: str, key: str | None = None) -> Store:
     """The tensors of a file of `torch.save`; `key` names the dictionary of weights in a training checkpoint."""
-    archive = zipfile.is_zipfile(path)
-    if archive and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
-        raise DataError(f"{where}: TorchScript programs are not read; save its state_dict() with safetensors")
     try:
+        archive = zipfile.is_zipfile(path)
+        program = archive and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist())
         with warnings.catch_warnings(action="ignore"):  # of old kinds of tensors, which are left out
-            value = torch.load(path, "cpu", _Pickle("pickle"), weights_only=False, mmap=archive)
+            value: Any = program or torch.load(path, "cpu", _Pickle("pickle"), weights_only=False, mmap=archive)
     except Exception as error:  # torch.load raises what its readers happen to raise
         why = " ".join(str(error).split())[:200]
         raise DataError(f"{where}: it is truncated, damaged or not a file of torch.save: {why}") from error
+    if program:
+        raise DataError(f"{where}: TorchScript programs are not read; save its state_dict() with safetensors")
     if isinstance(value, _Inert):
         raise DataError(
             f"{where}: expected a dictionary of tensors, found an object of {type(value).__name__}, whose code is not "
