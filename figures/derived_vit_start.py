@@ -33,7 +33,7 @@ STARTS = (
 )
 
 
-LOOKS = (*STARTS, "mimetic, VO only", "derived, VO only", "uniform, c = 0", "uniform, c = 0.4")
+STYLED = (*STARTS, "mimetic, VO only", "derived, VO only", "uniform, c = 0", "uniform, c = 0.4")
 NAMES = {
     "derived, rest only": "derived, all but VO and QK",
     "derived, K turned": "derived, sign of K turned",
@@ -43,9 +43,9 @@ NAMES = {
 }
 
 
-def look(arm: str) -> dict[str, Any]:
+def style_of(arm: str) -> dict[str, Any]:
     """The colour and marker of a start; what is no start of the first panel is dashed."""
-    i = LOOKS.index(arm)
+    i = STYLED.index(arm)
     style = {"color": theme.PALETTE[i % len(theme.PALETTE)], "marker": theme.MARKERS[i % len(theme.MARKERS)]}
     return style | {"ls": "-" if arm in STARTS else "--"}
 
@@ -88,7 +88,7 @@ def draw_parts(results: dict[str, Any], out: Path) -> None:
 def draw_curves(ax: Axes, found: dict[str, Any], title: str) -> None:
     """Accuracy of each start by rate on the seeds that choose, and filled at its own rate on those that test."""
     for start in (start for start in STARTS if start in found["accuracies"]):
-        place, style = STARTS.index(start), look(start)
+        place, style = STARTS.index(start), style_of(start)
         curve = {
             float(arm.rpartition(" ")[2]): 100 * np.mean(values)
             for arm, values in found["choice"]["accuracies"].items()
@@ -111,7 +111,7 @@ def draw_steps(ax: Axes, found: dict[str, Any]) -> None:
     """The share of the tokens' common component before the last block."""
     for arm, values in found["arms"].items():
         shares = [100 * row[-1] for row in values["common"]]
-        ax.plot(range(len(shares)), shares, lw=1.2, ms=4, label=NAMES.get(arm, arm), **look(arm))
+        ax.plot(range(len(shares)), shares, lw=1.2, ms=4, label=NAMES.get(arm, arm), **style_of(arm))
     ax.set(xticks=range(len(found["steps"])), xlabel="training steps", ylabel="common component, last block (%)")
     ax.set_xticklabels([str(step) for step in found["steps"]])
     ax.set_title(f"share of the tokens' mean in their square, {found['n']} networks", fontsize=9)

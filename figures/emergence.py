@@ -29,7 +29,7 @@ def main(study: Path = STUDY, out: Path = HERE / "emergence.png") -> None:
             stripes = what.startswith("stripes")
             if stripes and what not in STRIPES:
                 continue
-            ax, style = axes[int(stripes)], theme.look(order, ls="-", ms=4.5)
+            ax, style = axes[int(stripes)], theme.style(order, ls="-", ms=4.5)
             order += 1
             curves = [[one["value"] if one else np.nan for one in r["curve"]] for r in rows if r["what"] == what]
             values = np.exp(curves) if stripes else np.array(curves)

@@ -71,7 +71,7 @@ def stripe_ratios(
     for i, group in enumerate(groups):
         drawn = np.array([(y, *row[2:]) for y, row in zip(at, rows, strict=True) if row[1] == group])
         where, ratio, least, most = drawn.T
-        style = theme.look(i, ls="none", ms=5, label=group, capsize=2.5, elinewidth=1.4)
+        style = theme.style(i, ls="none", ms=5, label=group, capsize=2.5, elinewidth=1.4)
         ax.errorbar(ratio, where, xerr=[ratio - least, most - ratio], **style)
     theme.reference(ax, 1)
     ax.set_xscale("log")
@@ -86,7 +86,7 @@ def stripe_ratios(
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
     ax.text(1, -0.9, "independent", fontsize=SMALL, color=theme.MUTED, ha="center", va="center", bbox=box)
     if len(groups) > 1:
-        canvas.legend([Line2D([], [], label=name, **theme.look(i, ls="none")) for i, name in enumerate(groups)])
+        canvas.legend([Line2D([], [], label=name, **theme.style(i, ls="none")) for i, name in enumerate(groups)])
     return canvas.finish(title)
 
 

@@ -131,7 +131,7 @@ def main(study: Path = STUDY, out: Path = HERE / "one_structure.png") -> None:
     for ax in flat[len(panels) :]:
         ax.set_visible(False)
     handles = [
-        Line2D([], [], label=kind, **theme.look(i, ls="-", marker=theme.MARKERS[i])) for i, kind in enumerate(KINDS)
+        Line2D([], [], label=kind, **theme.style(i, ls="-", marker=theme.MARKERS[i])) for i, kind in enumerate(KINDS)
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(KINDS))
     plots.save(figure, out.with_name(f"{out.stem}_benchmarks{out.suffix}"))

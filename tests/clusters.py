@@ -97,9 +97,9 @@ def runs(process):
         return False
 
 
-def wait_until(happened, seconds=120.0):
-    """Wait for something to happen, or fail."""
-    until = time.monotonic() + seconds
+def wait_until(happened):
+    """Wait for something to happen, or fail after two minutes."""
+    until = time.monotonic() + 120
     while not happened():
         assert time.monotonic() < until, "waited in vain"
         time.sleep(0.05)

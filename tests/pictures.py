@@ -53,14 +53,14 @@ def blocks_of(names: list[str], size: int) -> dict[str, slice]:
     return {name: slice(i * size, (i + 1) * size) for i, name in enumerate(names)}
 
 
-def bench_runs(inits: list[str], lengths: list[int], n: int = 8) -> list[dict[str, Any]]:
+def bench_runs(inits: list[str], lengths: list[int]) -> list[dict[str, Any]]:
     """Arms that are 0.02 apart; of the second one, network 2 diverged."""
     g = np.random.default_rng(1)
-    base, runs = g.normal(0.7, 0.01, n), []
+    base, runs = g.normal(0.7, 0.01, 8), []
     for e in lengths:
         for i, init in enumerate(inits):
-            runs += runs_of(init, base + 0.02 * i + 0.01 * e / 8 + g.normal(0, 0.005, n), epochs=e)
-            runs[-n + 2] |= {"diverged": i == 1}
+            runs += runs_of(init, base + 0.02 * i + 0.01 * e / 8 + g.normal(0, 0.005, 8), epochs=e)
+            runs[-6] |= {"diverged": i == 1}
     return runs
 
 

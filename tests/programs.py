@@ -46,20 +46,12 @@ def script(path: str) -> ModuleType:
     return module
 
 
-def rewritten(
-    path: Path, header: Callable[[Any], Any] | None = None, arrays: Callable[[dict], dict | None] | None = None
-) -> Path:
-    """An artifact with its header or arrays changed, in place or by returning others, and a digest that fits."""
+def rewritten(path: Path, header: Callable[[Any], Any]) -> Path:
+    """An artifact with its header changed, in place or by returning another, and a digest that fits."""
     with safe_open(path, "numpy") as file:
         values = json.loads(file.metadata()["weightscope"])
-    if header is not None:
-        changed = header(values)
-        values = values if changed is None else changed
-    text = values if isinstance(values, str) else json.dumps(values)
+    text = json.dumps(header(values) or values)
     stored = load_file(path)
-    if arrays is not None:
-        changed = arrays(stored)
-        stored = stored if changed is None else changed
     save_file(stored, path, metadata={"weightscope": text, "sha256": digest(text, stored)})
     return path
 

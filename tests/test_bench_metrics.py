@@ -40,9 +40,9 @@ def runs_of(init: str, values: Any, numbers: dict[str, float] | None = None) -> 
     ]
 
 
-def result_of(*arms: list[dict[str, Any]], metric: Metric = BITS) -> BenchResult:
+def result_of(*arms: list[dict[str, Any]]) -> BenchResult:
     runs = [run for arm in arms for run in arm]
-    return BenchResult(runs, summarise(runs, metric), {}, metric, (LOSS, BITS, PERPLEXITY))
+    return BenchResult(runs, summarise(runs, BITS), {}, BITS, (LOSS, BITS, PERPLEXITY))
 
 
 def of_scale(arms: Any, metric: Metric = BITS) -> str | None:

@@ -7,9 +7,10 @@ from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.coordinates import Coordinates, norm_pairs
 
 
-def network_spec(blocks=2, width=3, hidden=4):
+def network_spec():
+    width, hidden = 3, 4
     tensors = [TensorSpec("stem.weight", (width, 1, 2, 2))]
-    for i in range(blocks):
+    for i in range(2):
         at = f"stages.0.blocks.{i}"
         tensors += [
             TensorSpec(f"{at}.conv_dw.weight", (width, 1, 3, 3)),

@@ -14,9 +14,9 @@ from weightscope.statistics.samples import WeightArray
 P, N = 8, 6
 
 
-def network_spec(blocks=2):
+def network_spec():
     tensors = [TensorSpec("stem.weight", (N, 3))]
-    for i in range(blocks):
+    for i in range(2):
         at = f"stages.0.blocks.{i}"
         tensors += [
             TensorSpec(f"{at}.conv_dw.weight", (N, 1, 3, 3)),
@@ -268,8 +268,8 @@ class Stream:
 
     spec = WeightSpec([TensorSpec("a.mlp.fc1.weight", (20, 15)), TensorSpec("a.mlp.fc2.weight", (10, 20))])
 
-    def __init__(self, n, size=400):
-        self.n, self.size, self.alive = n, size, []
+    def __init__(self, n):
+        self.n, self.size, self.alive = n, 400, []
 
     def chunks(self, select="*", size=None):
         columns = self.spec.columns(self.spec.select(select))

@@ -52,8 +52,11 @@ def mamba():
     return state_space(1)
 
 
-def of_teacher(given, teacher=vit(64, 4, 4)):  # noqa: B008 - one for all rows
-    return {"teacher": teacher} | given
+TEACHER = vit(64, 4, 4)
+
+
+def of_teacher(given):
+    return {"teacher": TEACHER} | given
 
 
 def transformer(width=16, depth=2):

@@ -35,9 +35,9 @@ def vit(depth: int = 2, seed: int = 0) -> ViT:
     return ViT(32, 8, 48, depth, 3, 5)
 
 
-def close(row: dict, expected: dict[str, float], tolerance: float = 1e-5) -> None:
+def close(row: dict, expected: dict[str, float]) -> None:
     for name, value in expected.items():
-        assert row[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+        assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
 
 
 @pytest.mark.parametrize(("d", "r"), [(40, 20), (40, 21), (30, 64), (1, 1)])

@@ -61,7 +61,7 @@ def draw(points: list[dict[str, Any]]) -> Axes:
         rows = sorted((row["alpha"], row["beta"]) for row in points if row["construction"] == name)
         line = name.startswith("equal random")
         alpha, beta = zip(*[(0.0, 0.0)] * line, *rows, strict=True)
-        style = theme.look(order, marker=None) if line else theme.look(order, ls="", ms=3.4, alpha=0.8)
+        style = theme.style(order, marker=None) if line else theme.style(order, ls="", ms=3.4, alpha=0.8)
         ax.plot(alpha, beta, label=name, zorder=2 + (not line), **style)
     ax.set_xlabel("alpha (noise)")
     ax.set_ylabel("beta (diagonal)")

@@ -228,7 +228,7 @@ def covariance(
             raise UsageError(f"--exchangeable: expected a population or one network, found {len(opened)} sources")
     elif "eigenpairs" in given:
         chosen = "with --eigenpairs"
-    elif len(opened) == 1 and _over_networks(opened[0]) and given.keys().isdisjoint(_WITHIN):
+    elif len(opened) == 1 and hasattr(opened[0], "chunks") and len(opened[0]) > 1 and given.keys().isdisjoint(_WITHIN):
         chosen = "across a population"
     else:
         chosen = "within networks"
@@ -247,11 +247,6 @@ def _opened(source: Any, partial: bool, at: int | None) -> Any:
 
     source = maybe_partial(source, partial, at)
     return population_in(source) if is_population(source) else source
-
-
-def _over_networks(source: Any) -> bool:
-    """Whether a source is a population, of more than one network."""
-    return hasattr(source, "chunks") and len(source) > 1
 
 
 def _covariance(chosen: str, sources: Sequence[Any], workers: Any, options: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ def styles_of(inits: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The style of each initialiser, in order."""
     bases = {init: init.removesuffix(FROZEN) for init in inits}
     order = list(dict.fromkeys(bases.values()))
-    return {init: theme.look(order.index(base), hollow=init != base) for init, base in bases.items()}
+    return {init: theme.style(order.index(base), hollow=init != base) for init, base in bases.items()}
 
 
 def row_height(names: Sequence[str]) -> float:
@@ -237,7 +237,7 @@ def gain_curve(
     canvas, ax = theme.canvas(ax, 5.6, 3.8)
     columns = [[row[key] for row in rows] for key in ("difference", "difference_se")]
     y, error = (metric.factor * np.array(column, dtype=float) for column in columns)  # None is NaN
-    style = theme.look(0, mfc="white", ms=5.5)
+    style = theme.style(0, mfc="white", ms=5.5)
     ax.errorbar(np.arange(len(rows)), y, yerr=error, capsize=2.5, elinewidth=1.1, zorder=3, **style)
     best: dict[str, Any] = {"marker": "D", "color": theme.INK, "mfc": style["color"], "ls": "none"}
     ax.plot(chosen, y[chosen], ms=8, zorder=4, gid="chosen", **best)
@@ -266,7 +266,7 @@ def metric_curves(
     canvas, ax = theme.canvas(ax, 6.8, 4.4)
     epochs, styles = np.arange(1, len(curves[0]["mean"]) + 1), {}
     for order, row in enumerate(curves):
-        style = styles[row["init"]] = theme.look(order, ms=4.5)
+        style = styles[row["init"]] = theme.style(order, ms=4.5)
         style |= {"marker": style["marker"] if len(epochs) <= 30 else None}
         if row["band"] is not None:
             ax.fill_between(epochs, *row["band"], color=style["color"], alpha=0.18, lw=0, gid="band")
@@ -315,7 +315,9 @@ def metric_along(
     styles = styles_of(inits)
     for (init, rest), rows in grouped.items():
         order = inits.index(init) if len(others) == 1 else others.index(rest)
-        style = styles[init] if len(others) == 1 else theme.look(order) | {k: styles[init][k] for k in ("color", "mfc")}
+        style = styles[init]
+        if len(others) > 1:
+            style = theme.style(order) | {key: style[key] for key in ("color", "mfc")}
         x = None
         if axis in point_of(rows[0]):
             rows.sort(key=lambda row: at[repr(point_of(row)[axis])])
@@ -468,7 +470,7 @@ def emergence_curves(
     canvas, ax = theme.canvas(ax, 6.8, 3.4 + 0.2 * len(lines))
     handles = []
     for order, (label, values) in enumerate(lines.items()):
-        handles += ax.plot(epochs, values, label=label, zorder=3, gid="curve", **theme.look(order, ms=4.5, ls="-"))
+        handles += ax.plot(epochs, values, label=label, zorder=3, gid="curve", **theme.style(order, ms=4.5, ls="-"))
     chance: dict[str, Any] = {"color": theme.MUTED, "ls": "--", "lw": 1.0, "zorder": 2, "gid": "limit"}
     ax.plot(epochs, -np.array(limits), **chance)
     handles += ax.plot(epochs, np.array(limits), label="p = 0.05, adjusted for all pairs", **chance)
@@ -623,7 +625,7 @@ def scale_and_structure(
             continue
         value, bounds = metric.factor * row[key], row[f"{key}_ci_holm"]
         low, high = (metric.factor * end for end in bounds or (row[key], row[key]))
-        theme.bar(ax, y, value, (low, high), **theme.look(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
+        theme.bar(ax, y, value, (low, high), **theme.style(i % 2, ls="none", marker=marker, ms=5.5, lw=1.6, gid=key))
         around = f" ({interval(low, high)})" if bounds else ""
         texts.append((f"{signed(value, decimals(high - low))}{around}", p_value(p)))
     theme.reference(ax, 0)
@@ -638,7 +640,7 @@ def scale_and_structure(
     shown = [row for place, row in found.items() if place in drawn]
     label = difference_label(metric, f"difference of test {metric.label} on the same seed", counts, shown)
     ax.set_xlabel(wrap(label, 0.62 * canvas.width, LABEL))
-    canvas.legend([Line2D([], [], **theme.look(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(parts)])
+    canvas.legend([Line2D([], [], **theme.style(i, ls="none", marker=m, label=n)) for i, (n, _, m) in enumerate(parts)])
     return canvas.finish(title)
 
 

@@ -83,7 +83,7 @@ def depth_curves(
         ax.xaxis.set_major_locator(MaxNLocator(8, integer=axis in ("layer", "block"), min_n_ticks=1))
         ax.grid(axis="y")
     several = curves if len(curves) > 1 else ()
-    handles = [Line2D([], [], label=each.label, **theme.look(i, marker=None)) for i, each in enumerate(several)]
+    handles = [Line2D([], [], label=each.label, **theme.style(i, marker=None)) for i, each in enumerate(several)]
     handles += [Line2D([], [], label=kind, **_kind(j, theme.INK)) for j, kind in enumerate(kinds) if len(kinds) > 1]
     if any(s.even is not None for s in statistics):
         handles.append(Line2D([], [], label="independent entries", **even))
@@ -101,13 +101,13 @@ def depth_curves(
 
 def _kind(index: int, colour: str) -> dict[str, Any]:
     """The markers of a kind of layers: those of the first are filled."""
-    return theme.look(index, color=colour, mfc="white" if index else colour, ls="")
+    return theme.style(index, color=colour, mfc="white" if index else colour, ls="")
 
 
 def _curve(ax: Axes, curve: Curve, statistic: Statistic, index: int, kinds: Sequence[str]) -> np.ndarray:
     """Draw one line with its markers; returns the finite values, or the ends of their bars."""
     depth, values = (np.asarray(a, dtype=np.float64) for a in (curve.depth, curve.values[statistic.key]))
-    style, order = theme.look(index, marker=None), np.argsort(depth, kind="stable")
+    style, order = theme.style(index, marker=None), np.argsort(depth, kind="stable")
     ax.plot(depth[order], values[order], zorder=2, gid="mean", **style)
     half = 1.96 * np.asarray(curve.errors.get(statistic.key, np.zeros(len(values))), dtype=np.float64)
     if half.any():
@@ -178,7 +178,7 @@ def rank_condition(
     canvas, ax = theme.canvas(ax, 6.4, 3.6)
     low, high = ([float(np.quantile(v, q)) for v in values] for q in (0.05, 0.95))
     ax.vlines(x, low, high, color=theme.PALETTE[0], linewidth=1.4)
-    ax.plot(x, [v.mean() for v in values], **theme.look(0))
+    ax.plot(x, [v.mean() for v in values], **theme.style(0))
     bounds = {f: width / f**2 for f in filter_sizes}
     ax.set_yscale("log")
     ax.set_ylim(0.7 * min([*low, *bounds.values()]), 1.4 * max([*high, *bounds.values()]))

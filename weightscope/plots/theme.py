@@ -118,12 +118,12 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1, 1, 1, 1, 1)))
 
 
-def look(index: int, *, hollow: bool = False, **more: Any) -> dict[str, Any]:
+def style(index: int, *, hollow: bool = False, **more: Any) -> dict[str, Any]:
     """Keyword arguments of the i-th of several lines or groups; a hollow one has open markers and is dotted."""
     colour = PALETTE[index % len(PALETTE)]
-    style: dict[str, Any] = {"color": colour, "mfc": "white" if hollow else colour, "mew": 1.2, "lw": 1.5}
-    style |= {"marker": MARKERS[index % len(MARKERS)], "ls": (0, (1, 1.5)) if hollow else LINES[index % len(LINES)]}
-    return style | more
+    found: dict[str, Any] = {"color": colour, "mfc": "white" if hollow else colour, "mew": 1.2, "lw": 1.5}
+    found |= {"marker": MARKERS[index % len(MARKERS)], "ls": (0, (1, 1.5)) if hollow else LINES[index % len(LINES)]}
+    return found | more
 
 
 # Without dates and versions a file changes only if the figure does; the name tells our figures from others.
