@@ -228,6 +228,7 @@ WRONG = [
     (("bench", "TINY", "--init", "mimetic_atention"), 2, "did you mean 'mimetic_attention'"),
     (("bench", "TINY"), 2, "--init: expected at least one initialiser"),
     (("bench", "TINY", "--init", "default", "--probe", "--plan"), 2, "--plan cannot be combined with --probe"),
+    (("bench", "TINY", "--init", "default", "--probe", "--workers", "2"), 2, "--workers cannot be combined with"),
     (("collect", "TOML", "-o", "x.pop", "--device", "cudaa"), 2, "no device 'cudaa'; expected auto, cpu or cuda"),
     (("collect", "BAD", "-o", "x.pop"), 2, "training.lr: unknown key"),
     (("collect", "TOML", "-o", "x.pop", "--plan", "--shard", "3"), 2, "--shard cannot be combined with --plan"),

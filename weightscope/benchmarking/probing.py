@@ -39,8 +39,6 @@ def linear_probe(
     *,
     data: str | Path | None = None,
     device: str = "auto",
-    workers: int | None = None,
-    progress: bool = True,
     **given: Any,
 ) -> BenchResult:
     """Compare initialisers by linear classifiers on the features of the networks as they are initialised.
@@ -50,9 +48,9 @@ def linear_probe(
     `LogisticRegression` with its default penalty, |W|^2 / 2 for a sum of losses over images. Network k of every arm has
     the same default start.
 
-    The arguments are those of `bench`; `workers` and `progress` have no effect. Of the recipe, data and network are
-    used, not the training: its fields cannot vary, and are left out of the recipe's [bench] table; `epochs` of the
-    results are 0. Each network's result is stored when it is there, and calling again resumes.
+    The arguments are those of `bench`, without what is about workers. Of the recipe, data and network are used, not the
+    training: its fields cannot vary, and are left out of the recipe's [bench] table; `epochs` of the results are 0.
+    Each network's result is stored when it is there, and calling again resumes.
 
     Source: selection paper, section 5, Table 8, after He et al., Masked autoencoders are scalable vision learners,
     2021, who train the classifier for 90 epochs on augmented images.

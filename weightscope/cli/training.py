@@ -398,8 +398,8 @@ def bench(
     folder = out or default_folder(recipe)
     _check_plan(only_plan, log)
     if probe:
-        if only_plan or log is not None:
-            given = "--plan" if only_plan else "--log"
+        unused = {"--plan": only_plan, "--log": log, "--workers": options.pop("workers")}
+        if given := next((flag for flag, value in unused.items() if value), None):
             raise UsageError(f"{given} cannot be combined with --probe, which trains no tile")
         folder = out or Path(f"{str(folder).removesuffix('-bench')}-probe")
         result = linear_probe(recipe, inits, folder, vary=varied(vary), **options)
