@@ -136,6 +136,8 @@ def test_a_sweep_equals_its_cells_run_alone(tmp_path: Path) -> None:
     assert Population(next((tmp_path / "b").rglob("default*.pop"))).recipe.population.tile == 3, "no padding to 32"
     with pytest.raises(UsageError, match=r"another benchmark \(network.kernel_size: 5 -> 3; arms that are missing"):
         bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **OPTIONS)
+    with pytest.raises(UsageError, match=r"missing here: `default, 2 epochs`, `mimetic_mlp \(sigma=0.5\), 2 epochs`\)"):
+        bench(RECIPE.replace({"network.kernel_size": 5}), inits, tmp_path / "b", **OPTIONS | {"epochs": [1]})
     replacing = {**OPTIONS, "overwrite": True}
     more = bench(RECIPE, inits, tmp_path / "b", seeds=5, vary={"network.kernel_size": [5]}, **replacing)
     assert len(more.runs) == 10

@@ -392,6 +392,24 @@ def test_fit_init_of_a_checkpoint_inspect_and_bench(structure, models, tmp_path,
     assert wi.load_init(out).result.provenance["source"] == source.name
 
 
+def test_heads_of_a_file_without_a_config_are_an_option(models, tmp_path, capsys):
+    save_torch(vit().state_dict(), tmp_path / "bare.safetensors")
+    arguments = (
+        "fit-init",
+        tmp_path / "bare.safetensors",
+        "--structure",
+        "identity_product",
+        "-o",
+        tmp_path / "p.safetensors",
+    )
+    code, _, err = run(*arguments, capsys=capsys)
+    assert code == 3
+    assert "--num-heads H" in err
+    code, text, err = run(*arguments, "--num-heads", 3, capsys=capsys)
+    assert code == 0, err
+    assert "identity_product" in text
+
+
 def test_options_of_a_structure(models, tmp_path, capsys):
     arguments = ("fit-init", models["mixer"], "--structure", "filters", "-o", tmp_path / "f.safetensors")
     code, text, _ = run(*arguments, "--option", "kronecker=true", "--option", "schedule=stage", capsys=capsys)

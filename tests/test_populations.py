@@ -148,7 +148,7 @@ def test_a_name_that_is_no_recipe_gives_the_nearest_or_all():
     for name, message in (
         ("digits-convnet", r"no recipe 'digits-convnet'; did you mean 'digits-convnext'\? Otherwise give the path"),
         ("mine", r"no recipe 'mine'; there are attention-ablations.* and \d+ more; "),
-        ("folder/mine", "cannot read the recipe folder/mine"),
+        ("folder/mine", "cannot read folder/mine"),
     ):
         with pytest.raises(RecipeError, match=message):
             Recipe.load(name)

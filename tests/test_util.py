@@ -132,7 +132,7 @@ def test_callables_without_a_name_are_recorded_with_their_values(monkeypatch: py
     item = make(4.0)[0]
     assert plugins.imported(plugins.reference_to(item)) is item
     exec("def built(x): return x", made := {"__name__": "__main__"})
-    with pytest.raises(UsageError, match=r"cannot be recorded.*pass a function of a module"):
+    with pytest.raises(UsageError, match=r"cannot be recorded.*pass a function of a file or a notebook"):
         plugins.reference_to(made["built"])
 
 

@@ -151,7 +151,9 @@ def reference_to(item: Any) -> str:
     try:
         digest = joblib.hash(_contents(item))
     except (OSError, TypeError, ValueError, AttributeError, RecursionError, pickle.PicklingError) as error:
-        raise UsageError(f"{item!r:.80} cannot be recorded ({error}); pass a function of a module") from error
+        raise UsageError(
+            f"{item!r:.80} cannot be recorded ({error}); pass a function of a file or a notebook"
+        ) from error
     label = re.sub("[^0-9A-Za-z_]", "_", name_of(item))
     reference = f"__main__:{name}" if named else f"{module or type(item).__module__}:{label}_{digest[:8]}"
     _passed[reference] = item, digest[:16]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weightscope._util import atomic
-from weightscope._util.arms import point_text
+from weightscope._util.arms import epochs_text, point_text
 from weightscope._util.checks import count
 from weightscope._util.environment import environment, usable_cores
 from weightscope._util.names import listing, unknown
@@ -283,9 +283,10 @@ class Design:
         chosen = ("training.kernels: auto", "training.kernels: absent")  # the runs keep what auto became
         what = [line for line in lines if not line.startswith((*free, *chosen)) and not line.endswith("-> auto")][:3]
         mine = {(arm.cell_key, arm.epochs, arm.init) for arm in self.arms}
-        lost = [row["init"] for row in stored.arms if arm_key(row) not in mine]
+        lost = [row for row in stored.arms if arm_key(row) not in mine]
         if lost:
-            what.append(f"arms that are missing here: {listing(list(dict.fromkeys(lost)), 3)}")
+            places = [(row["init"], point_text(row["cell"]), epochs_text(row["epochs"])) for row in lost]
+            what.append(f"arms that are missing here: {listing([', '.join(filter(None, one)) for one in places], 3)}")
         elif (most := max(row["networks"] for row in stored.arms)) > self.arms[0].recipe.population.networks:
             what.append(f"{most} seeds")
         if what:

@@ -77,7 +77,7 @@ def open_torch(path: Path, where: str, key: str | None = None) -> Store:
         with warnings.catch_warnings(action="ignore"):  # of old kinds of tensors, which are left out
             value: Any = program or torch.load(path, "cpu", _Pickle("pickle"), weights_only=False, mmap=archive)
     except Exception as error:  # torch.load raises what its readers happen to raise
-        why = " ".join(str(error).split())[:200]
+        why = " ".join(str(error).split()).partition(". ")[0][:200]  # without what torch advises
         raise DataError(f"{where}: it is truncated, damaged or not a file of torch.save: {why}") from error
     if program:
         raise DataError(f"{where}: TorchScript programs are not read; save its state_dict() with safetensors")

@@ -208,6 +208,7 @@ def _gain(text: str) -> float | str:
     help="For networks with --structure exchangeable: default keeps each tensor's scale, source takes theirs.",
 )
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
+@click.option("--num-heads", type=click.IntRange(1), help="For one network: heads, in place of the config's.")
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -318,6 +319,8 @@ def fit_init(
     else:
         from weightscope.fits.one_network import fit_network
 
+        if "num_heads" in given:
+            options["config"] = {"num_attention_heads": given["num_heads"]}
         result = fit_network(source, structure, **options)
     click.echo(result.text())
     result.save(out)
@@ -329,7 +332,7 @@ def fit_init(
 _FITTED = {
     "a population": ("select", "joint", "holdout", "seed", "permutations", "workers", "at", "partial", "gain auto"),
     "networks": ("select", "scale"),
-    "one network": (),
+    "one network": ("num_heads",),
 }
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 

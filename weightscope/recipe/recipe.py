@@ -66,9 +66,9 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text("utf-8-sig")  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        raise RecipeError(f"cannot read the recipe {path}: expected a TOML file in UTF-8, found other bytes") from error
+        raise RecipeError(f"cannot read {path}: expected a TOML file in UTF-8, found other bytes") from error
     except OSError as error:
-        raise RecipeError(f"cannot read the recipe {path}: {reason(error)}") from error
+        raise RecipeError(f"cannot read {path}: {reason(error)}") from error
     return parse_toml(text, str(path))
 
 
