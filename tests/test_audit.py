@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, seeded
@@ -15,6 +16,7 @@ from weightscope import anatomy
 from weightscope import init as wi
 from weightscope.auditing import AuditReport, Check, audit
 from weightscope.auditing.report import RATE
+from weightscope.auditing.runs import SCALES, _interval, _spread
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
@@ -113,6 +115,32 @@ def test_correct_initialisations_pass(case):
         report = audit(model, name, **parameters)
         assert report.passed, str(report)
         assert report.false_alarm_rate == RATE
+
+
+def test_kurtosis_and_correlation_leave_the_interval_of_their_runs_as_often_as_stated():
+    """300 x 100 networks, level 1e-3, after 24 draws: 30 expected, at most 75; the kurtosis' cube root gives 128."""
+    rng, alarms = np.random.default_rng(0), {"kurtosis": 0, "correlation": 0}
+    for _ in range(300):
+        squares = rng.standard_normal((124, 144)) ** 2
+        x, noise = rng.standard_normal((2, 124, 16))
+        found = {
+            "kurtosis": (squares**2).mean(1) / squares.mean(1) ** 2,
+            "correlation": [np.corrcoef(a, -0.5 * a + 0.75**0.5 * b)[0, 1] for a, b in zip(x, noise, strict=True)],
+        }
+        for scale, values in found.items():
+            scaled = np.array([SCALES[scale][0](float(value)) for value in values])
+            low, high = _interval(24, *_spread(scaled[:24]), 1e-3)
+            alarms[scale] += int(((scaled[24:] < low) | (scaled[24:] > high)).sum())
+    assert all(5 <= count <= 75 for count in alarms.values()), alarms
+
+
+def test_a_deep_network_of_few_channels_is_told_from_its_default_start():
+    """One run has the 32 layers' draws of a statistic; of 48 or more the intervals are narrow enough."""
+    model = made(lambda: ConvMixer(16, 32, 3, 4, 5))(0)
+    assert not audit(model, "random_filters").passed
+    assert audit(wi.random_filters_(model, generator=seeded(0)), "random_filters").outcomes == {
+        "random_filters": "passed"
+    }
 
 
 # --- every precision; every family is in the contract of the initialisers -------------------------------------------

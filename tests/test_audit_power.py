@@ -130,7 +130,7 @@ def test_default_entries_that_an_initialiser_gives_are_named():
     torch.manual_seed(0)
     model, default = ViT(32, 8, 32, 2, 2, 10), "the default start of torch's layers"
     report = audit(model, "kaiming_uniform")
-    assert report.powers["kaiming_uniform"][default] < 1e-2
+    assert report.powers["kaiming_uniform"][default] < 1e-2  # at least the rate of false alarms, 1e-3
     assert f"{default} (< 1 % found)" in str(report)
     for name, given, caught in (
         ("xavier", {"gain": 3**-0.5, "bias": "keep"}, False),
@@ -148,6 +148,7 @@ def test_default_entries_that_an_initialiser_gives_are_named():
 
 @pytest.mark.parametrize(
     ("width", "parameters"),
+    # Not sigma 0.1: with the stated rate of 1e-3 per audit half of these fail, with 1e-6 per check few did.
     [(16, {"b": 0.07}), (16, {"mode": "rows", "sigma": 0.07}), (32, {"mode": "rows", "sigma": 0.07})],
 )
 def test_untouched_networks_do_not_pass_where_the_default_start_is_inside_the_interval(width, parameters):

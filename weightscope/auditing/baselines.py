@@ -74,7 +74,7 @@ def entries(name: str, w: Tensor, unit: float) -> Iterator[tuple[str, float, str
     yield "mean", float(w.float().mean()) / unit, "identity"
     yield "mean square", square, "variance"
     if w.numel() >= 100:  # below, the sample kurtosis is far from normal
-        yield "kurtosis", float(squares.square().mean()) / max(square**2, 1e-30), "variance"
+        yield "kurtosis", float(squares.square().mean()) / max(square**2, 1e-30), "kurtosis"
 
 
 _SHARED: dict[str, Any] = {"start": _by_torch, "untouched": DEFAULT, "fewer": _one_of_each_shape}

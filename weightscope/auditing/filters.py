@@ -63,7 +63,7 @@ def random_filters_statistics(source: NamedTensors, *, gain: float) -> Iterator[
         x = part.read().cpu().double()
         shape = _like(part)
         kurtosis = float(x.pow(4).mean() / x.square().mean().square())
-        yield Statistic("filters", part.layer, None, part.name, "kurtosis", kurtosis, "variance", shape)
+        yield Statistic("filters", part.layer, None, part.name, "kurtosis", kurtosis, "kurtosis", shape)
         negative = float((x < 0).double().mean())
         yield Statistic("filters", part.layer, None, part.name, "negative share", negative, like=shape)
 

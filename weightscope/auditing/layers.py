@@ -159,7 +159,11 @@ def _shuffled_last(network: Copy, seed: int, *, mode: str, layers: Sequence[int]
     errors=("correlation",),
 )
 def mimetic_first_last_mlp_statistics(source: NamedTensors, *, mode: str, layers: Sequence[int]) -> Iterator[Statistic]:
-    """The correlation of fc2 in the first and the last MLP, over entries or over row means."""
+    """The correlation of fc2 in the first and the last MLP, over entries or over row means.
+
+    With a correlation of +-0.8 of few rows, atanh is skewed: of right networks with 8, 16 or 48 rows, 0.7, 0.4 or 0.2 %
+    fail; with the default of -0.5, 0.2 % or fewer.
+    """
     choice("mode", mode, MODES)
     first, last = first_and_last(source, layers)
     x, y = (part.read("fc2").double().mean(1) if mode == "rows" else part.read("fc2") for part in (first, last))
