@@ -20,7 +20,7 @@ from weightscope.auditing.runs import SCALES, _interval, _spread
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 
-SEEDS = 2
+SEEDS = 4
 
 
 # --- false alarms --------------------------------------------------------------------------------------------------

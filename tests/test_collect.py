@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from weightscope import training
@@ -215,7 +216,7 @@ MIMETIC = [{"name": "default"}, {"name": "mimetic_mlp", "sigma": "x"}]
 def test_what_can_be_known_beforehand_leaves_nothing(tmp_path, trained, monkeypatch, changes, options, error, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WEIGHTSCOPE_DATA", raising=False)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for package in ("distributed", "ray"):
         monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(error, match=message):

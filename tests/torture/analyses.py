@@ -136,7 +136,7 @@ def test_ten_thousand_steps_of_adam_end_at_the_impulses() -> None:
 
 
 def test_one_audit_of_a_thousand_fails_for_a_right_network() -> None:
-    """312 right networks, 12 of each case: 4 or more would fail with p = 4e-4; there were none."""
+    """312 right networks, 12 of each case: 4 or more would fail with p = 4e-4; none did."""
     failed = [
         (case, str(report))
         for case, (_, name, parameters) in CASES.items()

@@ -21,6 +21,7 @@ class Purpose(IntEnum):
     CUTMIX = 8
     DROP_PATH = 9
     PROJECTION = 10
+    PROBE = 11  # of earlier linear probes
     SEQUENCES = 12
     HELD_OUT = 13
     VALIDATION = 14
