@@ -96,18 +96,20 @@ def spread(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile)` for every tile on workers; yields (tile, result) in any order.
 
-    A tile whose worker ends is given to another one, at most `ATTEMPTS` times in all. A tile that fails does not stop
-    the others; an error that is sure to concern every tile (an invalid argument, a full disk) does. The caller may add
+    A tile whose worker ends is given to another one, at most `ATTEMPTS` times in all, the last time with nothing beside
+    it: loky ends all workers with one, and the tile that ends them is to be named. A tile that fails does not stop the
+    others; an error that is sure to concern every tile (an invalid argument, a full disk) does. The caller may add
     to `tiles` if it is a deque. `named` writes a tile in messages.
     """
     waiting = tiles if isinstance(tiles, deque) else deque(tiles)
     running = dict[futures.Future[bytes], Any]()
     lost, failed, succeeded = Counter[Any](), dict[Any, Exception](), False
+    alone = set[Any]()  # tiles before their last attempt
     here = workers.backend == "loky"  # clusters give the tiles of a dead worker to others by themselves
     most, attempts = (workers.count or 1, ATTEMPTS) if here else (_PENDING, 1)
     with ENGINES[workers.backend](task, workers, running) as submit:
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and len(running) < (1 if alone else most):
                 tile = waiting.popleft()
                 running[submit(tile)] = tile
             for future in futures.wait(running, return_when=futures.FIRST_COMPLETED).done:
@@ -121,8 +123,13 @@ def spread(
                     lost[tile] += 1
                     if lost[tile] < attempts:
                         _log.warning("%s: %s; it is run again", named(tile), error)
-                        waiting.append(tile)
+                        if lost[tile] == attempts - 1:
+                            alone.add(tile)
+                            waiting.appendleft(tile)
+                        else:
+                            waiting.append(tile)
                         continue
+                alone.discard(tile)
                 if error is None:
                     succeeded = True
                     yield tile, value
