@@ -163,6 +163,12 @@ def test_what_does_not_fit_is_named_for_all_at_once(tmp_path, caplog):
     assert chosen.spec.names == ("first.weight", "first.bias", "second.weight", "second.bias")
 
 
+def test_an_array_among_the_tensors_is_refused(tmp_path):
+    arrays = [found | {"second.weight": found["second.weight"].numpy()} for found in states(2)]
+    with pytest.raises(DataError, match=r"`second.weight` is .*no tensor"):
+        Population.of(saved(tmp_path / "zoo", arrays), tmp_path / "zoo.pop")
+
+
 def test_a_killed_import_is_resumed(tmp_path, monkeypatch):
     """Whatever tile it had reached, the same call gives the same bytes; what was written is not written again."""
     monkeypatch.setattr("weightscope.population.importing._TILE", 4)

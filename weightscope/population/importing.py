@@ -382,8 +382,10 @@ def _opened(source: Any, key: str | None) -> Checkpoint:
 def _is_weight(checkpoint: Checkpoint, name: str) -> bool:
     """Whether a tensor that a checkpoint skips could be a weight; counters, indices and what is no tensor are none."""
     why = checkpoint.skipped[name]
-    if why.startswith("outside") or why.endswith("no tensor"):
+    if why.startswith("outside"):
         return False
+    if why.endswith("no tensor"):
+        return name.endswith(("weight", "bias"))
     try:
         return checkpoint.dtype(name) not in _BUFFERS or name.endswith(("weight", "bias"))
     except DataError:
