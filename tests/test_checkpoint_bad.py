@@ -77,12 +77,21 @@ def torch_script():
     return out.getvalue()
 
 
+def attribute_of_a_function():
+    """A pickle that asks an allowed function for the dictionary that has `eval`."""
+    name = b"_rebuild_tensor_v2.__builtins__.__getitem__"
+    code = f"__import__('pathlib').Path({str(EXECUTED)!r}).touch()".encode()
+    out = b"\x80\x04\x8c\x0ctorch._utils\x8c" + bytes([len(name)]) + name + b"\x93"
+    return out + b"\x8c\x04eval\x85R\x8c" + bytes([len(code)]) + code + b"\x85R."
+
+
 MODULE = nn.Sequential(nn.Linear(2, 2))
 DAMAGED = "truncated, damaged or not a file of torch.save"
 PICKLES = {
     "os.system": (saved({"a": Evil()}), "none under a"),
     "os.system, old layout": (saved({"a": Evil()}, _use_new_zipfile_serialization=False), "none under a"),
     "os.system, bare pickle": (pickle.dumps(Evil()), DAMAGED),
+    "attribute of a function": (attribute_of_a_function(), DAMAGED),
     "whole module": (saved(MODULE), r"an object of torch\.nn\.modules\.container\.Sequential.*save model\.state_dict"),
     "text": (b"hello world", DAMAGED),
     "list": (saved([torch.ones(2)]), "expected a dictionary of tensors, found list"),

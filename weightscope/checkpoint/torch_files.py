@@ -17,13 +17,8 @@ from weightscope.errors import DataError
 
 _BUILDERS = {
     *("torch Size", "torch device", "torch.serialization _get_layout", "torch.nn.parameter Parameter"),
-    *(
-        "torch per_tensor_affine",
-        "torch per_channel_affine",
-        "torch.storage TypedStorage",
-        "torch.storage UntypedStorage",
-    ),
-    *("collections OrderedDict", "collections Counter"),
+    *("torch per_tensor_affine", "torch per_channel_affine", "collections OrderedDict", "collections Counter"),
+    *("torch.storage TypedStorage", "torch.storage UntypedStorage"),
 }
 
 
@@ -53,6 +48,7 @@ class _Unpickler(pickle.Unpickler):
             return _plain_tensor
         # A wrapper, such as a quantised tensor of torchao, has its numbers in its state, which only its class reads.
         rebuilds = module == "torch._utils" and name.startswith("_rebuild_") and "wrapper" not in name
+        rebuilds &= name.isidentifier()  # a name with dots reaches what a function has: `f.__builtins__`
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if rebuilds or dtype or f"{module} {name}" in _BUILDERS:
             return super().find_class(module, name)
