@@ -96,8 +96,8 @@ def spread(
 ) -> Generator[tuple[Any, Any], None, None]:
     """Run `task(tile)` for every tile on workers; yields (tile, result) in any order.
 
-    A tile whose worker ends is given to another one, at most `ATTEMPTS` times in all, the last time with nothing beside
-    it: loky ends all workers with one, and the tile that ends them is to be named. A tile that fails does not stop the
+    A tile whose worker dies is given to another one, at most `ATTEMPTS` times in all. When one worker dies, loky ends
+    the others as well; on its last attempt, a tile therefore runs by itself. A tile that fails does not stop the
     others; an error that is sure to concern every tile (an invalid argument, a full disk) does. The caller may add
     to `tiles` if it is a deque. `named` writes a tile in messages.
     """

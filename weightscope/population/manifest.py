@@ -256,7 +256,7 @@ def match(path: Path, there: Manifest, wanted: Manifest) -> None:
 
 
 def _other_folder(path: Path) -> WeightscopeError | None:
-    """The error of a path where a population is to be made and something else is; None if there is nothing."""
+    """The error if something other than a population is at a path where one is to be created; else None."""
     if path.exists() and not path.is_dir():
         return UsageError(f"{path} is a file; give the folder of a population")
     folder = path / SHARDS
