@@ -21,7 +21,7 @@ from weightscope.anatomy import convolution as _convolution
 from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
-from weightscope.anatomy.attention_modules import AttentionPart
+from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
 from weightscope.anatomy.mlp import FilterMLP, MLPPart

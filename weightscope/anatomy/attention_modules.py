@@ -7,16 +7,15 @@ and how they are packed. Head counts come from attributes or the config; they ar
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from weightscope._util.checks import chosen
+from weightscope.anatomy.attention_part import AttentionPart
 from weightscope.anatomy.tensors import (
-    InSlots,
     NamedTensors,
     Parts,
     Place,
@@ -26,7 +25,7 @@ from weightscope.anatomy.tensors import (
     in_layers,
     places,
 )
-from weightscope.errors import AnatomyError, UsageError
+from weightscope.errors import AnatomyError
 
 
 @dataclass(frozen=True)
@@ -79,82 +78,6 @@ OUTPUTS = (
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
 HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "head_width")
-
-
-_WINDOWS = ("sliding_window", "window_size", "local_window_size", "attention_window", "local_attention")
-
-PartName = Literal["q", "k", "v", "o"]
-
-
-@dataclass(frozen=True, eq=False)
-class AttentionPart(InSlots):
-    """One attention module: its four projections, as tensors with an axis for the heads.
-
-    Row-vector convention: tokens are the rows of X (n, d_in), so the logits of head h are
-    `X_q q[h] k[g]^T X_k^T * scale` and its contribution to the output is `A X_v v[g] o[h]`, where g is the
-    key/value head that query head h uses (`kv_head`).
-
-    `read` and `write` take q (H, d, k), k (kv_heads, kv_width, k), v (kv_heads, kv_width, value_width) and
-    o (H, value_width, d); `read_bias` and `write_bias` (heads, width of a head) for q, k and v, and (d,) for o.
-    """
-
-    layer: int  # over the whole model, from 0; self- and cross-attention of one block share it
-    name: str  # path of the attention module, including the components that wrappers add
-    kind: Literal["self", "cross"]
-    heads: int  # H, number of query heads
-    kv_heads: int  # number of key/value heads; less than H for grouped queries
-    width: int  # d, of the residual stream that queries read
-    kv_width: int  # of the stream that keys and values read; d, except in some cross-attention
-    head_width: int  # k, of queries and keys
-    value_width: int  # of values; usually k
-    # `rotary`, `causal`, `scale` and `positional` are measured if the model has code, else as names and config say.
-    rotary: bool  # queries and keys are rotated by position, so that `q k^T` is the product at relative position 0
-    causal: bool | None  # whether later tokens are masked; None if unknown
-    normalised: bool  # queries and keys are normalised before the product, so that its scale is arbitrary
-    scale: float  # factor on the logits
-    positional: bool  # gates, convolutions or biases of positions enter the map: it is not the softmax of logits alone
-    numbers: tuple[int, ...]  # of the query heads within the module; not all of them in a part made by `only`
-    _tensors: NamedTensors = field(repr=False)
-    _weights: dict[str, Slot] = field(repr=False)
-    _biases: dict[str, Slot] = field(repr=False)
-
-    @property
-    def window(self) -> int | None:
-        """How far a query sees (to each side or in a row), as attributes or the config say; None if they state nothing.
-
-        A window of more tokens than are tried is not seen in what is measured.
-        """
-        return self._tensors.hint(self.name, _WINDOWS) or None
-
-    def kv_head(self, head: int) -> int:
-        """The key/value head that query head `head` uses."""
-        return head // (self.heads // self.kv_heads)
-
-    def only(self, heads: int | Sequence[int]) -> "AttentionPart":
-        """The part in some query heads, negative ones counted from the end, with the key heads that these use."""
-        numbers = chosen(f"heads of `{self.name}`", heads, range(self.heads))
-        groups = sorted({self.kv_head(h) for h in numbers})
-        if len(numbers) * self.kv_heads != len(groups) * self.heads:
-            each = self.heads // self.kv_heads
-            raise UsageError(f"heads: `{self.name}` has a key for every {each} heads; choose all that share one")
-
-        def some(part: str, slot: Slot) -> Slot:
-            rows = torch.arange(self._tensors.shape(slot.name)[int(slot.transposed)])
-            rows = rows if slot.rows is None else rows[slot.rows]
-            kept = numbers if part in "qo" else groups
-            assert slot.shape is not None
-            return replace(slot, rows=rows.reshape(slot.shape[:2])[kept].flatten(), shape=(len(kept), *slot.shape[1:]))
-
-        weights = {part: some(part, slot) for part, slot in self._weights.items()}
-        biases = {part: slot if part == "o" else some(part, slot) for part, slot in self._biases.items()}
-        sizes = {"heads": len(numbers), "kv_heads": len(groups)}
-        own = tuple(self.numbers[h] for h in numbers)
-        return replace(self, **sizes, numbers=own, _weights=weights, _biases=biases)  # type: ignore[arg-type]
-
-
-def chosen_heads(parts: Sequence[AttentionPart], heads: int | Sequence[int] | None) -> list[AttentionPart]:
-    """The parts reduced to some heads: all for None, one number, or several; see `AttentionPart.only`."""
-    return list(parts) if heads is None else [part.only(heads) for part in parts]
 
 
 _CROSS = re.compile(

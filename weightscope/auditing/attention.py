@@ -23,7 +23,7 @@ from weightscope.anatomy import (
     positions,
     self_attention,
 )
-from weightscope.anatomy.attention_modules import chosen_heads
+from weightscope.anatomy.attention_part import chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid
 from weightscope.auditing.report import EXPECTATIONS, UNTOUCHED, Check, error_in
 from weightscope.auditing.runs import Copy, Statistic, default_start

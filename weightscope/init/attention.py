@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weightscope._util.checks import choice, number
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, positions, self_attention
-from weightscope.anatomy.attention_modules import chosen_heads
+from weightscope.anatomy.attention_part import chosen_heads
 from weightscope.errors import UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, frame, normal
 from weightscope.networks.layers import sinusoidal_positions

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from weightscope._util.checks import choice, flag, number, positive
 from weightscope.anatomy import NamedTensors, attention, mlps, named_tensors, parts_of
-from weightscope.anatomy.attention_modules import PartName
+from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.matrices import Matrix, fans
 from weightscope.errors import AnatomyError, UsageError
 from weightscope.init.base import INITIALISERS, Generator, M, each_matrix, frame, normal, put, selected, uniform
