@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from weightscope.anatomy.attention_modules import AttentionPart, PartName, find
+from weightscope.anatomy.attention_modules import find
+from weightscope.anatomy.attention_part import AttentionPart, PartName
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Unread
 
 _SAME = 1e-3  # relative; modules compute their softmax in float32, and what is misread differs by more than 1e-1

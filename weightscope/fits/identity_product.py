@@ -14,7 +14,8 @@ from weightscope._util.checks import choice
 from weightscope._util.results import row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, self_attention
-from weightscope.anatomy.attention_modules import PartName, layer_scale
+from weightscope.anatomy.attention_modules import layer_scale
+from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.factored_products import FactoredProduct
 from weightscope.errors import DataError
 from weightscope.fits.artifact import NetworkFit, Numbers

@@ -20,7 +20,7 @@ from torch import Tensor
 from weightscope._util.checks import choice, count, flag, odd
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import AttentionPart, PositionEmbedding, chosen_layers, named_tensors, parts_of, self_attention
-from weightscope.anatomy.attention_modules import PartName, chosen_heads
+from weightscope.anatomy.attention_part import PartName, chosen_heads
 from weightscope.anatomy.embedding import Offset, TokenGrid, shared_path
 from weightscope.errors import AnatomyError, DataError, UsageError
 from weightscope.init._trained import token_grid
