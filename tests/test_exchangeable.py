@@ -40,6 +40,11 @@ SPEC = WeightSpec(
         TensorSpec("q", (2, 3)),
         TensorSpec("k", (2, 3)),
         TensorSpec("head", (2, 3)),
+        TensorSpec("mid", (4, 4)),
+        TensorSpec("filters", (4, 4, 1, 2)),
+        TensorSpec("maps", (4, 3, 4)),
+        TensorSpec("three", (3, 3)),
+        TensorSpec("two", (2, 2)),
     ]
 )
 AXES = {
@@ -50,6 +55,11 @@ AXES = {
     "q": ("~units", "channels"),
     "k": ("~units", "channels"),
     "head": (None, "channels"),
+    "mid": ("hidden", "hidden"),
+    "filters": ("hidden", "hidden", None, None),
+    "maps": ("hidden", "channels", "hidden"),
+    "three": ("channels", "channels"),
+    "two": ("units", "units"),
 }
 PERMUTATIONS = PermutationSpec.from_axes(SPEC, AXES)
 
@@ -161,6 +171,20 @@ def test_a_planted_correlation_across_layers_is_found_and_drawn() -> None:
     assert abs(again.correlation + 0.6) < 0.05
     found.__dict__["_pairs"] = [replace(first, z=-np.inf)]
     assert "no spread over networks" in found.text().splitlines()[-1], "not an infinite number of standard errors"
+
+
+def test_a_diagonal_that_goes_with_a_bias_is_found() -> None:
+    spec = WeightSpec([TensorSpec("mid.weight", (8, 8)), TensorSpec("mid.bias", (8,))])
+    x = np.random.default_rng(0).standard_normal((100, spec.size))
+    tensors = spec.unpack(x)
+    tensors["mid.weight"][:, range(8), range(8)] += tensors["mid.bias"]
+    axes = {"mid.weight": ("c", "c"), "mid.bias": ("c",)}
+    found = covariance_exchangeable(WeightArray(x, spec), permutations=axes)
+    first, second = found.pairs()[:2]
+    assert {first.a, first.b} == {"mid.weight diagonal", "mid.bias"}
+    assert abs(first.correlation - np.sqrt(0.5)) < 5 * 0.5 / np.sqrt(700)
+    assert second.p > 1e-4
+    assert "mid.weight diagonal" in found.text()
 
 
 def test_intervals_of_canonical_correlations_cover() -> None:

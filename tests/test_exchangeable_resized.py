@@ -18,6 +18,7 @@ from weightscope.init.from_artifact import PopulationInit
 from weightscope.networks import ConvMixer, ConvNeXt, ViT
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import ExchangeableMoments
+from weightscope.statistics.permutations import PermutationSpec
 from weightscope.statistics.samples import WeightArray
 
 BLOCKS = "stages.0.blocks"
@@ -104,6 +105,38 @@ def test_another_width_has_the_same_standardised_covariance(fitted: Exchangeable
         np.testing.assert_allclose(means[0][name].mean(), ratio * means[1][name].mean(), rtol=1e-12)
     assert resized(fitted, fitted.spec)[0] is not None
     np.testing.assert_allclose(resized(fitted, fitted.spec)[0].covariance(), fitted.covariance(), atol=1e-12)
+
+
+def test_a_matrix_on_one_group_keeps_its_parts_at_another_width() -> None:
+    """Means and standard deviations of diagonal and rest, and the correlation of the diagonal with a bias."""
+
+    def network(n: int) -> tuple[WeightSpec, PermutationSpec]:
+        spec = WeightSpec([TensorSpec("mid.weight", (n, n, 1, 2)), TensorSpec("mid.bias", (n,))])
+        return spec, PermutationSpec.from_axes(spec, {"mid.weight": ("c", "c", None, None), "mid.bias": ("c",)})
+
+    (spec, permutations), rng = network(6), np.random.default_rng(0)
+    x = rng.standard_normal((400, spec.size))
+    tensors = spec.unpack(x)
+    tensors["mid.weight"] -= 1.0
+    diagonal = tensors["mid.weight"][:, range(6), range(6), 0]  # (N, 6, 2)
+    tensors["mid.weight"][:, range(6), range(6), 0] = 3 * (diagonal + 2 + 0.5 * tensors["mid.bias"][..., None])
+    fitted = Exchangeable.fit(x, spec, permutations=permutations)
+    np.testing.assert_allclose(resized(fitted, spec)[0].covariance(), fitted.covariance(), atol=1e-12)
+    wide, problems = resized(fitted, network(10)[0])
+    assert problems == {}
+    drawn = wide.spec.unpack(wide.sample(rng, 400))
+    bias, scale = drawn["mid.bias"], np.sqrt(6 / 10)
+    on, off = np.eye(10, dtype=bool), ~np.eye(10, dtype=bool)
+    of = {"on": drawn["mid.weight"][:, on, 0], "off": drawn["mid.weight"][:, off, 0]}
+    for name, mean, std in (("on", 3.0, 3 * np.sqrt(1.25)), ("off", -1.0, 1.0)):
+        np.testing.assert_allclose(of[name].mean(), scale * mean, atol=0.1)
+        np.testing.assert_allclose(of[name].std(), scale * std, rtol=0.05)
+    assert abs(np.corrcoef(of["on"][..., 1].ravel(), bias.ravel())[0, 1] - 0.5 / np.sqrt(1.25)) < 0.06
+    small, problems = resized(fitted, network(3)[0])
+    assert problems == {}
+    assert small.sample(rng, 2).shape == (2, 21)
+    three = Exchangeable.fit(small.sample(rng, 50), network(3)[0], permutations=network(3)[1])
+    assert "mid.weight" in resized(three, spec)[1]  # three units have no symmetric part
 
 
 def test_a_deeper_network_keeps_each_block_and_the_sum_of_those_made_from_one(fitted: Exchangeable) -> None:

@@ -248,7 +248,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], int]] = {
     "mixer": (_timm("mixer_s32_224", img_size=64), lambda: _image(64), 17),
     "cait": (_timm("cait_xxs24_224", img_size=32, depth=2), lambda: _image(32), 0),
     "vit": (_timm("vit_tiny_patch16_224", img_size=32, depth=2), lambda: _image(32), 7),
-    "bert": (_transformers("Bert", "ForMaskedLM", hidden_size=32, **_SIZES), _tokens, 6),
+    "bert": (_transformers("Bert", "ForMaskedLM", hidden_size=32, **_SIZES), _tokens, 7),
     "gpt2": (_transformers("GPT2", "LMHeadModel", n_embd=32, n_layer=2, n_head=4, vocab_size=60), _tokens, 7),
     "gptneox": (_transformers("GPTNeoX", "ForCausalLM", hidden_size=32, **_SIZES), _tokens, 9),
     "llama": (_transformers("Llama", "ForCausalLM", **_GROUPED), _tokens, 9),
@@ -285,10 +285,44 @@ class Recurrent(nn.Module):
         return self.head(state)
 
 
-def test_units_on_both_axes_of_a_matrix_are_fixed_and_named() -> None:
+class Square(nn.Module):
+    """Units on three axes of a tensor, and two sets of units each on two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.cube = nn.Linear(3, 5), nn.Parameter(torch.randn(5, 5, 5))
+        self.rows, self.maps = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(4, 2, 4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.read(x)
+        h = h + torch.einsum("bi,bj,ijk->bk", h, h, self.cube).sigmoid()
+        rows = self.rows + torch.einsum("ij,klij->kl", self.rows, self.maps).sigmoid()
+        return h.sigmoid().sum(-1, keepdim=True) + rows.sigmoid().sum()
+
+
+def test_units_on_two_axes_keep_their_group_and_others_are_fixed_and_named() -> None:
+    convolutions = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        Residual(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU()), "add"),
+        nn.Conv2d(8, 6, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.ReLU(),
+        nn.Linear(6, 2),
+    )
+    found = permutation_spec(convolutions, torch.randn(2, 3, 9, 9))
+    assert found.sizes == {"0": 8, "2": 6}
+    assert next(v.axes for v in found.views if v.name == "1.inner.0.weight") == ("0", "0", None, None)
+    assert found.notes == ()
     found = permutation_spec(Recurrent(), torch.randn(2, 4, 3))
+    assert (found.sizes, found.notes) == ({"read": 6}, ())
+    odd = Residual(nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 8)), "add")
+    found = permutation_spec(nn.Sequential(nn.Linear(3, 8), odd, nn.RMSNorm(8), nn.Linear(8, 2)), torch.randn(2, 3))
+    assert {label for view in found.views for label in view.labels} == {"0"}
+    assert found.notes == ("units on two axes, whose signs are left as they are: `1.inner.1.weight`",)
+    found = permutation_spec(Square(), torch.randn(2, 3))
     assert found.sizes == {}
-    assert found.notes == ("the same units on two axes, so fixed: `step.weight`",)
+    assert found.notes == ("units on three axes, or two sets of units each on two, so fixed: `cube`, `maps`",)
 
 
 def test_an_operation_without_a_rule_fixes_what_it_meets_and_is_named() -> None:

@@ -210,7 +210,7 @@ def test_unknown_architectures_are_refused_by_name() -> None:
 def test_groups_have_one_length_on_one_axis_and_every_axis_a_label() -> None:
     spec = WeightSpec([TensorSpec("a", (4, 4)), TensorSpec("b", (5,))])
     for axes, message in (
-        ({"a": ("h", "h"), "b": (None,)}, "one group on two axes"),
+        ({"a": ("~h", "h"), "b": (None,)}, "expected each group on one axis, or one group, without signs, on two"),
         ({"a": ("h", None), "b": ("h",)}, "`b`: group h has 4 members elsewhere, found 5"),
         ({"a": ("h",), "b": (None,)}, "`a`: expected 2 axes"),
         ({"a": ("h", None)}, "no axes for `b`"),
@@ -258,8 +258,8 @@ FOREIGN: dict[
     str, tuple[dict, int]
 ] = {  # class of transformers, model of torchvision or timm -> options, groups by name
     "BertModel": (TEXT, 7),
-    "BertForMaskedLM": (TEXT, 6),  # the rows of its transform are channels, so these are fixed
-    "RobertaForMaskedLM": (TEXT, 6),
+    "BertForMaskedLM": (TEXT, 7),  # the rows of its transform are channels, too
+    "RobertaForMaskedLM": (TEXT, 7),
     "GPT2LMHeadModel": (GPT, 7),
     "GPTNeoXForCausalLM": (TEXT, 3),
     "ViTForImageClassification": (IMAGE, 7),

@@ -29,9 +29,17 @@ VECTOR = WeightSpec([TensorSpec("bias", (6,))])
 MLP = WeightSpec([TensorSpec("fc1.weight", (5, 3)), TensorSpec("fc1.bias", (5,)), TensorSpec("fc2.weight", (3, 5))])
 COLUMN = WeightSpec([TensorSpec("a.weight", (6, 1)), TensorSpec("b.weight", (1, 4))])
 
-SMALL = WeightSpec([TensorSpec("conv", (3, 1, 2)), TensorSpec("fc2", (3, 4)), TensorSpec("q", (2, 3)), MLP.tensors[1]])
+SMALL = WeightSpec(
+    [
+        TensorSpec("conv", (3, 1, 2)),
+        TensorSpec("fc2", (3, 4)),
+        TensorSpec("q", (2, 3)),
+        TensorSpec("mid", (4, 4)),
+        MLP.tensors[1],
+    ]
+)
 SIGNED = PermutationSpec.from_axes(
-    SMALL, {"conv": ("c", None, None), "fc2": ("c", "h"), "q": ("~units", "c"), "fc1.bias": (None,)}
+    SMALL, {"conv": ("c", None, None), "fc2": ("c", "h"), "q": ("~units", "c"), "mid": ("h", "h"), "fc1.bias": (None,)}
 )
 
 # structure, options, spec

@@ -63,7 +63,7 @@ class ExchangeableCovariance(Result):
         varying = {
             name for t in self.types for name, part in t.kind.slices.items() if t.covariance.diagonal()[part].any()
         }
-        return [view.name for view in self.permutations.views if view.name not in varying]
+        return [view.name for view in self.permutations.parts if view.name not in varying]
 
     def rows(self) -> list[dict[str, Any]]:
         return [
@@ -108,7 +108,7 @@ class ExchangeableCovariance(Result):
 
     def words(self, pair: Pair) -> str:
         """A pair as a person would say it: `blocks.1: norm.bias and mlp.fc1.weight column means`."""
-        views = {view.name: view for view in self.permutations.views}
+        views = {view.name: view for view in self.permutations.parts}
         (where_a, what_a), (where_b, what_b) = (_split(views[name], pair.groups) for name in (pair.a, pair.b))
         first = f"{where_a}: {what_a}" if where_a else what_a
         return f"{first} and {what_b}" if where_a == where_b or not where_b else f"{first} and {where_b}: {what_b}"

@@ -185,11 +185,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], notes: Sequence[str]) -> PermutationSpec:
     segments = {name: [_segments(units, axis) for axis in value] for name, value in values.items()}
-    if twice := _on_two_axes(segments):  # the covariance would have further parts
-        notes = [*notes, f"the same units on two axes, so fixed: {listing(dict(twice))}"]
-    for _, unit in twice:
+    twice, beyond = _on_several_axes(segments)
+    for unit in beyond:
         unit.fixed = True
-    segments = {name: [_segments(units, axis) for axis in value] for name, value in values.items()}
+    if beyond:
+        tensors = dict.fromkeys(name for names in beyond.values() for name in names)
+        notes = [*notes, f"units on three axes, or two sets of units each on two, so fixed: {listing(tensors)}"]
+        segments = {name: [_segments(units, axis) for axis in value] for name, value in values.items()}
     everything = [s.factors for axes in segments.values() for axis in axes for s in axis]
     masks: dict[Unit, int] = {}
     for row in everything:
@@ -197,6 +199,8 @@ def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], n
             if not unit.fixed:
                 masks[unit] = masks.get(unit, 0) | sign
     flipped = _flipped(units.equations, masks)
+    if signed := [name for unit, names in twice.items() if flipped.pop(unit, 0) for name in names]:
+        notes = [*notes, f"units on two axes, whose signs are left as they are: {listing(dict.fromkeys(signed))}"]
     outer = _heads(units, everything)
     for head in outer.values():  # signs of whole heads are among those of their units
         flipped.pop(head, None)
@@ -231,14 +235,18 @@ def _contiguous(strides: tuple[int, tuple[tuple[int, int], ...]]) -> bool:
     return True
 
 
-def _on_two_axes(segments: Mapping[str, Sequence[Sequence[_Segment]]]) -> list[tuple[str, Unit]]:
-    """Tensors and the units that occur twice in one part of them."""
-    out = []
+def _on_several_axes(
+    segments: Mapping[str, Sequence[Sequence[_Segment]]],
+) -> tuple[dict[Unit, list[str]], dict[Unit, list[str]]]:
+    """Unit -> tensors of which it is alone on two axes; and those on more, or beside other such units."""
+    twice, beyond = dict[Unit, list[str]](), dict[Unit, list[str]]()
     for name, axes in segments.items():
         for chosen in combinations(*axes):
             there = [unit for segment in chosen for unit, *_ in segment.factors if not unit.fixed]
-            out += [(name, unit) for unit in there if there.count(unit) > 1]
-    return out
+            several = {unit: there.count(unit) for unit in there if there.count(unit) > 1}
+            for unit in several:
+                (twice if [*several.values()] == [2] else beyond).setdefault(unit, []).append(name)
+    return {unit: names for unit, names in twice.items() if unit not in beyond}, beyond
 
 
 def _heads(units: Axes, rows: Sequence[Sequence[tuple[Unit, int, int, int]]]) -> dict[Unit, Unit]:

@@ -148,7 +148,7 @@ def _over_depth(found: ExchangeableCovariance) -> list[tuple[Any, str]]:
     several = {name: line for name, line in lines.items() if len(line) > 1}
     if not several:
         return []
-    views = [view.name for view in found.permutations.views]
+    views = [view.name for view in found.permutations.parts]
     blocks = {block for line in several.values() for block in line}
     order = sorted(blocks, key=lambda block: [name.startswith(f"{block}.") for name in views].index(True))
     curves = []

@@ -27,9 +27,9 @@ from weightscope.statistics.exchangeable import (
     ExchangeableMoments,
     TypeCovariance,
     assembled,
-    centred,
     design_effect,
     invariant_parts,
+    projection,
 )
 from weightscope.statistics.index_effects import described
 from weightscope.statistics.permutations import PermutationSpec, View
@@ -255,7 +255,7 @@ class Exchangeable(Structure):
     def apply_root(self, noise: Sequence[np.ndarray]) -> np.ndarray:
         """Noise projected on each type's representation, times its factor, put together: (size, D)."""
         drawn = zip(self.permutations.types, self.factors, noise, strict=True)
-        parts = {kind.groups: centred(z, kind) @ factor.T for kind, factor, z in drawn}
+        parts = {kind.groups: projection(z, kind) @ factor.T for kind, factor, z in drawn}
         return assembled(parts, self.spec, self.permutations)
 
     def squares(self, deviations: np.ndarray) -> np.ndarray:

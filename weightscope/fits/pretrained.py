@@ -33,7 +33,7 @@ from weightscope.fits.resizing import (
 from weightscope.population import open_network
 from weightscope.spec import TensorSpec, WeightSpec
 from weightscope.statistics.exchangeable import TypeCovariance, invariant_parts
-from weightscope.statistics.permutations import InvariantType, PermutationSpec, is_signed
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, freedom
 
 
 class _Measured(NamedTuple):
@@ -125,7 +125,7 @@ def placed(fit: PopulationFit, model: Source) -> PopulationFit:
     if fit.scale == "source":
         return resized_fit(fit, spec)
     stds = {}
-    for view in permutation_spec(spec).views:
+    for view in permutation_spec(spec).parts:
         values = view.of(whole[view.tensor].double().numpy())
         stds[view.name] = float(np.sqrt(np.square(values).mean()))
         if not 0 < stds[view.name] < np.inf:
@@ -151,7 +151,7 @@ def _measured(network: Any, select: str | Sequence[str] | None) -> _Measured:
     spec = WeightSpec(TensorSpec(name, value.shape) for name, value in folded.items())
     permutations, stds = permutation_spec(spec), default_stds(spec)
     units = {name: value / (stds[name] or 1.0) for name, value in folded.items()}
-    squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.views}
+    squares = {v.name: float(np.square(v.of(units[v.tensor])).mean()) for v in permutations.parts}
     parts = invariant_parts(spec.pack(units, np.float64)[None], spec, permutations)
     types = [_covariance(kind, part[0], squares) for kind, part in zip(permutations.types, parts, strict=True)]
     return _Measured(where, spec, permutations, types)
@@ -170,9 +170,9 @@ def _covariance(kind: InvariantType, part: np.ndarray, squares: Mapping[str, flo
     for axis, label in enumerate(kind.groups if len(kind.groups) > 1 else ()):
         units = np.moveaxis(part, (axis, -1), (1, 0)).reshape(c, part.shape[axis], -1)  # (C, n, rest)
         grams = (units.swapaxes(1, 2) @ units).reshape(c, -1)  # |A B^T|^2 = <A^T A, B^T B>
-        freedom = part.shape[axis] - (not is_signed(label))
+        dimension = freedom(label, part.shape[axis])
         variance = np.maximum(
-            variance, np.divide(grams @ grams.T / freedom, norms, out=np.ones((c, c)), where=norms > 0)
+            variance, np.divide(grams @ grams.T / dimension, norms, out=np.ones((c, c)), where=norms > 0)
         )
     return TypeCovariance(kind, kind.dimension, products / kind.dimension, zero, np.sqrt(variance), 1)
 
@@ -207,7 +207,7 @@ def _pooled(kind: InvariantType, reference: _Measured, networks: Sequence[_Measu
 def _origins(kind: InvariantType, reference: _Measured, network: _Measured) -> list[tuple[int, slice, str, str]]:
     """For each view of the reference: type and slice of its counterpart in a network, its block, the counterpart's."""
     tensors = tensors_by_depth(network.spec, reference.spec)
-    views, types = {view.name: view for view in network.permutations.views}, network.permutations.types
+    views, types = {view.name: view for view in network.permutations.parts}, network.permutations.types
     origins = []
     for view in kind.views:
         name = tensors.get(view.tensor, view.tensor) + view.name[len(view.tensor) :]

@@ -16,7 +16,7 @@ from weightscope.fits.exchangeable import Exchangeable, mean_vector
 from weightscope.fits.population_fit import Group, PopulationFit
 from weightscope.spec import WeightSpec
 from weightscope.statistics.exchangeable import invariant_parts
-from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed
+from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, bare, is_signed, pairs_of
 
 _BLOCK = re.compile(r"(?P<stack>(?:.*\.)?(?:blocks|layers?)\.)(?P<index>\d+)(?P<rest>\..+)")
 _EMBEDDING = re.compile(r"(.*\.)?(embed_tokens|word_embeddings|wte)\.weight")  # default std 1 at any width
@@ -90,18 +90,18 @@ def resized(
     """
     tensors = {new: old for new, old in tensors_by_depth(structure.network, network).items() if old in structure.spec}
     permutations = _permutations(structure, network, tensors)
-    views = {view.name: view for view in structure.permutations.views}
-    found = {v.name: views.get(tensors[v.tensor] + v.name[len(v.tensor) :]) for v in permutations.views}
+    views = {view.name: view for view in structure.permutations.parts}
+    found = {v.name: views.get(tensors[v.tensor] + v.name[len(v.tensor) :]) for v in permutations.parts}
     problems = _missing(structure, network, set(tensors.values()))
-    problems |= {v.tensor: p for v in permutations.views if (p := _problem(v, found[v.name])) is not None}
+    problems |= {v.tensor: p for v in permutations.parts if (p := _problem(v, found[v.name])) is not None}
     spec = WeightSpec(tensor for tensor in network.tensors if tensor.name in tensors and tensor.name not in problems)
     if not spec.tensors:
         return None, problems
     permutations = permutations.restrict(spec.names)
-    origins = {v.name: origin for v in permutations.views if (origin := found[v.name]) is not None}
+    origins = {v.name: origin for v in permutations.parts if (origin := found[v.name]) is not None}
     mine, theirs = default_stds(structure.network), default_stds(network)
     ratios = {}
-    for view in permutations.views:
+    for view in permutations.parts:
         if stds is not None:
             now, before = stds[view.name], _root_mean_square(structure, permutations, view, origins[view.name])
         else:
@@ -243,7 +243,7 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
     columns = []
     for view in new.views:
         origin = plan.origins[view.name]
-        growth = sqrt(prod(view.shape) / prod(origin.shape))  # of the entries that are averaged, as copies are equal
+        growth = sqrt(view.entries / origin.entries)  # of the entries that are averaged, as copies are equal
         columns.append(part[slices[origin.name]] * plan.ratios[view.name] * growth)
     return mean_vector(np.concatenate(columns), spec, plan.permutations)
 
@@ -251,17 +251,17 @@ def _mean(plan: _Plan, spec: WeightSpec) -> np.ndarray:
 def _notes(plan: _Plan, kept: bool) -> list[str]:
     """Which axes and stds changed, and which block is distributed as which, as lines of a report."""
     sizes, ratios = dict[str, None](), dict[str, list[str]]()
-    for view in plan.permutations.views:
+    for view in plan.permutations.parts:
         ratios.setdefault("kept" if kept else f"{plan.ratios[view.name]:.3g}", []).append(view.name)
         for axis, n, before in zip(view.axes, view.shape, plan.origins[view.name].shape, strict=True):
-            if axis is not None and n != before:
+            if axis is not None and n != before and not pairs_of(axis):
                 sizes[f"{bare(axis)} {before} -> {n}"] = None
     notes = [f"resized: {listing(list(sizes), 4)}"] if sizes else []
     notes += ["each tensor keeps its std"] if ratios.pop("kept", []) else []
     same = ratios.pop("1", [])
     notes += [f"stds x {ratio} (fan-in): {listing(names)}" for ratio, names in ratios.items()]
     notes += [f"stds kept: {listing(same)}"] if same and ratios else []
-    taken = {block_of(v.tensor): block_of(plan.origins[v.name].tensor) for v in plan.permutations.views}
+    taken = {block_of(v.tensor): block_of(plan.origins[v.name].tensor) for v in plan.permutations.parts}
     taken.pop("", None)
     times = Counter(taken.values())
     left = [name for name in dict.fromkeys(map(block_of, plan.structure.spec.names)) if name and name not in times]

@@ -139,13 +139,13 @@ class UncorrelatedControl:
     @torch.no_grad()
     def __call__(self, module: M, *, generator: Generator = None) -> M:
         """Set the tensors of a module with its default weights, in place."""
-        from weightscope.statistics.exchangeable import assembled, centred
+        from weightscope.statistics.exchangeable import assembled, projection
 
         with running("uncorrelated control"), writable(module, "uncorrelated control", idle=True) as inner:
             parts = {}
             for kind, std in zip(self.permutations.types, self.stds, strict=True):
                 z = normal(1, *kind.sizes, kind.multiplicity, generator=generator).numpy()
-                parts[kind.groups] = centred(z, kind) * std
+                parts[kind.groups] = projection(z, kind) * std
             row = _row(inner, self.spec)
             drawn = self.spec.unpack(assembled(parts, self.spec, self.permutations) + self.mean)
             tensors = self.spec.unpack(row)

@@ -7,6 +7,10 @@ dimension d_S, where C is the multiplicity of S, the number of parts that belong
 "Group symmetry and covariance regularization"). So a network of any width is described by a few small matrices, each
 estimated from N d_S samples.
 
+A group on two axes of a tensor, W -> P W P^T, has two orbits of entries, the diagonal and the rest. Such a tensor adds
+two parts to the empty type, three to the type of the group (diagonal, rows + columns, rows - columns), and has two
+types of its own, in pairs of units i < j: symmetric and antisymmetric (`weightscope.statistics.conjugation`).
+
 Tests of the pairs of such a covariance say which tensors of a network are correlated.
 """
 
@@ -24,9 +28,17 @@ from weightscope._util.environment import available_memory
 from weightscope._util.names import listing
 from weightscope.errors import DataError, UsageError
 from weightscope.spec import WeightSpec
+from weightscope.statistics.conjugation import projected
 from weightscope.statistics.index_effects import NETWORKS, IndexEffect, IndexEffects, holm
 from weightscope.statistics.moments import finite_rows
-from weightscope.statistics.permutations import InvariantType, PermutationSpec, View, is_signed, subsets
+from weightscope.statistics.permutations import (
+    InvariantType,
+    PermutationSpec,
+    View,
+    is_signed,
+    pairs_of,
+    subsets,
+)
 
 CENTRE = 64  # networks whose median is taken
 
@@ -65,12 +77,26 @@ def _sum(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 def centred(stack: np.ndarray, kind: InvariantType) -> np.ndarray:
-    """A copy of (..., *sizes of S, C) with mean zero along each unsigned axis: the projection on the type's part."""
+    """A copy of (..., *sizes of S, C) with mean zero along each unsigned axis of units."""
     stack = np.array(stack, dtype=np.float64)
     for axis, label in enumerate(kind.groups, -len(kind.groups) - 1):
-        if not is_signed(label):
+        if _has_mean(label):
             stack -= stack.mean(axis=axis, keepdims=True)
     return stack
+
+
+def _has_mean(label: str) -> bool:
+    """Whether averages along an axis need not be zero."""
+    return not is_signed(label) and pairs_of(label) is None
+
+
+def projection(noise: np.ndarray, kind: InvariantType) -> np.ndarray:
+    """The projection of (..., *sizes of S, C) on the type's part."""
+    out = centred(noise, kind)
+    for axis, label in enumerate(kind.groups, -len(kind.groups) - 1):
+        if part := pairs_of(label):
+            out = np.moveaxis(projected(np.moveaxis(out, axis, -1), part), -1, axis)
+    return out
 
 
 def invariant_parts(weights: np.ndarray, spec: WeightSpec, permutations: PermutationSpec) -> Iterator[np.ndarray]:
@@ -89,8 +115,7 @@ def assembled(parts: dict[tuple[str, ...], np.ndarray], spec: WeightSpec, permut
     for kind in permutations.types:
         for view in kind.views:
             part = parts[kind.groups][..., kind.slices[view.name]]
-            tensor = tensors[view.tensor]
-            view.write(tensor, view.of(tensor) + _spread(part, view, kind.groups))
+            view.add(tensors[view.tensor], _spread(part, view, kind.groups))
     return out
 
 
@@ -170,7 +195,7 @@ class ExchangeableMoments:
         # products, covariances, correlations
         needed = 8 * 4 * sum(kind.multiplicity**2 for kind in self._types.values())
         if needed > 1 << 28 and needed > (free := available_memory()):
-            largest = max((view for view in permutations.views), key=lambda view: view.multiplicity)
+            largest = max(permutations.views, key=lambda view: view.multiplicity)
             raise UsageError(
                 f"select: covariances between all fixed entries need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are "
                 f"available; leave out tensors such as `{largest.name}` with {largest.multiplicity:,} fixed entries"
@@ -230,7 +255,7 @@ class ExchangeableMoments:
             self._centre = centre_of(block)
         block -= self._centre
         tensors = self.spec.unpack(block)
-        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.views})
+        averages = _averages({view.name: view.of(tensors[view.tensor]) for view in self.permutations.parts})
         for key, kind in self._types.items():
             if all(self._single[key]) and len(key) > 1:  # large parts of low multiplicity, which are not copied
                 grams = _centred_grams(averages, kind.views, key)
@@ -349,7 +374,7 @@ def _inflation(moments: np.ndarray, n: int) -> np.ndarray:
 
 def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
     """Sum over networks of the Gram matrices (C, C) of parts (n, *sizes, C), each centred along the unsigned axes."""
-    unsigned = [label for label in kind.groups if not is_signed(label)]
+    unsigned = [label for label in kind.groups if _has_mean(label)]
     alone = len(unsigned) == len(kind.groups) == 1  # centring the products is then cheaper than centring the parts
     rows = (centred(joined, kind) if unsigned and not alone else joined).reshape(-1, kind.multiplicity)
     out = rows.T @ rows
@@ -362,8 +387,8 @@ def _centred_products(joined: np.ndarray, kind: InvariantType) -> np.ndarray:
 def _centred_grams(averages: Averages, views: Sequence[View], key: tuple[str, ...]) -> np.ndarray:
     """Gram matrices (n, C, C) of C views of one copy each, centred by inclusion and exclusion over unsigned axes."""
     out = np.zeros((len(averages(views[0], key)), len(views), len(views)))
-    for smaller in subsets([label for label in key if not is_signed(label)]):
-        kept = tuple(label for label in key if is_signed(label) or label in smaller)
+    for smaller in subsets([label for label in key if _has_mean(label)]):
+        kept = tuple(label for label in key if not _has_mean(label) or label in smaller)
         flat = [averages(view, kept)[..., 0] for view in views]
         axes = "abcdefgh"[: len(kept)]
         sign = 1.0 if (len(key) - len(kept)) % 2 == 0 else -1.0

@@ -91,6 +91,7 @@ class IndexEffects:
             square = (array - array.mean(axis=tuple(permuted), keepdims=True) if unsigned else array) ** 2
             for i in permuted:
                 label, others = str(view.axes[i - 1]), tuple(j for j in permuted if j != i)
+                name = view.name if view.axes.index(label) == i - 1 else f"{view.name} (axis {i - 1})"
                 mean = np.moveaxis(array.mean(axis=others, keepdims=True), i, 1).reshape(count, array.shape[i], -1)
                 mean = mean[..., :_COPIES] if is_signed(label) else _centred(mean[..., :_COPIES])
                 spread = square.mean(axis=tuple(j for j in range(1, array.ndim) if j != i))[..., None]
@@ -98,10 +99,10 @@ class IndexEffects:
                 spread = _centred(np.divide(spread, average, out=np.zeros_like(spread), where=average > 0))
                 kept = self._sums[bare(label)]
                 for key, values in (("mean", is_signed(label)), mean), (("variance", False), spread):
-                    sums = kept.setdefault((view.name, *key), np.zeros((_BUNDLES, *values.shape[1:])))
+                    sums = kept.setdefault((name, *key), np.zeros((_BUNDLES, *values.shape[1:])))
                     np.add.at(sums, bundle, values)
-                    first = self._first.setdefault((label, view.name, key[0]), values[0])
-                    what = bare(label), view.name, key[0]
+                    first = self._first.setdefault((label, name, key[0]), values[0])
+                    what = bare(label), name, key[0]
                     if what not in self._varying and not np.allclose(values, first, rtol=1e-9, atol=0):
                         self._varying.add(what)
 

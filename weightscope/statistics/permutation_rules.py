@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 from weightscope._util.names import listing, unwrapped
 from weightscope.errors import AnatomyError, SpecError
 from weightscope.spec import TensorSpec, WeightSpec
-from weightscope.statistics.permutations import PermutationSpec, View, bare
+from weightscope.statistics.permutations import PermutationSpec, View, bare, repeated
 
 Rules: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 Heads: TypeAlias = dict[str, tuple[str | None, int]]
@@ -365,12 +365,9 @@ def _parts(tensor: TensorSpec, axes: Sequence[str], lengths: Mapping[str, int]) 
 
 
 def _specified(views: Sequence[View]) -> PermutationSpec:
-    """The specification of these views; a group on two axes of one is fixed everywhere."""
-    twice: dict[str, str] = {}
-    for view in views:
-        named = [bare(axis) for axis in view.axes if axis is not None]
-        twice |= {group: view.tensor for group in named if named.count(group) > 1}
-    notes = tuple(f"{group} is on two axes of `{name}`, so it is fixed" for group, name in twice.items())
+    """The specification of these views; groups on several axes of one are fixed everywhere, see `repeated`."""
+    twice = {group: view.tensor for view in views for group in repeated(view.axes)}
+    notes = tuple(f"{group} is on several axes of `{name}`, so it is fixed" for group, name in twice.items())
     kept = tuple(
         View(v.name, v.tensor, v.shape, tuple(None if a and bare(a) in twice else a for a in v.axes), v.offset)
         for v in views

@@ -1,4 +1,7 @@
-"""Which axes of which tensors may be renumbered together without changing the network's function."""
+"""Which axes of which tensors may be renumbered together without changing the network's function.
+
+A group on two axes of a tensor, W -> P W P^T, is of a matrix that maps units to themselves: `x + relu(W x)`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +16,7 @@ from numpy.lib.stride_tricks import as_strided
 from weightscope._util.names import listing
 from weightscope.errors import SpecError, UsageError
 from weightscope.spec import WeightSpec
+from weightscope.statistics import conjugation
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,31 @@ class View:
     def multiplicity(self) -> int:
         """The number of fixed entries, which is how often each irreducible part occurs."""
         return prod(n for n, axis in zip(self.shape, self.axes, strict=True) if axis is None)
+
+    @property
+    def entries(self) -> int:
+        """How many of the tensor's entries its mean is over."""
+        return prod(self.shape)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """The labels along which it has no mean: those whose signs flip."""
+        return frozenset(filter(is_signed, self.labels))
+
+    @property
+    def parts(self) -> "tuple[View, ...]":
+        """The view itself, or the parts of one with a group on two axes, each with distinct groups."""
+        group = next((axis for axis in self.labels if self.axes.count(axis) == 2), None)
+        if group is None:
+            return (self,)
+        fixed = [(axis, n) for axis, n in zip(self.axes, self.shape, strict=True) if axis != group]
+        n, out = self.shape[self.axes.index(group)], []
+        for part in (part for part, least in conjugation.PARTS.items() if n >= least):
+            axis = {"off-diagonal": None, "symmetric": group + _PAIRS[0], "antisymmetric": group + _PAIRS[1]}
+            size = 1 if part == "off-diagonal" else n * (n - 1) // 2 if part.endswith("symmetric") else n
+            axes, shape = zip((axis.get(part, group), size), *fixed, strict=True)
+            out.append(Part(f"{self.name} {part}", self.tensor, shape, axes, whole=self, part=part))
+        return tuple(out)
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> "View":
@@ -86,20 +115,67 @@ class View:
         window = self._window(tensor)
         window[...] = values.reshape(window.shape)
 
+    def add(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Add values (..., *shape), or an array that is broadcast to it, to the view's entries of its tensor."""
+        window = self._window(tensor)
+        window += np.broadcast_to(values, (*values.shape[: values.ndim - len(self.shape)], *self.shape)).reshape(
+            window.shape
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part(View):
+    """A part of a view with a group on two axes, see `conjugation`; its first axis is in place of both."""
+
+    whole: View
+    part: str
+
+    @property
+    def _units(self) -> tuple[int, int, int]:
+        """The two axes, from the end, and how long they are."""
+        i, j = (k for k, axis in enumerate(self.whole.axes) if self.whole.axes.count(axis) == 2 and axis is not None)
+        return i - len(self.whole.axes), j - len(self.whole.axes), self.whole.shape[i]
+
+    @property
+    def entries(self) -> int:
+        """See `View.entries`."""
+        *_, n = self._units
+        return prod(self.shape) * (n * (n - 1) if self.part == "off-diagonal" else 1)
+
+    @property
+    def always(self) -> frozenset[str]:
+        """See `View.always`."""
+        pair = self.axes[0] if self.part != "diagonal" else None
+        return frozenset(label for label in self.labels if is_signed(label) or label == pair)
+
+    def of(self, tensor: np.ndarray) -> np.ndarray:
+        """Its coordinates (..., *shape) of its tensor (..., *tensor shape)."""
+        *pair, _ = self._units
+        found = conjugation.coordinates(np.moveaxis(self.whole.of(tensor), pair, (-2, -1)), self.part)
+        return np.moveaxis(found, -1, -len(self.shape))
+
+    def add(self, tensor: np.ndarray, values: np.ndarray) -> None:
+        """Add the entries with these coordinates (..., *shape) to those of its tensor."""
+        *pair, n = self._units
+        values = np.broadcast_to(values, (*values.shape[: values.ndim - len(self.shape)], *self.shape))
+        matrices = conjugation.matrices(np.moveaxis(values, -len(self.shape), -1), self.part, n)
+        self.whole.add(tensor, np.moveaxis(matrices, (-2, -1), pair))
+
 
 @dataclass(frozen=True)
 class InvariantType:
     """One type S of irreducible part: a set of groups, and the views that contain it."""
 
-    # S, in the specification's order, with "~" where signs flip; empty for the means of everything
+    # S, in the specification's order, with "~" where signs flip, and "^2+" or "^2-" for the symmetric or antisymmetric
+    # pairs of a group on two axes; empty for the means of everything
     groups: tuple[str, ...]
     sizes: tuple[int, ...]  # n of each group of S: the shape of a part before the dependent entries are left out
     views: tuple[View, ...]  # those that contain the type, each with its multiplicity
 
     @property
     def dimension(self) -> int:
-        """Of the irreducible representation: the product over S of n - 1, or n where signs flip."""
-        return prod(n - (not is_signed(label)) for label, n in zip(self.groups, self.sizes, strict=True))
+        """Of the irreducible representation: the product of those of its groups, see `freedom`."""
+        return prod(map(freedom, self.groups, self.sizes))
 
     @property
     def label(self) -> str:
@@ -138,8 +214,8 @@ class PermutationSpec:
         notes: what a specification that was derived leaves out, and why.
 
     Raises:
-        SpecError: if axes of one group differ in length, or one group acts on two axes of a tensor (a recurrent
-            matrix, whose invariant covariances have further parts).
+        SpecError: if axes of one group differ in length, or groups are on several axes of a tensor other than one of
+            them, without signs, on two (a matrix that maps units to themselves).
     """
 
     views: tuple[View, ...]
@@ -149,11 +225,10 @@ class PermutationSpec:
     def __post_init__(self) -> None:
         self.sizes  # noqa: B018 - checks the lengths
         for view in self.views:
-            named = [bare(axis) for axis in view.axes if axis is not None]
-            if len(set(named)) < len(named):
+            if repeated(view.axes):
                 raise SpecError(
-                    f"`{view.name}`: one group on two axes, found {view.axes}; an invariant covariance has further "
-                    "parts there, which are not supported"
+                    f"`{view.name}`: expected each group on one axis, or one group, without signs, on two, "
+                    f"found {view.axes}"
                 )
 
     @classmethod
@@ -192,17 +267,24 @@ class PermutationSpec:
         return out
 
     @cached_property
+    def parts(self) -> tuple[View, ...]:
+        """The views, those with a group on two axes in parts."""
+        return tuple(part for view in self.views for part in view.parts)
+
+    @cached_property
     def types(self) -> tuple[InvariantType, ...]:
         """All types of irreducible parts, from the empty set of groups upwards."""
         order = list(self.sizes)
         found: dict[tuple[str, ...], list[View]] = {}
-        for view in self.views:
-            signed = {label for label in view.labels if is_signed(label)}
-            for chosen in subsets(sorted(view.labels - signed)):
-                key = tuple(sorted((*signed, *chosen), key=lambda label: order.index(bare(label))))
+        for view in self.parts:
+            for chosen in subsets(sorted(view.labels - view.always)):
+                key = tuple(sorted((*view.always, *chosen), key=lambda label: order.index(bare(label))))
                 found.setdefault(key, []).append(view)
-        keys = sorted(found, key=lambda key: (len(key), [order.index(bare(label)) for label in key]))
-        return tuple(InvariantType(key, tuple(self.sizes[bare(g)] for g in key), tuple(found[key])) for key in keys)
+        sizes = {axis: n for view in self.parts for axis, n in zip(view.axes, view.shape, strict=True)}
+        keys = sorted(
+            found, key=lambda key: (len(key), [order.index(bare(g)) for g in key], [pairs_of(g) or "" for g in key])
+        )
+        return tuple(InvariantType(key, tuple(sizes[g] for g in key), tuple(found[key])) for key in keys)
 
     def restrict(self, names: Iterable[str]) -> "PermutationSpec":
         """The specification of some of the tensors."""
@@ -249,14 +331,41 @@ class PermutationSpec:
         return out
 
 
+_PAIRS = ("^2+", "^2-")  # what labels of the pairs of units of a group end in, symmetric and antisymmetric
+
+
 def bare(label: str) -> str:
-    """The group of an axis: its label without the "~"."""
-    return label.removeprefix("~")
+    """The group of an axis: its label without the "~" and the sign of pairs."""
+    return label.removeprefix("~").removesuffix(_PAIRS[0]).removesuffix(_PAIRS[1])
 
 
 def is_signed(label: str) -> bool:
     """Whether the group also flips signs on an axis with this label."""
     return label.startswith("~")
+
+
+def pairs_of(label: str) -> str | None:
+    """The part of `conjugation` whose coordinates are along an axis with this label: those of pairs of units."""
+    return {_PAIRS[0]: "symmetric", _PAIRS[1]: "antisymmetric"}.get(label[-3:])
+
+
+def freedom(label: str, n: int) -> int:
+    """The dimension of what varies along an axis of n: n where signs flip, n - 1, or less by the sums of pairs."""
+    part = pairs_of(label)
+    if part is None:
+        return n - (not is_signed(label))
+    return n - conjugation.units(n) + (part == "antisymmetric")
+
+
+def repeated(axes: Sequence[str | None]) -> set[str]:
+    """The groups that are on several axes in a way that statistics do not know: all but one, without signs, on two."""
+    named = [bare(axis) for axis in axes if axis is not None]
+    several = {group for group in named if named.count(group) > 1}
+    return (
+        set()
+        if all(axes.count(group) == 2 == named.count(group) for group in several) and len(several) < 2
+        else several
+    )
 
 
 def subsets(labels: Sequence[str]) -> Iterator[tuple[str, ...]]:
