@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint
 from safetensors.torch import save_file
 from torch import nn
 
@@ -57,6 +59,12 @@ def pickled(state, path, **options):
     return path
 
 
+def distributed(state, path):
+    with warnings.catch_warnings(action="ignore"):  # that there is one process
+        torch.distributed.checkpoint.save(state, checkpoint_id=path, no_dist=True)
+    return path
+
+
 def folder_of(state, folder):
     folder.mkdir()
     return plain(state, folder / "model.safetensors").parent
@@ -72,6 +80,8 @@ SOURCES = {
     "parameters": lambda m, p: pickled(dict(m.state_dict(keep_vars=True)), p / "m.bin"),
     "protocol 4": lambda m, p: pickled(dict(m.state_dict()), p / "m.bin", pickle_protocol=4),
     "training": lambda m, p: pickled({"epoch": 3, "state_dict": m.state_dict(), "best": 0.5}, p / "m.pt"),
+    "pth.tar": lambda m, p: pickled({"arch": "vit", "state_dict": m.state_dict()}, p / "model_best.pth.tar"),
+    "distributed": lambda m, p: distributed({"model": m.state_dict(), "epoch": 3}, p / "step-100"),
     "text path": lambda m, p: str(plain(m.state_dict(), p / "m.safetensors")),
     "module": lambda m, p: m,
     "state dict": lambda m, p: m.state_dict(),
@@ -188,7 +198,7 @@ def test_training_checkpoints_list_what_is_skipped(tmp_path):
     with pytest.raises(UsageError, match="no dictionary of tensors 'x'; expected one of 'model', 'ema'"):
         Checkpoint(tmp_path / "m.pt", key="x")
     torch.save({"a": first, "b": second}, tmp_path / "m.pt")
-    with pytest.raises(DataError, match=r"several dictionaries.*key=: 'a', 'b'"):
+    with pytest.raises(DataError, match=r"several dictionaries.*--key .*: 'a', 'b'"):
         Checkpoint(tmp_path / "m.pt")
 
 
@@ -300,5 +310,6 @@ def test_a_checkpoint_as_text_and_table(tmp_path):
     assert frame.loc["blocks.0.weight"].tolist()[:3] == ["3x4", "F16", 24]
     assert "integers" in frame.loc["steps", "skipped"]
     assert "3x4" in str(checkpoint)
+    assert "a\\nb  2" in str(Checkpoint({"a\nb": torch.zeros(2)}))
     many = {f"blocks.{i}.weight": torch.zeros(1) for i in range(1000)}
     assert repr(Checkpoint(many)) == "<Checkpoint: state dict, 1000 weights of 1,000 numbers>"

@@ -350,6 +350,34 @@ def test_a_network_of_a_population_is_a_source(vits, tmp_path, arguments, expect
     assert err.count("\n") == 1
 
 
+def test_a_key_chooses_the_weights_of_every_command(vits, tmp_path, capsys, monkeypatch):
+    """And a warning, also in JSON and from workers, names weights beside those that were read."""
+    monkeypatch.chdir(tmp_path)
+    first, second = (Population(vits).network(k).state_dict() for k in (0, 1))
+    torch.save({"student": first, "teacher": second}, "dino.pth")
+    for command in ("inspect", "verify", "covariance", "audit"):
+        code, _, err = run(command, "dino.pth", capsys=capsys)
+        assert code == 3
+        assert "choose one with --key (key= in Python): 'student', 'teacher'" in err
+        code, _, err = run(command, "dino.pth", "--key", "teacher", capsys=capsys)
+        assert code == 0, err
+    run("products", "dino.pth", "--key", "teacher", "--num-heads", "2", "--json", "p.json", capsys=capsys)
+    betas = [row["beta"] for row in json.loads(Path("p.json").read_text())["rows"]]
+    assert betas == [row["beta"] for row in products(second, config={"num_heads": 2}).rows()]
+    arguments = ("--structure", "identity_product", "--num-heads", "2", "-o", "fit.safetensors", "--json", "fit.json")
+    run("fit-init", "dino.pth", "--key", "teacher", *arguments, capsys=capsys)
+    assert json.loads(Path("fit.json").read_text())["provenance"]["key"] == "teacher"
+    bad = ("fit-init", "dino.pth", "--structure", "identity_product", "-o", "x.safetensors", "--option", "config={x}")
+    for wrong in (("products", f"{vits}::1"), bad):
+        assert run(*wrong, "--key", "teacher", capsys=capsys)[0] == 2
+    torch.save({"model": first, "model_ema": second}, "ema.pth")
+    for workers, files in ((1, ["ema.pth"]), (2, ["ema.pth", f"{vits}::0"])):
+        arguments = ("--num-heads", 2, "--workers", workers, "--json", "p.json")
+        _, _, err = run("products", *files, *arguments, capsys=capsys)
+        assert "ema.pth: read `model`; `model_ema` is beside it: --key model_ema" in err
+        assert json.loads(Path("p.json").read_text())["warnings"] == err.splitlines()
+
+
 def test_what_is_found_in_a_network_of_a_population_is_found_in_the_module(vits, tmp_path, capsys):
     """And not in its neighbour, nor by other parameters; an audit answers with its exit code."""
     module = Population(vits).network(1)

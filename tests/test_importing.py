@@ -329,6 +329,12 @@ def test_braces_expand_and_revisions_are_snapshots():
         sources_of(["hf://o/a@{main,other}"])
 
 
+@pytest.mark.parametrize("text", ["path;accuracy\na;0,5\nb;1\n", "path\taccuracy\na\t0.5\nb\t1\n"])
+def test_tables_with_other_separators(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    assert sources_of([str(tmp_path / "a.csv")])[1] == {"accuracy": [0.5, 1.0]}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "match"),
     [
@@ -367,6 +373,9 @@ def test_weights_under_a_key_are_found_or_chosen(tmp_path, caplog):
     for k, state in enumerate(found):
         torch.save({"model": state, "ema": {name: value + 1 for name, value in state.items()}}, files[k])
     assert "3 of 3 networks" in run("import", *files, "-o", tmp_path / "b.pop", "--key", "ema", "--select", "first.*")
+    assert "read `model`" not in caplog.text
+    Population.of(files, tmp_path / "raw.pop")
+    assert "raw.pop: 3 networks read `model`; `ema` is beside it: --key ema, in Python key='ema': " in caplog.text
     averaged = Population(tmp_path / "b.pop")
     expected = [{name: value + 1 for name, value in state.items()} for state in found]
     assert np.array_equal(averaged.weights(), rows_of(averaged, expected))

@@ -38,7 +38,7 @@ def test_few_results_wait_for_an_earlier_one(monkeypatch):
         def submit(item):
             begun.append(item.index)
             if len(begun) == 8:
-                late.set_result(pickle.dumps((0, None)))
+                late.set_result(pickle.dumps(((0, []), None)))
             with fake.in_this_process(task, None, None) as here:
                 return here(item) if item.index else late
 

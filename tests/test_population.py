@@ -96,6 +96,8 @@ def test_seeds_metrics_and_divergence(folder: Path) -> None:
         np.testing.assert_array_equal(values, np.concatenate([t.metrics[name] for t in tiles])[:20])
         assert values.dtype == tiles[0].metrics[name].dtype
     assert population.metrics["test_accuracy"].shape == (20, 2)
+    with pytest.raises(KeyError, match="no metric 'acc'; there are "):
+        population.metrics["acc"]
     assert list(np.flatnonzero(population.diverged)) == [5, 14]
 
 

@@ -2,6 +2,8 @@
 
 import contextlib
 import itertools
+import logging
+import logging.handlers
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -15,6 +17,7 @@ from weightscope._util.workers import TilesFailed, Workers, chosen_workers, spre
 from weightscope.errors import WeightscopeError
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _WAITING = 4  # results of each worker that may wait for an earlier one
 
 
@@ -42,16 +45,32 @@ def in_order(
         return
     waiting = deque(_Item(*each) for each in itertools.islice(left, _WAITING * (chosen.count or 16)))
     try:
-        with contextlib.closing(spread(one, waiting, chosen, lambda item: names[item.index])) as results:
+        with contextlib.closing(
+            spread(partial(_with_warnings, one), waiting, chosen, lambda item: names[item.index])
+        ) as results:
             for index in range(len(items)):
                 while index not in held:
-                    item, found = next(results)
+                    item, (found, warnings) = next(results)
                     held[item.index] = found
+                    for text in warnings:
+                        _log.warning(text)
                 yield held.pop(index)
                 waiting.extend(_Item(*each) for each in itertools.islice(left, 1))
     except TilesFailed as error:
         item, why = next(iter(error.errors.items()))
         raise WeightscopeError(f"{names[item.index]}: {why}; run the same command again, with fewer workers") from why
+
+
+def _with_warnings(task: Callable[[_Item], T], item: _Item) -> tuple[T, list[str]]:
+    """The result of a task on a worker, and what it warned of."""
+    logger, kept = logging.getLogger("weightscope"), logging.handlers.BufferingHandler(1 << 16)
+    logger.addHandler(kept)
+    logger.propagate = False
+    try:
+        return task(item), [record.getMessage() for record in kept.buffer]
+    finally:
+        logger.removeHandler(kept)
+        logger.propagate = True
 
 
 def _in_folder(task: Callable[[Any], T], folder: str, trust: bool, item: _Item) -> T | WeightscopeError:

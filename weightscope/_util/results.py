@@ -95,8 +95,8 @@ def row_table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], *, 
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]], *, left: Collection[int] = (0,)) -> str:
-    """A table with columns two spaces apart, right-aligned except for the columns `left`."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    """A table with columns two spaces apart, right-aligned except for the columns `left`; line breaks are escaped."""
+    cells = [[str(cell).replace("\n", "\\n") for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = (
         "  ".join(c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))

@@ -169,7 +169,8 @@ class PopulationContents(Result):
         return "\n\n".join((self._counts(), self._metrics(most=_MOST_METRICS), rest))
 
     def _counts(self) -> str:
-        missing, size = len(self.missing_tiles), f"{self.bytes_on_disk / 2**20:,.1f} MiB"
+        unit, name = (2**20, "MiB") if self.bytes_on_disk >= 2**20 else (2**10, "KiB")
+        missing, size = len(self.missing_tiles), f"{self.bytes_on_disk / unit:,.1f} {name}"
         command, what = ("import", "left out of statistics") if self.imported else ("collect", "diverged")
         counts = f"tiles of {self.tile}; {missing or 'none'} missing; {self.diverged or 'none'} of the networks {what}"
         again = [f"run `weightscope {command}` again for the missing ones"] * bool(missing)

@@ -17,6 +17,7 @@ from weightscope._util.sources import is_population, population_member
 from weightscope._util.torch_random import seeded
 from weightscope.analysis.state_space_maps import check_size, rebuilt
 from weightscope.anatomy import FINDERS, parts_of, unreadable
+from weightscope.checkpoint import Checkpoint
 from weightscope.data import load
 from weightscope.data.augment import normalise
 from weightscope.data.images import SUFFIXES, read_images
@@ -29,7 +30,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, for fol
 
 
 def runnable(
-    source: str | Path,
+    source: str | Path | Checkpoint,
     *,
     images: str | None = None,
     tokens: str | None = None,
@@ -40,9 +41,14 @@ def runnable(
     """A network, images or tokens (see `images_for`, `tokens_for`) for it, and notes on what was made up.
 
     `source` is a population, of which network 0 is taken, `"PATH.pop::k"`, a model's folder of transformers or, with
-    tokens, a checkpoint of Mamba or Mamba-2. Without tokens, a population's networks for sequences take the first
-    held-out ones of its recipe, at the training length. `data` is searched first for data sets.
+    tokens, a checkpoint of Mamba or Mamba-2, its path or opened. Without tokens, a population's networks for sequences
+    take the first held-out ones of its recipe, at the training length. `data` is searched first for data sets.
     """
+    if isinstance(source, Checkpoint):
+        if tokens is None:
+            raise UsageError("--key, --adapter: expected Mamba with --tokens; save other models by themselves")
+        model = rebuilt(source)
+        return model, tokens_for(tokens, model, count), []
     source, network = population_member(source) or (source, 0)
     population = population_in(source) if is_population(source) else None
     section: Any = None if population is None else population.recipe.data

@@ -296,6 +296,13 @@ def refuse_adapters(model: Any) -> None:
     factors = {name: value.any() for name in adapting if isinstance(value := named.get(name), Tensor)}
     idle = {_LORA.sub("", name, count=1) for name, changes in factors.items() if not changes and _LORA.search(name)}
     if changing := next((name for name in factors if _LORA.sub("", name, count=1) not in idle), None):
+        config = getattr(model, "config", None)
+        if isinstance(config, Mapping) and "peft_type" in config:
+            base = config.get("base_model_name_or_path") or "its base"
+            raise DataError(
+                f"{model.source}: a LoRA adapter without the weights that it changes; give {base}, and this folder as "
+                "--adapter (adapter= of Checkpoint)"
+            )
         raise DataError(
             f"the adapter `{changing}` changes a weight; merge it into the weight for good (in peft, "
             "merge_and_unload), or use the model without it"

@@ -44,7 +44,7 @@ class NamedTensors:
         if skipped is None:
             values = {} if callable(getattr(tensors, "shape", None)) else tensors
             skipped = not_weights({name: value for name, value in values.items() if isinstance(value, Tensor)})
-        packed = {name.removesuffix("qweight") + "weight": why for name, why in skipped.items() if "qweight" in name}
+        packed = {re.sub(r"(qweight|weight_packed)$", "weight", name): why for name, why in skipped.items()}
         skipped = packed | dict(skipped)
         self._know(sorted({*tensors, *skipped}, key=natural), skipped)
 
@@ -183,6 +183,8 @@ def named_tensors(model: Model, config: Mapping[str, Any] | None = None) -> Name
         >>> named_tensors("hf://openai-community/gpt2").shape("h.0.attn.c_attn.weight")
         (768, 2304)
     """
+    if not isinstance(config, Mapping | None):
+        raise UsageError(f'config: expected names and numbers such as {{"num_heads": 3}}, found {config!r}')
     if isinstance(model, str | Path):
         model = open_checkpoint(model)
     if isinstance(model, NamedTensors):

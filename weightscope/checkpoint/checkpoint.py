@@ -1,7 +1,8 @@
 """`Checkpoint`: the tensors of one trained network, read lazily by name."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from weightscope._util.names import listing
 from weightscope._util.results import Result, text_table
 from weightscope._util.sources import ARTIFACT_KEY
+from weightscope.checkpoint.adapters import merge
 from weightscope.checkpoint.files import Folder, open_path
 from weightscope.checkpoint.tensors import (
     FileCheck,
@@ -25,6 +27,7 @@ from weightscope.errors import DataError, UsageError
 from weightscope.spec import TensorSpec, WeightSpec
 
 _STATISTICS = ("running_mean", "running_var")
+_log = logging.getLogger(__name__)
 
 
 class MissingTensor(DataError, KeyError):
@@ -44,15 +47,21 @@ class Checkpoint(Mapping[str, Tensor], Result):
     `HF_TOKEN` and `HF_HOME` apply.
 
     Args:
-        source: a `.safetensors` file; a `.pt`, `.pth` or `.bin` file of `torch.save`; an `.npz` file; a model folder,
-            sharded or not; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of tensors.
-        key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`).
+        source: a `.safetensors` file; a `.pt`, `.pth`, `.bin` or `.pth.tar` file of `torch.save`; an `.npz` file,
+            `.msgpack` of Flax, `.gguf`, `.pkl` of arrays; a model folder, sharded or not, or of
+            `torch.distributed.checkpoint`; `hf://org/name` or `hf://org/name@revision`; an `nn.Module`; a mapping of
+            tensors.
+        key: name of the dictionary of weights to read, in a training checkpoint with several (`"ema"`), with dots
+            between those that lie in each other (`"model.language_model"`).
+        adapter: the folder of a LoRA adapter of peft, or hf://org/name, which is added to the weights.
+        quiet: whether not to warn of `note`.
 
     Attributes:
         source: as text, for labels.
         config: the model's `config.json`; empty if it has none.
         metadata: free text of a safetensors file.
         commit: the commit at the hub that everything is read from; None elsewhere.
+        note: which weights were read, if there are others like them (an average, a teacher); else empty.
         nonfinite: name -> number of NaN and infinite entries, of the tensors read so far.
 
     Raises:
@@ -67,8 +76,28 @@ class Checkpoint(Mapping[str, Tensor], Result):
         torch.float32
     """
 
-    def __init__(self, source: "str | Path | nn.Module | Mapping[str, Any]", *, key: str | None = None) -> None:
+    def __init__(
+        self,
+        source: "str | Path | nn.Module | Mapping[str, Any]",
+        *,
+        key: str | None = None,
+        adapter: str | Path | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self._given: tuple[Any, dict[str, Any]] = source, {"key": key, "adapter": adapter, "quiet": quiet}
+        self.key, self.adapter = key, None if adapter is None else str(adapter)
         self._store = _open(source, key)
+        if adapter is not None:
+            self._store = merge(self._store, _open(adapter, None))
+        empty = [name for name, entry in self._store.tensors.items() if entry.shape == (0,)]
+        if 2 * len(empty) > len(self._store.tensors):
+            raise DataError(
+                f"{self._store.label}: {listing(empty, 2)} are empty, as DeepSpeed ZeRO-3 leaves them; collect the "
+                "weights with zero_to_fp32.py and give that file"
+            )
+        self.note = self._store.note
+        if self.note and not quiet:
+            _log.warning("%s: %s", self._store.label, self.note)
         self._files = self._store.files or Folder(Path())
         self.source = self._store.label
         self.config: dict[str, Any] = self._store.config
@@ -151,6 +180,11 @@ class Checkpoint(Mapping[str, Tensor], Result):
     def __len__(self) -> int:
         return len(self._weights)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Opened again in another process."""
+        source, options = self._given
+        return partial(Checkpoint, **options), (source,)
+
     __eq__, __hash__ = object.__eq__, object.__hash__  # equality of mappings would read everything
 
     def summary(self) -> str:
@@ -188,9 +222,9 @@ class Checkpoint(Mapping[str, Tensor], Result):
         return value
 
 
-def open_checkpoint(source: str | Path, key: str | None = None) -> Checkpoint:
+def open_checkpoint(source: str | Path, **options: Any) -> Checkpoint:
     """The `Checkpoint` at a path or `hf://org/name`; DataError if it is the artifact of an initialiser."""
-    found = Checkpoint(source, key=key)
+    found = Checkpoint(source, **options)
     if ARTIFACT_KEY in found.metadata:
         raise DataError(
             f"{source}: expected a model, found the artifact of an initialiser; `weightscope inspect` describes it, "

@@ -2,35 +2,45 @@
 
 import hashlib
 import json
+import math
 import re
 import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-from weightscope._util import npz
+from weightscope._util.environment import available_memory
 from weightscope._util.sources import ARTIFACT_KEY, POPULATION_FILE, reason
+from weightscope.checkpoint import adapters
+from weightscope.checkpoint.formats import METADATA, open_distributed, open_gguf, open_msgpack, torch_like
 from weightscope.checkpoint.tensors import (
+    SAFETENSORS_TYPES,
     FileCheck,
-    NpzTensor,
-    SafetensorsTensor,
     Store,
     StoredTensor,
-    npz_errors,
     printable,
 )
 from weightscope.checkpoint.torch_files import check_records, open_torch
 from weightscope.errors import DataError, UsageError
 
 CONFIG = "config.json"
-TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # .pth.tar; an archive of tar is refused
 # The order in which transformers and diffusers look, safetensors before pickles.
 _STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-CANDIDATES = tuple(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json"))
-_NPZ_SUFFIX = ".npz"
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ_SUFFIX)
+CANDIDATES = (*(f"{stem}{end}" for stem in _STEMS for end in ("", ".index.json")), *adapters.FILES)
+_NPZ, _GGUF, _FLAX, _PICKLE = ".npz", ".gguf", ".msgpack", ".pkl"
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES, _NPZ, _GGUF, _FLAX)  # a .pkl in a folder may be anything
+_KERAS = (".h5", ".hdf5", ".keras")
 _ZOO_FILE = "checkpoints"  # of torch.save, in the folders of Model Zoos
+_NPY_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
@@ -85,17 +95,25 @@ def open_path(path: Path, key: str | None) -> Store:
         return open_folder(Folder(path), key)
     if not path.exists():
         raise DataError(f"{path}: no such file or folder; for a model at the hub write hf://org/name")
-    if path.name != _ZOO_FILE and not path.name.endswith((".index.json", *SUFFIXES)):
-        known = ", ".join(SUFFIXES[1:])
+    if path.name.endswith(_KERAS):
+        how = "numpy.savez('weights.npz', **{v.path: v.numpy() for v in model.variables})"
+        raise UsageError(f"{path}: files of Keras are not read; save their arrays from Keras, {how}")
+    if path.name != _ZOO_FILE and not path.name.endswith((".index.json", *SUFFIXES, _PICKLE)):
+        known = ", ".join((*SUFFIXES[1:], _PICKLE))
         raise UsageError(f"{path}: expected a .safetensors file, its .index.json, one of {known}, or a model folder")
-    return _open(Folder(path.parent), path.name, str(path), key, (path.parent / CONFIG).is_file())
+    return _open(Folder(path.parent), path.name, str(path), key)
 
 
 def open_folder(folder: Folder, key: str | None = None) -> Store:
     """The tensors of a model folder."""
     names, where = set(folder.names()), folder.where
     found = [name for name in CANDIDATES if name in names][:1]
-    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_NPZ_SUFFIX,)):
+    if not found and METADATA in names and any(name.endswith(".distcp") for name in names):
+        parts = [folder.file(name)[0] for name in sorted(names) if name == METADATA or name.endswith(".distcp")]
+        store = open_distributed(parts[0].parent, where, key)
+        store.label, store.files = where, folder
+        return store
+    for suffixes in ((".safetensors",), TORCH_SUFFIXES, (_NPZ,), (_GGUF,), (_FLAX,), (_PICKLE,)):
         found = found or sorted(name for name in names if name.endswith(suffixes) and plain(name))
     if len(found) > 1:
         listed = f"{', '.join(found[:6])}; or make a population of all with `weightscope import`"
@@ -105,7 +123,7 @@ def open_folder(folder: Folder, key: str | None = None) -> Store:
     if not found:
         there = ", ".join(sorted(names)[:6]) or "no files"
         raise DataError(f"{where}: expected {CANDIDATES[0]}, {CANDIDATES[1]} or another checkpoint, found {there}")
-    store = _open(folder, found[0], where, key, CONFIG in names)
+    store = _open(folder, found[0], where, key)
     if ARTIFACT_KEY in store.metadata and folder.commit is None:
         file = Path(where, found[0])
         raise DataError(f"{where}: expected a model, found the artifact of an initialiser; give its file: {file}")
@@ -117,11 +135,12 @@ def plain(name: Any) -> bool:
     return isinstance(name, str) and bool(re.fullmatch(r"[^./\\:][^/\\:]{0,254}", name)) and name.isprintable()
 
 
-def _open(folder: Folder, name: str, label: str, key: str | None, has_config: bool) -> Store:
+def _open(folder: Folder, name: str, label: str, key: str | None) -> Store:
     # The configuration is checked first: it is small, and without it the tensors may be misread.
-    config = _json(folder, CONFIG) if has_config else {}
+    about = adapters.CONFIG if name in adapters.FILES else CONFIG
+    config = _json(folder, about) if about in folder.names() else {}
     store = _open_index(folder, name, key) if name.endswith(".index.json") else _open_file(folder, name, key)
-    store.label, store.config, store.files = label, config, folder
+    store.label, store.config, store.files = label, store.config | config, folder
     return store
 
 
@@ -137,13 +156,17 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
 
 
 def _open_file(folder: Folder, name: str, key: str | None) -> Store:
-    if key is not None and not name.endswith((*TORCH_SUFFIXES, _ZOO_FILE)):
-        raise UsageError(f"{folder.where}: {name}: holds one set of tensors; omit key=")
+    if key is not None and not name.endswith((*TORCH_SUFFIXES, _FLAX, _PICKLE, _ZOO_FILE)):
+        raise UsageError(f"{folder.where}: {name}: holds one set of tensors; leave out --key (key= in Python)")
     path, where = folder.file(name)
     if name.endswith(".safetensors"):
         return _open_safetensors(path, where)
-    if name.endswith(_NPZ_SUFFIX):
+    if name.endswith(_NPZ):
         return _open_npz(path, where)
+    if name.endswith(_GGUF):
+        return open_gguf(path, where)
+    if name.endswith(_FLAX):
+        return open_msgpack(path, where, key)
     return open_torch(path, where, key)
 
 
@@ -179,22 +202,67 @@ def _open_index(folder: Folder, name: str, key: str | None) -> Store:
 
 
 def _open_npz(path: Path, where: str) -> Store:
-    """The arrays of a file of `numpy.savez`."""
-    store = Store(where, {})
-    with npz_errors(where):
+    """The arrays of a file of `numpy.savez`; those of Google's Vision Transformers as torch has them."""
+    found, left = list[StoredTensor](), dict[str, str]()
+    with _npz_errors(where):
         archive = zipfile.ZipFile(path)
+        google = any("/encoderblock_" in name for name in archive.namelist())
         for entry in archive.infolist():
             name = printable(entry.filename.removesuffix(".npy"), where)
-            store.tensors[name] = NpzTensor(name, archive, npz.stored(archive, entry, f"{where}: {entry.filename}"))
+            array = _npz_array(archive, entry, name.replace("/", ".") if google else name, f"{where}: {entry.filename}")
+            if isinstance(array, StoredTensor):
+                found.append(array)
+            else:
+                left[name] = array
+    store = torch_like(found, where) if google else Store(where, {array.name: array for array in found})
+    store.unreadable = left
     return store
+
+
+def _npz_array(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, name: str, where: str) -> StoredTensor | str:
+    """An array by its header, or why it is not read."""
+    with archive.open(entry) as stream:
+        version = np.lib.format.read_magic(stream)
+        if version not in _NPY_HEADERS:
+            raise DataError(f"{where}: expected version 1.0 or 2.0 of the .npy format, found {version}")
+        shape, _, dtype = _NPY_HEADERS[version](stream)
+    native = np.dtype(np.int16) if dtype == "V2" else dtype.newbyteorder("=")
+    if native.kind not in "biufc":
+        return f"{'pickled objects' if dtype.hasobject else f'of type {dtype}'}, not read"
+    # two bytes of no type are JAX's bfloat16
+    kind = torch.bfloat16 if dtype == "V2" else torch.from_numpy(np.empty(0, native)).dtype
+
+    def load() -> Tensor:
+        if 2 * (size := math.prod(shape) * dtype.itemsize) > (free := available_memory()):
+            raise DataError(f"{where}: expands to {size:,} bytes; only {free:,} are free")
+        with _npz_errors(where), archive.open(entry) as stream:
+            array = np.lib.format.read_array(stream, allow_pickle=False)
+        bits = array.view(native) if dtype == "V2" else array.astype(native, order="C", copy=False)
+        return torch.from_numpy(np.asarray(bits)).view(kind)
+
+    return StoredTensor(name, shape, kind, load, entry.header_offset)
+
+
+@contextmanager
+def _npz_errors(where: str) -> Iterator[None]:
+    """DataError for what zipfile and NumPy raise when a file is not one of `numpy.savez`."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
 
 
 def _open_safetensors(path: Path, where: str) -> Store:
     """The tensors of a safetensors file."""
     try:
         file = safe_open(path, "pt")
-        tensors = {name: SafetensorsTensor(name, file, where) for name in file.offset_keys()}
-        return Store(where, dict[str, StoredTensor](tensors), metadata=file.metadata() or {})
+        tensors = dict[str, StoredTensor]()
+        for name in file.offset_keys():
+            header = file.get_slice(printable(name, where))
+            kind, shape = header.get_dtype(), tuple(header.get_shape())
+            load = partial(file.get_tensor, name)
+            tensors[name] = StoredTensor(name, shape, SAFETENSORS_TYPES.get(kind), load, name, f"{where}: ", kind)
+        return Store(where, tensors, metadata=file.metadata() or {})
     except OSError as error:
         raise DataError(f"{where}: cannot be read: {reason(error)}") from error
     except SafetensorError as error:

@@ -2,19 +2,14 @@
 
 import math
 import re
-import zipfile
-import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weightscope._util import npz
-from weightscope._util.environment import available_memory
+from weightscope._util.names import unwrapped
 from weightscope.errors import DataError, UsageError
 
 # Data types of safetensors that torch has.
@@ -53,78 +48,59 @@ def printable(name: Any, where: str) -> str:
     return name
 
 
-class SafetensorsTensor:
-    """A tensor in a safetensors file, read when it is asked for."""
+@dataclass(frozen=True)
+class StoredTensor:
+    """What is known of a tensor without reading it, and how it is read."""
 
-    def __init__(self, name: str, file: Any, where: str) -> None:
-        header = file.get_slice(name)
-        self.name, self._file, self._where = printable(name, where), file, where
-        self.kind, self.shape = header.get_dtype(), tuple(header.get_shape())
-        self.dtype = SAFETENSORS_TYPES.get(self.kind)
-        bits = 8 if self.kind == "BOOL" else int(re.findall(r"\d+", self.kind)[0])  # F32, BF16, F8_E4M3
-        self.nbytes = math.prod(self.shape) * bits // 8
-        self.identity: Hashable = name  # equal for two names of one tied tensor
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None  # None if torch does not have it
+    load: Callable[[], Tensor]  # as stored; the tensor may share memory with others
+    identity: Hashable  # equal for two names of one tied tensor
+    where: str = ""  # before the name in errors: "file: "
+    stored_as: str = ""  # the name of the file's format for the data type, if it has one
+
+    @property
+    def kind(self) -> str:
+        """The data type as text."""
+        return self.stored_as or str(self.dtype).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as stored."""
+        # of those that torch does not have the bits are in the name: F4, F6_E2M3
+        bits = 8 * self.dtype.itemsize if self.dtype else int(re.findall(r"\d+", self.kind)[0])
+        return math.prod(self.shape) * bits // 8
 
     def read(self, wide: bool) -> tuple[Tensor, int]:
-        """The tensor (`wide`: of half or quarter precision as float32), and its number of NaN and infinite entries."""
+        """A copy (`wide`: of half or quarter precision as float32), and its number of NaN and infinite entries."""
         if self.dtype is None:
-            raise DataError(f"{self._where}: `{self.name}`: torch has no data type {self.kind}, so it cannot be read")
-        try:
-            out = self._file.get_tensor(self.name).to(_width(self.dtype, wide), copy=True)
-        except (RuntimeError, MemoryError) as error:  # what torch raises when memory is short
-            raise DataError(f"{self._where}: `{self.name}`: {' '.join(str(error).split())[:200]}") from error
-        return out, _nonfinite(out)
-
-
-class MemoryTensor:
-    """A tensor in memory, or of a mapped torch file; attributes and methods as `SafetensorsTensor`."""
-
-    def __init__(self, name: str, tensor: Tensor) -> None:
-        self.name, self._tensor = name, tensor
-        self.kind, self.dtype = str(tensor.dtype).removeprefix("torch."), tensor.dtype
-        self.shape, self.nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
-        self.identity: Hashable = id(tensor)
-        if not tensor.is_meta and tensor.numel():
-            self.identity = (tensor.data_ptr(), tensor.dtype, self.shape, tensor.stride())
-
-    def read(self, wide: bool) -> tuple[Tensor, int]:
-        if self._tensor.is_meta:
-            raise DataError(f"`{self.name}` is on the meta device and holds no numbers; materialise the model first")
+            raise DataError(f"{self.where}`{self.name}`: torch has no data type {self.kind}, so it cannot be read")
         options: Any = {"copy": True, "memory_format": torch.contiguous_format}
-        out = self._tensor.detach().to("cpu", _width(self.dtype, wide), **options)
+        try:
+            out = self.load().detach().to("cpu", _width(self.dtype, wide), **options)
+        except (RuntimeError, MemoryError) as error:  # what torch raises when memory is short
+            raise DataError(f"{self.where}`{self.name}`: {' '.join(str(error).split())[:200]}") from error
         return out, _nonfinite(out)
 
-
-class NpzTensor:
-    """An array of a file of `numpy.savez`, expanded when it is read; attributes and methods as `SafetensorsTensor`."""
-
-    def __init__(self, name: str, archive: zipfile.ZipFile, array: npz.Stored) -> None:
-        self.name, self._archive, self._array = name, archive, array
-        self._native = array.dtype.newbyteorder("=")
-        self.dtype = torch.from_numpy(np.empty(0, self._native)).dtype
-        self.kind, self.shape = str(self.dtype).removeprefix("torch."), array.shape
-        self.nbytes, self.identity = math.prod(array.shape) * array.dtype.itemsize, array.entry.header_offset
-
-    def read(self, wide: bool) -> tuple[Tensor, int]:
-        """See `SafetensorsTensor.read`; DataError if the memory left cannot hold it and what is computed from it."""
-        if 2 * self.nbytes > (free := available_memory()):
-            raise DataError(f"{self._array.where}: expands to {self.nbytes:,} bytes; only {free:,} are free")
-        with npz_errors(self._array.where):
-            found = npz.values(self._archive, self._array).astype(self._native, order="C", copy=False)
-        out = torch.from_numpy(found).to(_width(self.dtype, wide))
-        return out, _nonfinite(out)
+    def changed(self, name: str, change: Callable[[Tensor], Tensor]) -> "StoredTensor":
+        """The tensor under another name, changed when it is read; `change` also takes a tensor on the meta device."""
+        after = change(torch.empty(self.shape, dtype=self.dtype, device="meta"))
+        facts: dict[str, Any] = {"shape": tuple(after.shape), "dtype": after.dtype, "stored_as": ""}
+        return replace(self, name=name, load=lambda: change(self.load()), identity=name, **facts)
 
 
-@contextmanager
-def npz_errors(where: str) -> Iterator[None]:
-    """DataError for what zipfile and NumPy raise when a file is not one of `numpy.savez`."""
-    try:
-        yield
-    except (OSError, ValueError, TypeError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
-        raise DataError(f"{where}: expected a file of numpy.savez, found a damaged or another one ({error})") from error
+def in_memory(name: str, tensor: Tensor) -> StoredTensor:
+    """A tensor in memory, or of a mapped file."""
 
+    def load() -> Tensor:
+        if tensor.is_meta:
+            raise DataError(f"`{name}` is on the meta device and holds no numbers; materialise the model first")
+        return tensor
 
-StoredTensor = SafetensorsTensor | MemoryTensor | NpzTensor
+    shape, named = tuple(tensor.shape), tensor.is_meta or not tensor.numel()
+    identity: Hashable = id(tensor) if named else (tensor.data_ptr(), tensor.dtype, shape, tensor.stride())
+    return StoredTensor(name, shape, tensor.dtype, load, identity)
 
 
 @dataclass
@@ -137,6 +113,7 @@ class Store:
     config: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)  # free text of the files
     statistics: frozenset[str] | None = None  # names known to be buffers; None if unknown
+    note: str = ""  # what was chosen where there are several
     files: Any = None  # the `Folder` that they are in; None in memory
 
 
@@ -154,52 +131,85 @@ def open_module(module: nn.Module) -> Store:
 def open_mapping(tensors: Mapping[str, Any], label: str = "state dict", key: str | None = None) -> Store:
     """The tensors of a mapping, or of the mapping under a key in it."""
     config = dict(getattr(tensors, "config", None) or {})
-    tensors, beside = weights_in(tensors, key, label, lambda value: isinstance(value, Tensor))
+    tensors, beside, note = weights_in(tensors, key, label)
     if not all(isinstance(name, str) for name in tensors):
         raise DataError(f"{label}: expected names of tensors as keys, found other keys")
     others = {name: why for name, value in tensors.items() if (why := odd(value))}
-    if tensors and not any(isinstance(value, Tensor) for value in tensors.values()):
+    if tensors and not any(map(_is_tensor, tensors.values())):
         there = ", ".join(list(tensors)[:6])
         raise DataError(f"{label}: expected a mapping of names to tensors, found none under {there}")
-    found: dict[str, StoredTensor] = {n: MemoryTensor(n, t) for n, t in tensors.items() if n not in others}
-    return Store(label, found, others | beside, config)
+    found: dict[str, StoredTensor] = {n: in_memory(n, t) for n, t in tensors.items() if n not in others}
+    return Store(label, found, others | beside, config, note=note)
 
 
-def weights_in(
-    value: Any, key: str | None, where: str, is_tensor: Callable[[Any], bool]
-) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The dictionary of weights, and why the items next to it are left out."""
+def weights_in(value: Any, key: str | None, where: str) -> tuple[Mapping[str, Any], dict[str, str], str]:
+    """The dictionary of weights, why the items next to it are left out, and a note if there is another like it."""
     if not isinstance(value, Mapping):
-        what = "one tensor" if is_tensor(value) else type(value).__name__.lower()
+        what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
         raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
-    counts = {n: sum(map(is_tensor, item.values())) for n, item in value.items() if isinstance(item, Mapping)}
-    inner = {n: value[n] for n, count in counts.items() if count}
+    nested = dict(_nested(value))
+    counts = {name: sum(map(_is_tensor, inner.values())) for name, inner in nested.items()}
+    inner = [name for name, count in counts.items() if count and name in value]
+    there = ", ".join(ascii(name)[:60] for name in list(nested)[:8])
+    chosen = key
     if key is not None:
-        if key not in inner:
-            there = f"expected one of {', '.join(ascii(name) for name in list(inner)[:8])}" if inner else "found none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; {there}")
+        if key not in nested:
+            what = f"expected one of {there}" if nested else "found none"
+            raise UsageError(f"{where}: no dictionary of tensors {key!r}; {what}")
     else:
         found = [name for name in inner if name in _ROOTS]
         objects = [n for n in _ROOTS if not isinstance(value.get(n), Mapping | Tensor | _DATA)]
         if objects and not found:  # a pickled module: other tensors are not the weights
             raise DataError(
                 f"{where}: expected a dictionary of tensors under {objects[0]!r}, found an object of "
-                f"{type(value[objects[0]]).__name__}; save its state_dict(), or choose another dictionary with key="
+                f"{type(value[objects[0]]).__name__}; save its state_dict(), or choose another dictionary {BY_KEY}"
             )
-        loose = sum(map(is_tensor, value.values()))  # a loss beside the dictionary of weights is fewer than it has
-        if loose >= max(counts.values(), default=0):
+        loose = sum(map(_is_tensor, value.values()))  # a loss beside the dictionary of weights is fewer than it has
+        most = max((counts[name] for name in inner), default=0)
+        if nested and not found and loose <= 1 and (not most or any(name in nested for name in _ROOTS)):
+            raise DataError(f"{where}: the tensors are nested deeper; choose a dictionary {BY_KEY}: {there}")
+        if loose >= most:
             if found:
                 raise DataError(
-                    f"{where}: found {loose} tensors beside the dictionary {found[0]!r} of {counts[found[0]]}; choose "
-                    f"with key={found[0]}, or save what is meant by itself"
+                    f"{where}: found {loose} tensors beside the dictionary {found[0]!r} of {counts[found[0]]}; "
+                    f"choose it {BY_KEY}, or save what is meant by itself"
                 )
-            return value, {n: f"outside the weights: a dictionary of {counts[n]} tensors; key= reads it" for n in inner}
-        if len(found) != 1 and len(inner) != 1:
-            there = ", ".join(ascii(name)[:40] for name in list(inner)[:8])
-            raise DataError(f"{where}: found several dictionaries of tensors; choose one with key=: {there}")
-        key = found[0] if len(found) == 1 else next(iter(inner))
-    beside = [n for n in value if isinstance(n, str) and n != key and n not in inner[key]]
-    return inner[key], dict.fromkeys(beside, f"outside the dictionary of weights, {key!r}")
+        elif len(found) != 1 and len(inner) != 1:
+            raise DataError(f"{where}: found several dictionaries of tensors; choose one {BY_KEY}: {there}")
+        else:
+            chosen = found[0] if len(found) == 1 else inner[0]
+    weights = value if chosen is None else flat(nested[chosen])
+    if chosen is None:
+        beside = {n: f"outside the weights: a dictionary of {counts[n]} tensors; --key reads it" for n in inner}
+    else:
+        names = (n for n in value if isinstance(n, str) and n != chosen.partition(".")[0] and n not in weights)
+        beside = dict.fromkeys(names, f"outside the dictionary of weights, {chosen!r}")
+    mine = {unwrapped(name) for name in weights if isinstance(name, str)}
+    like = (n for n in nested if n != chosen and 2 * len(mine & {unwrapped(t) for t in nested[n]}) > len(mine))
+    if key is not None or (other := next(like, None)) is None:
+        return weights, beside, ""
+    read = f"read `{chosen}`; `{other}` is beside it" if chosen else f"read the tensors outside of `{other}`"
+    return weights, beside, f"{read}: --key {other}, in Python key={other!r}"
+
+
+def _nested(value: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Dotted path -> dictionary, of those in a dictionary that have tensors, or dictionaries of tensors, by name."""
+    for name, item in value.items():
+        if isinstance(name, str) and isinstance(item, Mapping) and all(isinstance(n, str) for n in item):
+            inner = list(_nested(item, f"{path}{name}."))
+            if inner or any(map(_is_tensor, item.values())):
+                yield f"{path}{name}", item
+                yield from inner
+
+
+def flat(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The dictionary, with the tensors of dictionaries in it under dotted names."""
+    found = [("", value), *((f"{path}.", inner) for path, inner in _nested(value))]
+    return {f"{path}{n}": v for path, inner in found for n, v in inner.items() if not isinstance(v, Mapping)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
 def odd(value: Any) -> str:
@@ -213,9 +223,10 @@ def odd(value: Any) -> str:
 
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+BY_KEY = "with --key (key= in Python)"
 _DATA = str | bytes | int | float | list | tuple | None  # what else may be under these keys: the name of a model
 # Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
-_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point")
+_QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "SCB")
 
 
 def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -228,7 +239,7 @@ def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
         elif entry.dtype is None:
             out[name] = f"stored as {kind}, for which torch has no data type"
         elif entry.dtype not in WEIGHTS:
-            what = "complex" if entry.dtype.is_complex else "integers or quantised numbers"
+            what = _packing(name, tensors) or ("complex" if entry.dtype.is_complex else "integers or quantised numbers")
             out[name] = f"{what} ({kind}), not weights; `raw` reads them"
         elif entry.dtype.itemsize == 1 and (scale := {f"{name}_scale", f"{name}_scale_inv"} & tensors.keys()):
             out[name] = f"{kind}, to be multiplied by the scales in `{scale.pop()}`; `raw` reads it"
@@ -238,11 +249,27 @@ def not_weights(tensors: Mapping[str, Any]) -> dict[str, str]:
     return out
 
 
+def _packing(name: str, tensors: Mapping[str, Any]) -> str | None:
+    """How the weights of a layer are packed into integers, by the tensors next to them."""
+    path, _, last = name.rpartition(".")
+    scales, zeros = (tensors.get(f"{path}.{part}") for part in ("scales", "qzeros"))
+    if last == "qweight" and scales is not None and zeros is not None:
+        bits = 32 * zeros.shape[-1] // scales.shape[-1]  # (groups, out bits / 32) and (groups, out)
+        return f"{bits}-bit {'GPTQ' if tensors[name].shape[-1] == scales.shape[-1] else 'AWQ'}"
+    if last == "weight_packed":
+        return "packed by compressed-tensors"
+    if f"{name}.absmax" in tensors:
+        return "4-bit bitsandbytes"
+    return "8-bit bitsandbytes" if f"{path}.SCB" in tensors else None
+
+
 def _owner(name: str, skipped: Mapping[str, str]) -> str | None:
     """The quantised tensor that a tensor of scales or the like belongs to."""
     path, _, last = name.rpartition(".")
     if last in _QUANTISED_PARTS:
-        return next((f"{path}.{own}" for own in ("weight", "qweight") if f"{path}.{own}" in skipped), None)
+        return next(
+            (f"{path}.{own}" for own in ("weight", "qweight", "weight_packed") if f"{path}.{own}" in skipped), None
+        )
     while path and path not in skipped:  # bitsandbytes: fc.weight.absmax belongs to fc.weight
         path = path.rpartition(".")[0]
     return path or None

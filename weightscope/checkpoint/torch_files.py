@@ -1,4 +1,4 @@
-"""Files of `torch.save`, read by `torch.load`; of what their pickles name, only what builds tensors is called.
+"""Files of `torch.save`, and pickles of arrays: of what they name, only what builds tensors and arrays is called.
 
 Objects of other classes, such as a path or the arguments of a script beside the weights, become inert.
 """
@@ -10,7 +10,9 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.serialization import MAGIC_NUMBER
 
 from weightscope.checkpoint.tensors import Store, open_mapping
 from weightscope.errors import DataError
@@ -19,6 +21,12 @@ _BUILDERS = {
     *("torch Size", "torch device", "torch.serialization _get_layout", "torch.nn.parameter Parameter"),
     *("torch per_tensor_affine", "torch per_channel_affine", "collections OrderedDict", "collections Counter"),
     *("torch.storage TypedStorage", "torch.storage UntypedStorage"),
+    *("numpy ndarray", "numpy dtype", "numpy._core.multiarray _reconstruct", "numpy._core.numeric _frombuffer"),
+    "_codecs encode",  # the bytes of arrays in old pickles
+    *(f"torch.distributed.checkpoint.metadata {name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+    *(f"torch.distributed.checkpoint.metadata {kind}StorageMetadata" for kind in ("Bytes", "Chunk", "Tensor")),
+    *(f"torch.distributed.checkpoint.metadata {name}" for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+    "torch.distributed.checkpoint.filesystem _StorageInfo",
 }
 
 
@@ -44,6 +52,7 @@ def _plain_tensor(build: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = module.replace("numpy.core", "numpy._core")  # before NumPy 2
         if name == "_rebuild_from_type_v2":
             return _plain_tensor
         # A wrapper, such as a quantised tensor of torchao, has its numbers in its state, which only its class reads.
@@ -65,13 +74,28 @@ class _Pickle(types.ModuleType):
         return _Unpickler(file, **options).load()
 
 
+def unpickled(path: Path) -> Any:
+    """The object in a file of pickle; nothing of it runs."""
+    with path.open("rb") as file:
+        return _Unpickler(file, encoding="latin1").load()  # Python 2's arrays
+
+
+def _tensors(value: Any) -> Any:
+    """A dictionary with tensors in place of its arrays of numbers."""
+    if isinstance(value, dict):
+        return {name: _tensors(item) for name, item in value.items()}
+    return torch.tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind in "fiub" else value
+
+
 def open_torch(path: Path, where: str, key: str | None = None) -> Store:
-    """The tensors of a file of `torch.save`; `key` names the dictionary of weights in a training checkpoint."""
+    """The tensors of a file of `torch.save`, or the arrays of a pickle; `key` names the dictionary of weights in it."""
     try:
         archive = zipfile.is_zipfile(path)
         program = archive and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist())
         with warnings.catch_warnings(action="ignore"):  # of old kinds of tensors, which are left out
-            value: Any = program or torch.load(path, "cpu", _Pickle("pickle"), weights_only=False, mmap=archive)
+            value: Any = None if archive else _tensors(unpickled(path))
+            if not program and (archive or (isinstance(value, int) and value == MAGIC_NUMBER)):
+                value = torch.load(path, "cpu", _Pickle("pickle"), weights_only=False, mmap=archive)
     except Exception as error:  # torch.load raises what its readers happen to raise
         why = " ".join(str(error).split()).partition(". ")[0][:200]  # without what torch advises
         raise DataError(f"{where}: it is truncated, damaged or not a file of torch.save: {why}") from error

@@ -3,6 +3,7 @@
 Nothing heavy is imported here: each command imports what it needs when it runs, so that `--help` responds quickly.
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from weightscope._util.trust import trusting
 from weightscope._version import __version__
 from weightscope.cli import analysis
 from weightscope.cli.catalogue import list_
+from weightscope.cli.options import Warnings
 from weightscope.cli.training import bench, collect, demo, fit_init, import_, publish, show_status
 from weightscope.errors import WeightscopeError, one_line
 
@@ -85,6 +87,8 @@ _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; every error is one line and an exit code (see `weightscope.errors`)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    logger, warnings = logging.getLogger("weightscope"), Warnings()
+    logger.addHandler(warnings)
     try:
         with one_thread():
             code = cli.main(args=arguments, prog_name="weightscope", standalone_mode=False)
@@ -113,3 +117,5 @@ def main(argv: Sequence[str] | None = None) -> None:
             code = 1
         click.echo(f"weightscope: {' '.join(text.split())}", err=True)
         sys.exit(code)
+    finally:
+        logger.removeHandler(warnings)

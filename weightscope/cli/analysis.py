@@ -16,7 +16,9 @@ from weightscope.cli.options import (
     command,
     data_option,
     figure_option,
+    file_options,
     json_option,
+    key_option,
     many_options,
     maybe_partial,
     out_option,
@@ -34,6 +36,7 @@ from weightscope.errors import DataError, UsageError, WeightscopeError
 @click.option(
     "--source", "code", is_flag=True, help="Print the code of one's own that a population names, and run nothing."
 )
+@file_options
 @json_option
 def inspect(source: str, code: bool, json_file: Path | None) -> None:
     """Describe the contents of a population, one of its networks (PATH.pop::k), an artifact, a checkpoint or an export.
@@ -60,6 +63,7 @@ def inspect(source: str, code: bool, json_file: Path | None) -> None:
 @command()
 @click.argument("source", type=Named())
 @spread_options
+@key_option
 @json_option
 def verify(source: str, json_file: Path | None, **options: Any) -> None:
     """Compare a population, an artifact or a model with the checksums that are known of its files.
@@ -189,6 +193,7 @@ _TABLE: Mapping[str, Sequence[str]] = {
 @permutations_option
 @spread_options
 @partial_option
+@file_options
 @json_option
 def covariance(
     sources: tuple[Any, ...],
@@ -322,6 +327,7 @@ def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
+@file_options
 @json_option
 def products(
     sources: tuple[str, ...], out: Path, num_heads: int | None, json_file: Path | None, **options: Any
@@ -380,6 +386,7 @@ def _refuse(failed: Mapping[str, str], sources: Sequence[str]) -> None:
 )
 @data_option
 @many_options
+@file_options
 @json_option
 def attention_maps(
     sources: tuple[str, ...], out: Path, kind: str, json_file: Path | None, workers: Any, **options: Any
@@ -463,6 +470,7 @@ def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, l
 )
 @click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
+@file_options
 @json_option
 def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool, json_file: Path | None) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.

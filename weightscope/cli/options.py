@@ -6,6 +6,7 @@ Names are found without importing torch, which would take seconds for each key p
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import sys
@@ -117,6 +118,33 @@ def backend_options(command: Callable[..., Any]) -> Callable[..., Any]:
     command = click.option("--scheduler", help="Address of the cluster, such as tcp://host:8786.")(command)
     return click.option("--backend", default="loky", help="loky, dask or ray.")(command)
 
+
+def file_options(command: Callable[..., Any], adapter: bool = True) -> Callable[..., Any]:
+    """`--key` and `--adapter`; with them the command gets checkpoints in place of `source` or `sources`."""
+
+    @functools.wraps(command)
+    def run(*args: Any, key: str | None, adapter: str | None = None, **options: Any) -> Any:
+        if key is not None or adapter is not None:
+            from weightscope._util.sources import is_population, population_member
+            from weightscope.checkpoint import open_checkpoint
+
+            given = "--adapter" if key is None else "--key"
+            name = "source" if "source" in options else "sources"
+            texts = [options[name]] if name == "source" else options[name]
+            if found := [text for text in texts if is_population(text) or population_member(text)]:
+                raise UsageError(f"{given}: expected files or folders of one network, found the population {found[0]}")
+            opened = tuple(open_checkpoint(text, key=key, adapter=adapter) for text in texts)
+            options[name] = opened[0] if name == "source" else opened
+        return command(*args, **options)
+
+    if adapter:
+        text = "LoRA adapter of peft (a folder or hf://org/name) to add to the weights."
+        run = click.option("--adapter", metavar="FOLDER", help=text)(run)
+    text = "The dictionary of weights in files that hold several, such as ema or model.encoder."
+    return click.option("--key", metavar="NAME", help=text)(run)
+
+
+key_option = functools.partial(file_options, adapter=False)
 
 partial_option = click.option("--partial", is_flag=True, help="Use the networks of an incomplete population.")
 
@@ -268,6 +296,20 @@ def parsed_options(texts: Iterable[str]) -> dict[str, Any]:
     return out
 
 
+class Warnings(logging.Handler):
+    """Prints each warning of the package once; the file of `--json` has them, too."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning."""
+        if (text := record.getMessage()) not in self.texts:
+            self.texts.append(text)
+            click.echo(text, err=True)
+
+
 def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     """Write the file of `--json`, if requested."""
     if path is None:
@@ -275,7 +317,10 @@ def write_json(path: Path | None, values: Mapping[str, Any]) -> None:
     from weightscope._util import atomic, outputs
 
     context = click.get_current_context()
-    values = {outputs.WRITTEN_BY: f"weightscope {context.command.name}", **values}
+    told = [text for handler in logging.getLogger("weightscope").handlers for text in getattr(handler, "texts", ())]
+    values = {outputs.WRITTEN_BY: f"weightscope {context.command.name}", **values} | (
+        {"warnings": told} if told else {}
+    )
     text = json.dumps(values, indent=1, allow_nan=False)
     if str(path) == "-":
         click.echo(text, file=context.meta[_STDOUT])

@@ -14,6 +14,7 @@ from weightscope.cli.options import (
     command,
     data_option,
     device_option,
+    file_options,
     json_option,
     log_option,
     maybe_partial,
@@ -232,6 +233,7 @@ def _gain(text: str) -> float | str:
 @device_option
 @spread_options
 @partial_option
+@file_options
 @json_option
 @click.pass_context
 def fit_init(

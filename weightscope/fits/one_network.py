@@ -67,7 +67,8 @@ def origin(source: Any) -> dict[str, Any]:
     """What a network records about where it came from."""
     if isinstance(source, nn.Module):
         return {"source": type(source).__name__}
-    out = {key: value for key in ("source", "commit") if isinstance(value := getattr(source, key, None), str)}
+    facts = ("source", "commit", "key", "adapter")
+    out = {key: value for key in facts if isinstance(value := getattr(source, key, None), str)}
     if "source" in out and "://" not in out["source"]:
         out["source"] = Path(out["source"]).name
     return out

@@ -132,6 +132,7 @@ def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, 
     The rule is "first", "spaced" or "linspace".
     """
     mine = places(student)
+    refuse_prefix(mine, source)
     small, large = layer_numbers(place.name for place in mine.values()), layer_numbers(source.names)
     out, missing = {}, []
     for name in wanted:
@@ -145,6 +146,18 @@ def counterparts(wanted: Iterable[str], student: Iterable[str], source: Source, 
             f"the teacher has no counterpart of {listing(missing)}; leave them out with exclude= or components="
         )
     return out
+
+
+def refuse_prefix(mine: Mapping[str, Place], source: Source) -> None:
+    """A SpecError that names what stands before a module's names in all those of a source, if that is why none fit."""
+    if any(map(source.has, mine.values())):
+        return
+    ends = (there.removesuffix(f".{place.name}") for place in mine.values() for there in source.names)
+    if prefix := next((start for start in ends if start not in source.names), ""):
+        raise SpecError(
+            f"the names of the trained network begin with `{prefix}.`, the module's do not; give its tensors without "
+            f"this, {{name.removeprefix('{prefix}.'): value for name, value in weightscope.Checkpoint(file).items()}}"
+        )
 
 
 def layer_numbers(names: Iterable[str]) -> dict[str, list[int]]:

@@ -19,6 +19,7 @@ from weightscope.init.base import INITIALISERS, Generator, M, put
 def _taken(module: nn.Module, source: Any, wanted: dict[str, Tensor], filters: str = "exact") -> dict[str, Tensor]:
     """The source's tensors of the same names and shapes; filters resized to the module's, unless "exact"."""
     there, mine = Source(_trained.tensors(source)), places(_trained.weights(module))
+    _trained.refuse_prefix(mine, there)
     missing = [name for name in wanted if not there.has(mine[name])]
     if missing:
         raise SpecError(f"the source has no {listing(missing)}; leave them out by select= or components=")

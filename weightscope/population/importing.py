@@ -62,6 +62,7 @@ class _Network:
     config: dict[str, Any] = field(default_factory=dict)
     commits: tuple[str | None, ...] = ()  # of models at the hub
     reasons: tuple[str, ...] = ()  # why it does not fit
+    note: str = ""  # which weights were chosen in its file
 
 
 class _Run:
@@ -133,6 +134,8 @@ class _Run:
         """Put a network into the tile, and write the tile if it is full."""
         row = len(self.kept) % manifest.tile
         self.weights[row], key = found.weights, hashlib.sha256(found.weights.data).digest()
+        if found.note:
+            self.told.setdefault(found.note, []).append(label)
         duplicate, finite = key in self.first, bool(np.isfinite(found.weights[0]).all())
         if not finite:
             self.told.setdefault("left out of statistics, with NaN or infinite weights", []).append(label)
@@ -325,7 +328,7 @@ def _read_network(wanted: _Wanted, label: str, sources: Sequence[Any]) -> _Netwo
     for row, (checkpoint, names) in zip(weights, opened, strict=True):
         checkpoint.read_into((names[name] for name in spec.names), row)
     commits = tuple(checkpoint.commit for checkpoint, _ in opened)
-    return _Network(spec, weights, opened[0][0].config, commits)
+    return _Network(spec, weights, opened[0][0].config, commits, note=opened[0][0].note)
 
 
 def _misfits(wanted: _Wanted, spec: WeightSpec, checkpoint: Checkpoint, names: dict[str, str]) -> list[str]:
@@ -372,7 +375,7 @@ def _names_in(checkpoint: Checkpoint, rename: Sequence[str]) -> dict[str, str]:
 def _opened(source: Any, key: str | None) -> Checkpoint:
     named = isinstance(source, str | Path)
     try:
-        return open_checkpoint(source, key) if named else Checkpoint(source, key=key)
+        return (open_checkpoint if named else Checkpoint)(source, key=key, quiet=True)
     except UsageError as error:  # of another kind, or without this key
         if named and str(source).startswith(_HUB):
             raise
@@ -540,8 +543,13 @@ def _table(file: Path) -> list[tuple[Any, dict[str, float]]]:
     import pandas  # half a second
 
     try:
-        texts = dict.fromkeys(_PATHS, str)
-        table = pandas.read_parquet(file) if file.suffix == ".parquet" else pandas.read_csv(file, dtype=texts)
+        if file.suffix == ".parquet":
+            table = pandas.read_parquet(file)
+        else:
+            text = file.read_text(encoding="utf-8-sig")
+            separator = next((s for s in ",;\t" if s in text.partition("\n")[0]), ",")
+            decimal = "," if separator != "," and re.search(r"\d,\d", text) else "."  # of spreadsheets in Europe
+            table = pandas.read_csv(file, dtype=dict.fromkeys(_PATHS, str), sep=separator, decimal=decimal)
     except ImportError as error:
         raise UsageError(f"{file}: needs pyarrow ({error}); install it, or save the table as .csv") from error
     except (OSError, ValueError) as error:

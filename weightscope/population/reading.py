@@ -11,6 +11,7 @@ import h5py
 import numpy as np
 
 from weightscope._util import plugins
+from weightscope._util.names import unknown
 from weightscope._util.results import Result
 from weightscope._util.sources import EXPORTED, is_population, location, population_member
 from weightscope._util.trust import CannotRun, require_trust, trusted
@@ -26,6 +27,18 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 32 * 2**20
 _CACHED = ("missing", "indices", "_table")  # what follows from the tiles on disk
+
+
+class MissingMetric(UsageError, KeyError):
+    """A metric that a population does not have."""
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
+
+
+class _Metrics(dict[str, np.ndarray]):
+    def __missing__(self, name: str) -> np.ndarray:
+        raise MissingMetric(unknown("metric", name, self))
 
 
 class Population(Result):
@@ -446,7 +459,8 @@ class Population(Result):
                         made[f"torch {shards.header_text(h5, 'torch')} on {shards.header_text(h5, 'device')}"] += 1
             except (KeyError, OSError, RuntimeError) as error:  # of HDF5
                 raise DataError(f"{self.path}: cannot read the metrics of tile {tile}: {error}") from error
-        joined = {name: np.concatenate(parts) for name, parts in columns.items()} or {"diverged": np.empty(0, bool)}
+        joined = _Metrics((name, np.concatenate(parts)) for name, parts in columns.items())
+        joined = joined or _Metrics(diverged=np.empty(0, bool))
         for array in joined.values():
             array.flags.writeable = False
         return np.concatenate(seeds) if seeds else np.empty(0, "u8"), joined, made
