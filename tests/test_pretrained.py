@@ -12,7 +12,8 @@ from torch import nn
 
 from weightscope.anatomy import named_tensors
 from weightscope.anatomy.permutation_groups import permutation_spec
-from weightscope.anatomy.places import _BY_WEIGHT, _UNIT_OFFSET, Source, unit_offset
+from weightscope.anatomy.architectures import tables
+from weightscope.anatomy.places import Source, unit_offset
 from weightscope.auditing import audit
 from weightscope.errors import DataError, SpecError, UsageError
 from weightscope.fits.pretrained import _covariance, fit_pretrained
@@ -278,9 +279,12 @@ def test_the_types_whose_norms_add_one_are_those_of_transformers() -> None:
     files = {path.parent.name: path.read_text() for path in folder.glob("*/modeling_*.py")}
     adds = re.compile(r"1(\.0)? \+ self\.weight\b|self\.weight(\.float\(\))? \+ 1(\.0)?\b")
     assert {"gemma", "nemotron"} <= (found := {kind for kind, text in files.items() if adds.search(text)})
-    assert found <= _UNIT_OFFSET
+    offset = {kind for one in tables()[1] if one.offset for kind in one.types}
+    assert found <= offset
     decoders = re.compile(r"self\.(input_layernorm|post_attention_layernorm|pre_feedforward_layernorm|[qk]_norm)\b")
-    assert {kind for kind, text in files.items() if decoders.search(text)} <= _BY_WEIGHT | _UNIT_OFFSET
+    assert {kind for kind, text in files.items() if decoders.search(text)} <= {
+        kind for one in tables()[1] for kind in one.types
+    }
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.input_layernorm.weight", "blocks.0.norm1.weight"])

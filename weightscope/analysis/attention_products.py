@@ -32,9 +32,7 @@ from weightscope.anatomy import (
     named_tensors,
     parts_of,
 )
-from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.factored_products import FactoredProduct
-from weightscope.anatomy.places import unit_offset
 from weightscope.checkpoint import Checkpoint
 from weightscope.errors import AnatomyError, UsageError, WeightscopeError
 from weightscope.population import open_network
@@ -432,18 +430,20 @@ def _products_of(
 
 def _compute(model: _Model, fold_norms: bool, fold_scales: bool) -> None:
     """Compute the products of one model."""
+    if fold_scales and model.parts and not any(part.layer_scale for part in model.parts):
+        raise AnatomyError(f"`{model.parts[0].name}`: no LayerScale to fold has a known name, here or in another layer")
     for part in model.parts:
-        gain = gain_before(model.tensors, part) if fold_norms else None
-        name = layer_scale(model.tensors, part)
-        scale = model.tensors.get(name).double().flatten().cpu() if name and fold_scales else None
+        gain = part.norm_gain() if fold_norms else None
+        scaled = part.layer_scale is not None
+        scale = part.layer_scale_factors() if fold_scales else None
         q, k = model.read(part, "q"), model.read(part, "k")  # (H, d, k), (kv, d, k)
         for heads in _batches(part, part.head_width):
             groups = [part.kv_head(head) for head in heads]
             product = FactoredProduct(_scaled(q[heads], gain), _scaled(k[groups], gain))
-            model.add(part, "qk", heads, product, scaled=name is not None)
+            model.add(part, "qk", heads, product, scaled)
             del product
         del q, k
-        _values_outputs(model, part, gain, scale, scaled=name is not None)
+        _values_outputs(model, part, gain, scale, scaled)
     for layer in model.state_spaces:
         # W_C^T W_B of each group, (G, d, d) of rank N: a map of what C and B read, the residual stream in Mamba-2, the
         # p inner channels in Mamba. Where states do not decay, token i adds C_i^T B_j of token j (thesis Eq. 3.38).
@@ -484,39 +484,3 @@ def _values_outputs(
 
 def _scaled(value: Tensor, gain: Tensor | None) -> Tensor:
     return value if gain is None else value.double() * gain.cpu()[:, None]
-
-
-# --- the normalisation before an attention module ------------------------------------------------------------------
-
-_NORMS = (
-    *("norm1", "ln_1", "layernorm_before", "input_layernorm", "layer_norm1", "self_attn_layer_norm"),
-    *("attention_norm", "ln_attn", "attn_norm", "ln1", "norm_1"),
-)
-# Model types whose norms have the same names but follow the attention.
-_POST_NORM = {"bart", "bert", "distilbert", "marian", "fsmt", "blenderbot-small", "swinv2", "wav2vec2", "hubert"}
-
-
-def gain_before(source: NamedTensors, part: AttentionPart) -> Tensor:
-    """Gain (d,) of the normalisation whose output an attention module reads; float64."""
-    block = part.name.rpartition(".")[0]
-    kind = source.hint(part.name, ("model_type",), str)
-    for parent in (block, block.rpartition(".")[0]):
-        prefix = f"{parent}." if parent else ""
-        candidates = (*_NORMS, "layer_norm") if part.name.endswith("SelfAttention") else _NORMS
-        for name in (f"{prefix}{candidate}" for candidate in candidates):
-            if f"{name}.weight" not in source or source.shape(f"{name}.weight") != (part.width,):
-                continue
-            if kind in _POST_NORM or f"{part.name}.logit_scale" in source or _after(source, part, parent):
-                break
-            return source.get(f"{name}.weight").double() + unit_offset(source, f"{name}.weight")
-    raise AnatomyError(
-        f"`{part.name}`: found no normalisation whose gain could be folded into it: the model normalises after the "
-        "attention, or under an unknown name; compute without fold_norms"
-    )
-
-
-def _after(source: NamedTensors, part: AttentionPart, parent: str) -> bool:
-    """Whether torch's own transformer layer normalises after the attention; a state dict cannot tell, and counts."""
-    if f"{part.name}.in_proj_weight" not in source or f"{parent}.linear1.weight" not in source:
-        return False
-    return source.own(parent, "norm_first") is not True

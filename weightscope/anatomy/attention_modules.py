@@ -1,21 +1,24 @@
 """Queries, keys, values and output projections, per layer and head, independent of their names and packing.
 
-An adapter is a row of `SCHEMES`: the names that a model family gives to the three input projections,
-and how they are packed. Head counts come from attributes or the config; they are never guessed.
+The names of weights are in `architectures/names.toml`. The order of packed rows, and whether a norm acts before the
+attention, follow from the architecture, which the config or a whole set of names tells; what does not follow is not
+read, and head counts are never guessed. Of a module with code, `probing` confirms what is read here.
 """
 
-import functools
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from weightscope.anatomy.attention_part import AttentionPart
+from weightscope._util.checks import choice
+from weightscope._util.names import joined
+from weightscope.anatomy.architectures import Architecture, known, names, stated
+from weightscope.anatomy.attention_part import AttentionPart, Gain
+from weightscope.anatomy.attention_rows import LAYOUTS, fitting
+from weightscope.anatomy.places import unit_offset
 from weightscope.anatomy.tensors import (
+    ModuleTensors,
     NamedTensors,
     Parts,
     Place,
@@ -23,62 +26,12 @@ from weightscope.anatomy.tensors import (
     Slot,
     deepest,
     in_layers,
+    of_part,
     places,
 )
-from weightscope.errors import AnatomyError
+from weightscope.errors import AnatomyError, DataError, UsageError
 
-
-@dataclass(frozen=True)
-class Scheme:
-    """How one family names and packs its projections, relative to the attention module."""
-
-    q: str  # names of weights; equal names denote packed rows, in the order q, k, v
-    k: str
-    v: str
-    interleaved: bool = False  # packed rows are ordered by head (q, k, v of head 0, then of head 1, ...)
-    conv1d: bool = False  # may be those of transformers' Conv1D, stored (in, out), to be seen from the packed shape
-    bias: str | None = None  # packed, of all three; None derives their names from those of the weights
-
-
-def _packed(name: str, **options: Any) -> Scheme:
-    return Scheme(name, name, name, **options)
-
-
-def _separate(q: str, k: str, v: str) -> Scheme:
-    return Scheme(f"{q}.weight", f"{k}.weight", f"{v}.weight")
-
-
-SCHEMES: tuple[Scheme, ...] = (
-    _packed("qkv.weight"),  # timm, ours, SAM
-    _packed("Wqkv.weight"),  # ModernBERT, MPT
-    _packed("to_qkv.weight"),  # lucidrains
-    _packed("qkv_proj.weight"),  # Phi-3: rows q, k, v with fewer k and v
-    _packed("in_proj_weight", bias="in_proj_bias"),  # nn.MultiheadAttention
-    Scheme("q_proj_weight", "k_proj_weight", "v_proj_weight", bias="in_proj_bias"),  # the same with kdim or vdim
-    Scheme("q_attn.weight", "c_attn.weight", "c_attn.weight", conv1d=True),  # GPT-2's cross-attention
-    _packed("c_attn.weight", conv1d=True),  # GPT-2; nanoGPT keeps it as Linear
-    _packed("query_key_value.weight", interleaved=True),  # GPT-NeoX, BLOOM
-    _separate("q_proj", "k_proj", "v_proj"),  # Llama, CLIP, Whisper, transformers' ViT from 5.0
-    _separate("query", "key", "value"),  # BERT, transformers' ViT before 5.0
-    _separate("query_proj", "key_proj", "value_proj"),  # DeBERTa
-    _separate("q_lin", "k_lin", "v_lin"),  # DistilBERT
-    _separate("to_q", "to_k", "to_v"),  # diffusers
-    _separate("wq", "wk", "wv"),  # Llama as published
-    _separate("q", "k", "v"),  # T5, CaiT
-    Scheme("q.weight", "kv.weight", "kv.weight"),  # PVT, Segformer, timm's attention pooling
-    Scheme("to_q.weight", "to_kv.weight", "to_kv.weight"),
-)
-
-# The output projection, relative to the attention module; ^ denotes its parent.
-OUTPUTS = (
-    *(f"{n}.weight" for n in ("proj", "out_proj", "o_proj", "to_out.0", "to_out", "Wo", "wo", "dense", "c_proj")),
-    *(f"{n}.weight" for n in ("o", "out_lin", "out", "^output.dense", "^dense")),
-)
-
-HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_attn_heads")
-KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_head_kv")
-HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "d_kv", "key_value_proj_dim", "dim_head", "head_width")
-
+Scheme = tuple[str, str, str]  # names of weights; equal ones denote packed rows
 
 _CROSS = re.compile(
     r"cross|\bencoder_attn\b|\bencdec|\benc_dec|\bencoder_decoder|\battn_pool|\bmultihead_attn$", re.IGNORECASE
@@ -87,103 +40,224 @@ _CROSS = re.compile(
 
 def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     """All attention modules, in order; the cross-attention of a block is in the layer of its self-attention."""
+    reader = _Reader(tensors)
+    schemes: dict[Scheme, Sequence[str]] = {
+        (q, k, v): tuple(dict.fromkeys((q, k, v, *more))) for q, k, v, *more in names("projections")
+    }
+    found = places(tensors, schemes, reader.part)
+    reader.check_given()
+    if not isinstance(tensors, ModuleTensors):
+        found = reader.of_one_width(found) + reader.nameless({one.path for one in found})
+        found = [replace(one, sure=True) if one.error else one for one in found]
+    return in_layers(found, tensors, _same_block)
 
-    def build(prefix: str, scheme: Scheme) -> AttentionPart | None:
-        slots = _slots(tensors, prefix, scheme)
-        return slots and _part(tensors, prefix, *slots)
 
-    schemes = {scheme: tuple(dict.fromkeys((scheme.q, scheme.k, scheme.v))) for scheme in SCHEMES}
-    return in_layers(places(tensors, schemes, build), tensors, _same_block)
+class _Reader:
+    """Reads the attention modules of a model, and what was given or stated for them."""
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        self.tensors = tensors
+        self.file = not isinstance(tensors, ModuleTensors)
+        self.packed: list[str] = []  # packed weights
+        self.scopes: dict[str, Any] = {}  # path -> where one number of heads is stated for all of a config's part
+        self.used: set[str] = set()  # of the given `heads`
+        layout = tensors.config.get("layout")
+        self.layout = None if layout is None else choice("layout", layout, tuple(LAYOUTS))
+
+    def part(self, prefix: str, scheme: Scheme) -> AttentionPart | None:
+        """The part at a prefix; None if shapes are not those of an attention module."""
+        tensors, path = self.tensors, prefix.removesuffix(".")
+        slots = {
+            part: slot
+            for part, name in zip("qkv", scheme, strict=True)
+            if (slot := _matrix(tensors, prefix, name, scheme))
+        }
+        if len(slots) < 3:
+            return None
+        if f"{prefix}temperature" in tensors:
+            if not self.file:
+                return None
+            raise AnatomyError(f"`{path}`: attention between channels (`temperature`), not between tokens")
+        triple, pair = scheme[0] == scheme[1] == scheme[2], scheme[0] != scheme[1] == scheme[2]
+        rows = {part: slot.size(tensors)[0] for part, slot in slots.items()}
+        out = _output(tensors, prefix, slots["v"], None if triple or pair else rows["v"])
+        out = out or _output(tensors, prefix, slots["v"], None)
+        if out is None:
+            return None
+        inner, width = out.size(tensors)[0], slots["q"].size(tensors)[1]
+        kin = known(tensors, path)
+        heads = self._heads(path, kin, inner if triple else rows["q"], width, inner)
+        if triple or pair:
+            spans = self._rows(path, scheme[2], kin, rows["v"], inner, heads, pair)
+            slots = {part: replace(slot, rows=span) for (part, slot), span in zip(slots.items(), spans, strict=True)}
+        elif rows["q"] == 2 * inner and not inner % heads:
+            raise AnatomyError(
+                f"`{path}`: `{scheme[0]}` has {rows['q']} rows for an output of {inner}: it packs a gate of the output "
+                "with the queries, and gated attention is not read"
+            )
+        slots["o"] = out
+        return _part(tensors, prefix, slots, _biases(tensors, prefix, scheme, slots, rows), heads, kin)
+
+    def _rows(
+        self, path: str, name: str, kin: list[Architecture], rows: int, inner: int, heads: int, pair: bool
+    ) -> tuple[Rows, Rows, Rows]:
+        """The rows of q, k and v in a packed tensor."""
+        self.packed.append(path)
+        layout = self.layout or next((one.rows for one in kin if name in one.packed), None)
+        if layout is None and not self.file:
+            layout = "heads" if name == "query_key_value.weight" else "blocks"
+        if layout is None or (pair and layout != "blocks"):
+            fits = fitting(rows + inner * pair, inner, heads)
+            found = next(filter(None, stated(self.tensors, path)), "")
+            raise AnatomyError(
+                f"`{path}`: the order of the {rows} rows of `{name}` is not known, found "
+                f"{f'the architecture {found!r}' if found else 'no architecture'} in the config and the names; of the "
+                f"known ones {' or '.join(fits) or 'none'} fit: choose with --layout (config={{'layout': ...}})"
+            )
+        try:
+            if pair:
+                if rows % 2:
+                    raise AnatomyError(f"{rows} rows are not as many keys as values")
+                return None, slice(0, rows // 2), slice(rows // 2, rows)
+            return LAYOUTS[layout](rows, inner, heads)
+        except AnatomyError as error:
+            raise AnatomyError(f"`{path}`: {heads} heads do not divide the projections: {error}") from None
+
+    def _heads(self, path: str, kin: list[Architecture], units: int, width: int, inner: int) -> int:
+        """The number of heads: of the file's own tables, given, or stated for this part of the model."""
+        tensors, prefix = self.tensors, f"{path}." if path else ""
+        table, own = _own_heads(tensors, prefix, units)
+        heads, scope = self._given(path), None
+        if heads is None:
+            keys = next((one.heads for one in kin if one.heads), None)
+            heads, scope = tensors.of_width(path, keys or names("heads"), width)
+            scope = None if keys else scope
+        if heads is None:
+            widths = [*names("head_widths"), *(key for one in kin for key in one.head_widths)]
+            each, _ = tensors.of_width(path, widths, width)
+            heads = units // each if each else None
+        if self.file and own and table != "q_norm" and heads not in (None, own):
+            raise AnatomyError(f"`{path}`: found {heads} heads in the config, {own} in `{table}`; leave --heads out")
+        heads = own if heads is None else heads
+        if heads is None:
+            raise AnatomyError(
+                f"`{path}`: found {units} query rows, and no attribute or config with the number of heads of this part "
+                f"of width {width}; pass config={{'num_attention_heads': H}}, or --heads H (--heads PART=H,PART=H)"
+            )
+        if heads <= 0 or inner % heads:
+            raise AnatomyError(
+                f"`{path}`: {heads} heads do not divide the projections: o {inner} columns; check the number of heads"
+            )
+        self.scopes[path] = scope if own is None else None
+        return int(heads)
+
+    def _given(self, path: str) -> int | None:
+        """The number of `heads` given for the longest beginning, component or part of a path."""
+        given = self.tensors.config.get("heads")
+        if not isinstance(given, Mapping):
+            return None
+        fit = [key for key in given if f"{path}.".startswith(f"{key}.") or key in path.split(".") or of_part(path, key)]
+        self.used.update(fit)
+        return given[max(fit, key=len)] if fit else None
+
+    def check_given(self) -> None:
+        """UsageError if what was given applies to nothing."""
+        given = self.tensors.config.get("heads")
+        if isinstance(given, Mapping) and (unused := [key for key in given if key not in self.used]):
+            raise UsageError(
+                f"heads: expected parts of paths of attention modules, found {joined(map(repr, unused), 4)}"
+            )
+        if self.layout is not None and not self.packed:
+            raise UsageError(f"layout={self.layout!r}: the model has no packed projections that it could be about")
+
+    def of_one_width(self, found: list[Place]) -> list[Place]:
+        """The places, without the parts of several widths for which one number of heads is stated."""
+        widths: dict[Any, set[int]] = {}
+        for part in (place.part for place in found if place.part is not None):
+            widths.setdefault(self.scopes[part.name], set()).add(part.width)
+        out = []
+        for place in found:
+            scope = self.scopes.get(place.path)
+            if place.part is not None and scope is not None and len(widths[scope]) > 1:
+                why = (
+                    f"one number of heads is stated for layers of widths {joined(map(str, sorted(widths[scope])), 4)}; "
+                    "give --heads PART=H,PART=H (config={'heads': {PART: H}})"
+                )
+                place = Place(place.path, None, f"({why})", place.path, error=f"`{place.path}`: {why}")
+            out.append(place)
+        return out
+
+    def nameless(self, paths: set[str]) -> list[Place]:
+        """Modules with norms of queries and without projections."""
+        out = {}
+        for name in self.tensors.names:
+            for norm in names("query_norms"):
+                path = name.removesuffix(norm).removesuffix(".")
+                if name.endswith(f".{norm}") and path not in paths:
+                    out[path] = "(norms queries and keys, whose projections have no known names)"
+        return [Place(path, None, why, path, sure=True) for path, why in out.items()]
 
 
-def _output(tensors: NamedTensors, prefix: str, transposed: bool, columns: int | None) -> str | None:
+def _matrix(tensors: NamedTensors, prefix: str, name: str, scheme: Scheme) -> Slot | None:
+    """The slot of a weight, all of its rows; None if it is no matrix."""
+    shape = tensors.shape(prefix + name)
+    if name in names("stacked"):
+        return Slot(prefix + name, stacked=True) if len(shape) == 3 else None
+    if len(shape) < 2 or any(n != 1 for n in shape[2:]):
+        return None
+    packed = tensors.shape(prefix + scheme[1])
+    return Slot(prefix + name, None, scheme[1] in names("conv1d") and packed[1] > packed[0])
+
+
+def _output(tensors: NamedTensors, prefix: str, values: Slot, columns: int | None) -> Slot | None:
+    """The slot of the output projection, seen as (in, out), so that its rows are those of heads."""
     parent = prefix[:-1].rpartition(".")[0]
-    for candidate in OUTPUTS:
+    for candidate in names("outputs"):
         base = prefix if candidate[0] != "^" else (f"{parent}." if parent else "")
         name = base + candidate.lstrip("^")
         if why := tensors.every.get(name):
             raise AnatomyError(f"`{name}` ({why})")
         if name in tensors:
             shape = tensors.shape(name)
-            if len(shape) >= 2 and 0 not in shape and columns in (None, shape[0 if transposed else 1]):
-                return name
+            slot = Slot(name, None, not values.transposed, stacked=values.stacked)
+            if len(shape) >= 2 and 0 not in shape and columns in (None, slot.size(tensors)[0]):
+                return slot
     return None
 
 
-def _slots(tensors: NamedTensors, prefix: str, scheme: Scheme) -> tuple[dict[str, Slot], dict[str, Slot]] | None:
-    """Slots of weights and of biases; None if the names are not those of an attention module."""
-    if f"{prefix}temperature" in tensors:  # XCiT attends between channels, not between tokens
-        return None
-    names = {"q": prefix + scheme.q, "k": prefix + scheme.k, "v": prefix + scheme.v}
-    shapes = {part: tensors.shape(name) for part, name in names.items()}
-    if any(len(shape) < 2 or any(n != 1 for n in shape[2:]) for shape in shapes.values()):
-        return None
-    packed_shape = shapes["k"]
-    transposed = scheme.conv1d and packed_shape[1] > packed_shape[0]
-    rows = {part: shape[1 if transposed else 0] for part, shape in shapes.items()}
-    triple, pair = names["q"] == names["k"] == names["v"], names["q"] != names["k"] == names["v"]
-    named = functools.partial(_output, tensors, prefix, transposed)
-    if (out := named(None if triple or pair else rows["v"]) or named(None)) is None:
-        return None
-    columns = tensors.shape(out)[0 if transposed else 1]
-    if (triple and (rows["q"] - columns) % 2) or (pair and rows["k"] % 2):
-        return None  # rows would be left over
-    spans: list[Rows] = [None, None, None]
-    if scheme.interleaved:
-        spans = [*_interleaved(tensors, rows["q"], prefix)]
-    elif triple:
-        spans = [*_spans((columns, (rows["q"] - columns) // 2, (rows["q"] - columns) // 2))]
-    elif pair:
-        spans = [None, *_spans((rows["k"] // 2, rows["k"] // 2))]
-    weights = {part: Slot(names[part], span, transposed) for part, span in zip("qkv", spans, strict=True)}
-    weights["o"] = Slot(out, None, not transposed)  # (in, out): its rows are those of heads
-    return weights, _biases(tensors, prefix, scheme, weights, rows)
-
-
-def _spans(sizes: tuple[int, ...]) -> tuple[slice, ...]:
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
-
-
-def _interleaved(tensors: NamedTensors, rows: int, prefix: str) -> tuple[Tensor, ...]:
-    """The rows of q, k and v where each key head follows the queries that use it (GPT-NeoX, BLOOM, Falcon)."""
-    path = prefix[:-1]
-    heads = tensors.hint(path, HEADS)
-    kv_heads = heads if heads is None else _kv_heads(tensors, path, heads)
-    if not heads or heads < 0 or not kv_heads or heads % kv_heads or rows % (heads + 2 * kv_heads):
-        raise AnatomyError(
-            f"`{path}`: unpacking {rows} rows needs the number of heads, found {heads} with {kv_heads} key heads; "
-            "pass config={'num_attention_heads': H, 'num_kv_heads': G}"
-        )
-    each = torch.arange(rows).reshape(kv_heads, heads // kv_heads + 2, -1)
-    return each[:, :-2].reshape(-1), each[:, -2].reshape(-1), each[:, -1].reshape(-1)
-
-
-def _kv_heads(tensors: NamedTensors, path: str, heads: int) -> int:
-    """The number of key heads of interleaved rows. Falcon's config states more for multi-query than are used."""
-    own = next((n for key in KV_HEADS if isinstance(n := tensors.own(path, key), int)), None)
-    if own is not None:
-        return own
-    if tensors.hint(path, ("multi_query",), bool) and not tensors.hint(path, ("new_decoder_architecture",), bool):
-        return 1
-    return int(tensors.hint(path, KV_HEADS) or heads)
+def _own_heads(tensors: NamedTensors, prefix: str, units: int) -> tuple[str, int | None]:
+    """The tensor of a file that has an axis of the heads, and their number."""
+    if f"{prefix}W_Q" in tensors:
+        return "W_Q", tensors.shape(f"{prefix}W_Q")[0]
+    inside = tensors.under(prefix.removesuffix("."))
+    for key, axis in names("per_head"):
+        for name in inside:
+            shape = tensors.known_shape(prefix + name)
+            if name.split(".")[-1] == key and len(shape) > 1:
+                return name, shape[axis if len(shape) == 2 else 0]
+    for name in names("query_norms"):
+        shape = tensors.known_shape(prefix + name) if f"{prefix}{name}" in tensors else ()
+        if len(shape) == 1 and 1 < shape[0] < units and not units % shape[0]:
+            return "q_norm", units // shape[0]
+    return "", None
 
 
 def _biases(
     tensors: NamedTensors, prefix: str, scheme: Scheme, weights: dict[str, Slot], rows: dict[str, int]
 ) -> dict[str, Slot]:
     out = {}
-    whole = _spans((rows["q"], rows["k"], rows["v"]))
-    for i, part in enumerate("qkvo"):
-        weight = weights[part]
-        name = weight.name.removesuffix("weight") + "bias"
-        span = weight.rows
-        if part != "o" and scheme.bias is not None:
-            name = prefix + scheme.bias
-            span = weight.rows if weight.rows is not None else whole[i]
+    start = 0
+    for i, (part, weight) in enumerate(weights.items()):
+        key = weight.name.removeprefix(prefix)
+        name, span = weight.name.removesuffix("weight") + "bias", weight.rows
+        if (packed := names("biases").get(key)) is not None:
+            name = prefix + packed
+            if len(set(scheme)) == 3 and packed == "in_proj_bias":  # separate weights and one bias
+                span = slice(start, start + rows["qkv"[i]])
+                start += rows["qkv"[i]]
         elif part in "qv" and name not in tensors:
             name, span = f"{prefix}{part}_bias", None  # BEiT and EVA have two separate biases, and none for keys
-        if name in tensors and len(tensors.shape(name)) == 1:
+        if name in tensors and len(tensors.shape(name)) == 1 + (weight.stacked and part != "o"):
             out[part] = Slot(name, span, vector=True)
     return out
 
@@ -191,15 +265,15 @@ def _biases(
 def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> Literal["self", "cross"]:
     words = path.split(".")
     parent = ".".join(words[:-1])
-    beside = f"{parent}.self_attn." if parent else "self_attn."
-    if (
-        any(_CROSS.search(word) for word in words[-2:] if word != "multihead_attn")
-        or f"{path}.latent".lstrip(".") in tensors
-    ):
+    above = f"{parent}." if parent else ""
+    beside = {"multihead_attn": "self_attn", "attn2": "attn1"}.get(words[-1])
+    if any(_CROSS.search(word) for word in words[-2:] if word != "multihead_attn"):
         return "cross"
-    if words[-1] == "multihead_attn" and any(name.startswith(beside) for name in tensors.names):
+    if beside is not None and any(name.startswith(f"{above}{beside}.") for name in tensors.names):
         return "cross"
-    if any(f"{parent}.{probe}" in tensors for probe in ("probe", "latent")):
+    if any(f"{path}.{name}".lstrip(".") in tensors for name in ("latent", *names("reduced"))):
+        return "cross"  # keys and values are of fewer tokens
+    if any(above + probe in tensors for probe in ("probe", "latent")):
         return "cross"  # a learned query pools the tokens
     return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
 
@@ -219,51 +293,53 @@ def _block(path: str) -> str:
     return found.group(1) if found else ""
 
 
-def _part(tensors: NamedTensors, prefix: str, weights: dict[str, Slot], biases: dict[str, Slot]) -> AttentionPart:
+def _part(
+    tensors: NamedTensors,
+    prefix: str,
+    weights: dict[str, Slot],
+    biases: dict[str, Slot],
+    heads: int,
+    kin: list[Architecture],
+) -> AttentionPart:
     path = prefix.removesuffix(".")
     sizes = {part: slot.size(tensors) for part, slot in weights.items()}
-    heads, kv_heads, k, values = _heads(tensors, path, sizes)
+    kv_heads, k, values = _head_sizes(path, sizes, heads)
     blocks = {"q": (heads, k), "k": (kv_heads, k), "v": (kv_heads, values), "o": (heads, values)}
-    kind = _kind(tensors, path, sizes)
+    kind, width = _kind(tensors, path, sizes), sizes["q"][1]
+    slots = {}
+    for name, slot in weights.items():
+        within = (*blocks[name], sizes[name][1])
+        swapped = name != "o" and not slot.stacked
+        shape = (within[0], within[2], within[1]) if slot.stacked and name != "o" else within
+        slots[name] = replace(slot, shape=shape, swapped=swapped)
     return AttentionPart(
         layer=0,
         name=path,
         kind=kind,
         heads=heads,
         kv_heads=kv_heads,
-        width=sizes["q"][1],
+        width=width,
         kv_width=sizes["k"][1],
         head_width=k,
         value_width=values,
         rotary=kind == "self" and _states_rotation(tensors, path),
         causal=None,
-        normalised=any(n in tensors for n in (f"{prefix}{x}.weight" for x in _QK_NORMS))
-        or f"{prefix}logit_scale" in tensors,
-        scale=1.0 if tensors.hint(path, ("model_type",), str) in _UNSCALED else k**-0.5,
+        normalised=any(prefix + name in tensors for name in (*names("query_norms"), "logit_scale")),
+        scale=next((one.logits for one in kin if one.logits is not None), k**-0.5),
         positional=any(prefix + name in tensors for name in _POSITIONAL),
         numbers=tuple(range(heads)),
+        norm=_norm(tensors, path, width, kin),
+        layer_scale=_layer_scale(tensors, path, width),
         _tensors=tensors,
-        _weights={
-            name: replace(slot, shape=(*blocks[name], sizes[name][1]), swapped=name != "o")
-            for name, slot in weights.items()
-        },
+        _weights=slots,
         _biases={name: slot if name == "o" else replace(slot, shape=blocks[name]) for name, slot in biases.items()},
     )
 
 
-def _heads(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -> tuple[int, int, int, int]:
-    """(heads, kv_heads, head width, value width) from hints, checked against the shape of every projection."""
+def _head_sizes(path: str, sizes: dict[str, tuple[int, int]], heads: int) -> tuple[int, int, int]:
+    """(key heads, width of a head's keys, of its values), checked against the shape of every projection."""
     (q, width), (keys, _), (rows, _), (inner, out) = (sizes[part] for part in "qkvo")
-    heads = tensors.hint(path, HEADS)
-    if heads is None:
-        each = tensors.hint(path, HEAD_WIDTHS)
-        if not each:
-            raise AnatomyError(
-                f"`{path}`: found {q} query rows, and no attribute or config with the number of heads; "
-                "give the module an attribute num_heads, pass config={'num_attention_heads': H}, or --num-heads H"
-            )
-        heads = q // each
-    k = q // heads if heads > 0 else 0
+    k = q // heads
     kv_heads = keys // k if k else 0
     good = heads * k == q and kv_heads and kv_heads * k == keys and heads % kv_heads == 0
     values = rows // kv_heads if good else 0
@@ -274,12 +350,11 @@ def _heads(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) 
         )
     if out != width:
         raise AnatomyError(f"`{path}`: the output has {out} rows, the stream a width of {width}")
-    return heads, kv_heads, k, values
+    return kv_heads, k, values
 
 
 # Parameters of gated positional self-attention and of convolutions in attention, ours and (gates) timm's.
 _POSITIONAL = ("gating_param", "filter_scale")
-_QK_NORMS = ("q_norm", "query_norm", "norm_q", "q_layernorm", "q_ln")
 
 
 # What configs say, for models without code.
@@ -288,7 +363,6 @@ _ROPE_TYPES = (
     *("llama", "mistral", "mixtral", "gpt_neox", "gptj", "codegen", "qwen2", "gemma", "phi", "stablelm", "olmo"),
 )
 _ROPE_TABLES = re.compile(r"(rotary_emb|rope)\b.*(inv_freq|freqs)")
-_UNSCALED = ("t5", "mt5", "umt5", "gpt_neo")  # 1/sqrt(k) is in their initial weights
 
 
 def _states_rotation(tensors: NamedTensors, path: str) -> bool:
@@ -304,34 +378,58 @@ def _states_rotation(tensors: NamedTensors, path: str) -> bool:
     )
 
 
-_NAMES = (
-    *("ls1.gamma", "layer_scale1.lambda1", "layer_scale_1.lambda1", "layer_scale1.gamma", "layer_scale_1.gamma"),
-    *("ls_1.gamma", "ls1", "self_attn_layer_scale.scale"),
-    *("gamma_1", "gamma1", "lambda_1", "layer_scale_1"),
-)
-
-
-def layer_scale(tensors: NamedTensors, part: AttentionPart) -> str | None:
-    """The name of the tensor (d,) that scales the output of an attention module, LayerScale; None if there is none."""
-    block = part.name.rpartition(".")[0]
-    for parent in (block, block.rpartition(".")[0]):
-        for candidate in _NAMES:
-            name = f"{parent}.{candidate}" if parent else candidate
-            if name in tensors and tensors.shape(name)[-1:] == (math.prod(tensors.shape(name)),) == (part.width,):
+def _beside(tensors: NamedTensors, path: str, candidates: Sequence[str], width: int) -> str | None:
+    """The first of some tensors (width,) in the parent of a module, or in its parent."""
+    block = path.rpartition(".")[0]
+    for parent in dict.fromkeys((block, block.rpartition(".")[0])):
+        for name in (f"{parent}.{candidate}" if parent else candidate for candidate in candidates):
+            if name in tensors and tensors.shape(name)[-1:] == (math.prod(tensors.shape(name)),) == (width,):
                 return name
     return None
 
 
+def _norm(tensors: NamedTensors, path: str, width: int, kin: list[Architecture]) -> Gain | str:
+    """The gain of the norm whose output a module reads, or why it is not known."""
+    first = tensors.hint(path, ("norm_first",), bool)
+    for one in kin:
+        if (name := _beside(tensors, path, [f"{norm}.weight" for norm in one.norm], width)) is not None:
+            first = not one.after
+            break
+    else:
+        name = _beside(tensors, path, [f"{norm}.weight" for norm in names("norms")], width)
+        if first is None and not isinstance(tensors, ModuleTensors):
+            why = (
+                "no norm before it has a known name"
+                if name is None
+                else (f"whether `{name}` acts before it is not known without a known model type")
+            )
+            return f"{why}; state 'norm_first' and 'norm_offset' in config.json or config="
+    if name is None:
+        return "no norm before it has a known name"
+    if first is False or f"{path}.logit_scale" in tensors:
+        return f"`{name}` normalises after the attention, so that it has no gain to fold"
+    try:
+        return Gain(name, unit_offset(tensors, name))
+    except DataError as error:
+        return str(error)
+
+
+def _layer_scale(tensors: NamedTensors, path: str, width: int) -> Gain | None:
+    """The factors (d,) of the output of a module; None if there are none."""
+    inside = [f"{path.rpartition('.')[2]}.{name}" for name in names("layer_scales")]
+    name = _beside(tensors, path, [*names("layer_scales"), *inside], width)
+    return None if name is None else Gain(name)
+
+
 _MODULE = re.compile(r"(attn|attention)s?\d*$", re.IGNORECASE)
-# Projections of queries, keys and values under any module's name.
-_PROJECTIONS = {"qk", "kv"} | {name.split(".")[0] for s in SCHEMES for name in (s.q, s.k, s.v)}
 
 
 def owner(name: str) -> str | None:
     """The module `..attn`, `..attention`, or one with projections of queries and keys, that a tensor is of."""
     found = deepest(name, _MODULE)
     words = name.split(".")
-    if found is None and any(word in _PROJECTIONS for word in words[-3:]):
-        at = next(i for i, word in enumerate(words) if i >= len(words) - 3 and word in _PROJECTIONS)
+    projections = {"qk", "kv"} | {key.split(".")[0] for scheme in names("projections") for key in scheme[:3]}
+    if found is None and any(word in projections for word in words[-3:]):
+        at = next(i for i, word in enumerate(words) if i >= len(words) - 3 and word in projections)
         return ".".join(words[:at])
     return found

@@ -106,7 +106,7 @@ class AttentionPart(InSlots):
             raise UsageError(f"heads: `{self.name}` has a key for every {each} heads; choose all that share one")
 
         def some(part: str, slot: Slot) -> Slot:
-            rows = torch.arange(self._tensors.shape(slot.name)[int(slot.transposed)])
+            rows = torch.arange(slot.count(self._tensors))
             rows = rows if slot.rows is None else rows[slot.rows]
             kept = numbers if part in "qo" else groups
             assert slot.shape is not None

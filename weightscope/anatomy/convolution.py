@@ -11,7 +11,8 @@ from weightscope._util.names import joined
 from weightscope.anatomy.tensors import NamedTensors, OneTensor, Parts, Place, Slot, in_layers, unread
 
 # The stem of a network for grayscale images has the shape of a depthwise convolution. A file does not tell them apart,
-# so the first tensor of such a name is taken for the stem, unless another one of them reads colour images.
+# so the first tensor of such a name is taken for the stem, unless another convolution reads colour images; and without
+# such a name one that is alone of its kind is not read.
 _STEM = re.compile(
     r"(^|[._])(stem|patch_embed\w*|conv_stem|conv_proj|projection|downsample\w*)([._]|$)|^features\.0\.0\."
 )
@@ -50,7 +51,7 @@ class DepthwisePart(OneTensor):
 def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     """All depthwise convolutions, in depth order."""
     seen: set[Any] = set()
-    stem, rows = _stem(tensors), list[tuple[int, Place]]()
+    (stem, unknown), rows = _stem(tensors), list[tuple[int, Place]]()
     stage, last = -1, None
     widths: dict[str, set[int]] = {}  # path -> sizes of the vectors of the modules directly under it
     for name, shape in ((name, tensors.shape(name)) for name in tensors.names):
@@ -60,6 +61,7 @@ def find(tensors: NamedTensors) -> Parts[DepthwisePart]:
     lost = {f"{n.removesuffix('bias')}weight": "missing" for n in tensors.names if n.endswith("bias")}
     for name, bad in (lost | dict(tensors.every)).items():
         path, shape = name.rpartition(".")[0], tensors.known_shape(name)
+        bad = unknown if name == stem and tensors.own(path, "groups") is None else bad
         fits = not bad and _fits(tensors, name, stem)
         alike = len(shape) - 2 if fits or (bad and _is_shape(shape, name)) else 0
         ndim = alike if fits else good.get(_template(name), alike)
@@ -97,11 +99,17 @@ def _template(name: str) -> str:
     return re.sub(r"\d+(?=.*[a-z].*\.)", "#", name)
 
 
-def _stem(tensors: NamedTensors) -> str | None:
-    """The first convolution of a network for grayscale images, by its name."""
-    stems = [name for name in tensors.names if len(tensors.shape(name)) == 4 and _STEM.search(name)]
-    colour = any(2 <= tensors.shape(name)[1] <= 4 for name in stems)
-    return stems[0] if stems and not colour else None
+def _stem(tensors: NamedTensors) -> tuple[str | None, str]:
+    """The first convolution of a network for grayscale images, and why it is not read where its name does not tell."""
+    images = [name for name in tensors.names if len(tensors.shape(name)) == 4]
+    if any(2 <= tensors.shape(name)[1] <= 4 for name in images):
+        return None, ""
+    stem = next((name for name in images if _STEM.search(name)), None)
+    alike = [_template(name) for name in images if _is_shape(tensors.shape(name), name)]
+    if stem is None and alike and alike.count(alike[0]) == 1:
+        first = next(name for name in images if _template(name) == alike[0])
+        return first, "is depthwise, or the first convolution of a network for grey images, which a file does not tell"
+    return stem, ""
 
 
 def _is_shape(shape: tuple[int, ...], name: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from weightscope._util.names import unwrapped
+from weightscope.anatomy.architectures import offset_of, stated
 from weightscope.anatomy.effective import plain
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, named_tensors
 from weightscope.errors import DataError, UsageError
@@ -82,32 +83,6 @@ _GAINS: tuple[tuple[str, tuple[str, ...], int, int | None], ...] = (
     (r"(.*layers\.\d+\.)self_attn\.k_norm\.weight", ("self_attn.k_proj",), 0, None),
 )
 _OF_HEADS = re.compile(r"[qk]_norm\.weight$")  # one gain for all heads
-# Model types of transformers 5.24 whose norms multiply by 1 + weight (`_text` of those with images is left out).
-_UNIT_OFFSET = {
-    *("gemma", "gemma2", "gemma3", "paligemma", "recurrent_gemma", "t5gemma", "t5gemma2", "vaultgemma", "nemotron"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "minimax_m3_vl", "step3p5", "step3p7", "videoprism"),
-    *("muse_glimmer", "muse_spark"),
-}
-# Those whose norms have the names of decoders' and multiply by the weight.
-_DECODERS = """
-afmoe apertus apertus1p5 arcee aria axk1 axk2 bailing_hybrid bamba beam bitnet bloom blt canary chameleon clvp cohere
-cohere2 cohere2_moe cohere_asr cohere_compass cosmos3_edge csm cwm deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32
-deepseek_v4 diffllama diffusion_gemma doge dory dots1 dots3_note embedding_gemma2 emu3 ernie4_5 ernie4_5_moe
-ernie4_5_vl_moe esmc esmfold2 eurobert evolla exaone4 exaone4_5 exaone_moe falcon falcon_h1 flex_olmo flint
-fun_asr_nano gemma3n gemma4 gemma4_unified glm glm4 glm4_moe glm4_moe_lite glm4v glm4v_moe glm5_next glm_image
-glm_moe_dsa glm_ocr glmasr gpt_neox gpt_neox_japanese gpt_oss gradium_phonon_tts granite granite4_vision
-granite_docling granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared gte helium higgs_audio_v2
-hrm_text hunyuan_v1_dense hunyuan_v1_moe hunyuan_vl hy_v3 hy_v4 hy_v4_vl hyperclovax idefics idefics2 inkling inkling2
-inkling2_loop internvl jais2 jamba janus jetmoe jina_embeddings_v3 kimi_linear kolibri1 kyutai_speech_to_text laguna
-lara_mini lfm3 lfm3_vl llama llama4 longcat_flash mellum mimi mimo_v2_flash minicpm3 minimax minimax_m2 ministral
-ministral3 mistral mistral4 mistral_large4 mixtral mllama molmo2 moonshine moonshine_streaming moshi
-muse_glimmer_assistant nanochat nemotron3_5_transcribe neomme neucodec nomic_bert olmo olmo2 olmo3 olmo_hybrid olmoe
-openai_privacy_filter paddleocr_vl pe_audio pe_audio_video pe_video persimmon phi phi3 phi4_multimodal phimoe
-pocket_tts pocket_tts_audio_tokenizer qianfan_ocr qwen2 qwen2_5_omni qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe
-qwen3_omni_moe qwen3_vl qwen3_vl_moe sapiens2 seed_oss smollm3 solar_open stablelm starcoder2 timesfm timesfm2_5
-ultrabert unlimited_ocr voxtral_realtime xcodec2 youtu zamba zamba2 zaya
-"""
-_BY_WEIGHT = frozenset(_DECODERS.split())
 
 
 def unit_offset(tensors: NamedTensors, name: str) -> int:
@@ -121,16 +96,17 @@ def unit_offset(tensors: NamedTensors, name: str) -> int:
         return _measured_offset(tensors.module.get_submodule(norm), key, norm)
     if (given := tensors.hint(norm, ("norm_offset",), (bool, int, float, str, list, dict))) in (0, 1):
         return int(given)
-    kind = (tensors.hint(norm, ("model_type",), str) or "").removesuffix("_text")
+    kind = stated(tensors, norm)[0]
+    offset = offset_of(kind, norm.rpartition(".")[2])
     unknown = "auto_map" in tensors.config or re.search(r"layers\.\d+\.(\w+_layernorm|self_attn\.[qk]_norm)$", norm)
-    if given is not None or (unknown and kind not in _BY_WEIGHT | _UNIT_OFFSET):
+    if given is not None or (unknown and offset is None):
         found = f"the unknown model type {kind!r}" if kind else "none"
         found = found if given is None else f"norm_offset {given!r}"
         raise DataError(
             f"`{name}`: expected a config that tells whether this norm multiplies by its weight or by 1 + weight, "
             f"found {found}; give the module, or 'norm_offset': 0 or 1 in config.json or config="
         )
-    return int(kind in _UNIT_OFFSET)
+    return offset or 0
 
 
 def _measured_offset(norm: nn.Module, key: str, path: str) -> int:

@@ -91,21 +91,38 @@ class NamedTensors:
         """Whether the tensor is a parameter that requires gradients; True if unknown."""
         return True
 
+    def under(self, path: str) -> list[str]:
+        """The names of the tensors below a path, relative to it."""
+        prefix = f"{path}." if path else ""
+        return [name.removeprefix(prefix) for name in self.every if name.startswith(prefix)]
+
     def hint(self, path: str, keys: Iterable[str], kind: type | tuple[type, ...] = int) -> Any | None:
         """The value of the first of `keys` that is known at `path` or above it, nearest first; None if unknown."""
-        side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
-        keys, scopes = tuple(keys), list[Mapping[str, Any]]()
-        for config in self._configs:
-            inner = ((key.removesuffix("_config"), one) for key, one in config.items() if isinstance(one, Mapping))
-            scopes += [*(one for key, one in inner if key in re.split(r"[._]", path)), config]
-        for scope in scopes:
-            for key in keys:
-                sided = f"{side}_{key.removeprefix('num_')}" if side else key
-                for value in (scope.get(sided), scope.get(key)):
-                    value = _of_stage(value, path) if kind is int else value
-                    if _is(value, kind):
-                        return value
-        return None
+        keys = tuple(keys)
+        values = (_stated(scope, path, keys, kind) for scope, _ in self._scopes(path))
+        return next((value for value in values if value is not None), None)
+
+    def of_width(self, path: str, keys: Iterable[str], width: int) -> tuple[int | None, Any]:
+        """A number that is stated for the layers of this width at `path`; and where, None if once for each stage.
+
+        No number of a config of another part of the model, or of one that states other widths only.
+        """
+        keys = tuple(keys)
+        for scope, mine in self._scopes(path):
+            if not mine or (found := _stated(scope, path, keys, int)) is None:
+                continue
+            staged = any(isinstance(scope.get(key), list | tuple) for key in keys)
+            if staged or width in scope.values() or not any(key in scope for key in _WIDTHS):
+                return found, None if staged else id(scope)
+        return None, None
+
+    def _scopes(self, path: str) -> list[tuple[Mapping[str, Any], bool]]:
+        """The configs that may tell about a path, nearest first, and whether they are about its part of the model."""
+        part = _parts_in(path) - {"text"}
+        numbered = (name for name in self.every if template(name) != name)
+        alone = not part or all(_parts_in(name) & part for name in numbered)
+        given, stored = self._configs
+        return _scopes(given, path, alone or "model_type" not in given) + _scopes(stored, path, alone)
 
     def own(self, path: str, key: str) -> Any | None:
         """The attribute `key` of the layer at `path` itself; None if unknown, as of files."""
@@ -144,19 +161,86 @@ class ModuleTensors(NamedTensors):
         known = (value for value in (*map(self.config.get, keys), *values) if _is(value, kind))
         return next(known, None)
 
+    def of_width(self, path: str, keys: Iterable[str], width: int) -> tuple[int | None, Any]:
+        return self.hint(path, keys), None
+
     def own(self, path: str, key: str) -> Any | None:
         return getattr(self._modules.get(path), key, None)
 
 
-_STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?)[._]?(\d+)(?:\.|$)")
+# Words of paths and of the names of configs within a config (`vision_config`) -> the part of a model.
+_PART_OF = dict.fromkeys(("vision", "visual", "image", "vpm", "img"), "vision")
+_PART_OF |= dict.fromkeys(("audio", "speech"), "audio") | dict.fromkeys(("text", "language", "llm", "lm"), "text")
+_PART_OF |= dict.fromkeys(("resampler", "qformer", "perceiver", "connector", "projector", "merger"), "connector")
+_BACKBONE = re.compile(r"(^|\.)(backbone|pixel_level_module\.encoder)(\.|$)")
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "width")
+_ASPECTS = ("ssm_cfg", "attn_config", "attn_cfg", "model_args", "model_cfg")  # hold settings of the whole model
+
+
+def _parts_in(path: str) -> set[str]:
+    return {_PART_OF[word] for word in re.split(r"[._]", path) if word in _PART_OF}
+
+
+def of_part(path: str, name: str) -> bool:
+    """Whether a path is in a part of a model such as "vision"; in "text" if it names no other."""
+    parts = _parts_in(path)
+    return _PART_OF.get(name) in (parts or {"text"})
+
+
+def _scopes(config: Mapping[str, Any], path: str, mine: bool) -> list[tuple[Mapping[str, Any], bool]]:
+    """The config of the part of the model that `path` is in, those around it, and settings inside; see `NamedTensors`.
+
+    Where the config has one for the part, those around it are not about it.
+    """
+    words = f"_{path.replace('.', '_')}_"
+    places: list[tuple[int, Mapping[str, Any]]] = []
+    for key, one in config.items():
+        if isinstance(one, Mapping) and key not in _ASPECTS:
+            name = re.sub(r"_(config|cfg)$", "", key)
+            part = _PART_OF.get(name, name)
+            alike = [word for word, other in _PART_OF.items() if other == part] or [name]
+            at = [words.find(f"_{word}_") for word in alike]
+            at += [found.start()] if name == "backbone" and (found := _BACKBONE.search(path)) else []
+            at += [len(words)] if part == "text" and not _parts_in(path) else []
+            places += [(min(at), one)] if (at := [i for i in at if i >= 0]) else []
+    inner = min(places, key=lambda place: place[0])[1] if places else None
+    out = [] if inner is None else _scopes(inner, path, True)
+    own = mine and (inner is None or not _parts_in(path))
+    out.append((config, own))
+    for key in _ASPECTS:
+        if isinstance(config.get(key), Mapping):
+            out += _scopes(config[key], path, own)
+    return out
+
+
+def _stated(scope: Mapping[str, Any], path: str, keys: Iterable[str], kind: type | tuple[type, ...]) -> Any | None:
+    side = next((s for s in ("decoder", "encoder") if s in path.split(".")), None)
+    for key in keys:
+        sided = f"{side}_{key.removeprefix('num_')}" if side else key
+        for value in (scope.get(sided), scope.get(key)):
+            value = _of_stage(value, path) if kind is int else value
+            if _is(value, kind):
+                return value
+    return None
+
+
+_STAGE = re.compile(r"(?:^|\.)(?:layers?|stages?|blocks?|down_blocks)[._]?(\d+)(?:\.|$)")
+_UP = re.compile(r"(?:^|\.)up_blocks\.(\d+)\.")
 
 
 def _of_stage(value: Any, path: str) -> Any:
-    """The entry of the path's stage, where a config has one for each (`"num_heads": [3, 6, 12, 24]` of Swin)."""
-    stage = _STAGE.search(path)
-    if not isinstance(value, list | tuple) or stage is None or int(stage[1]) >= len(value):
+    """The entry of the path's stage, where a config has one for each (`"num_heads": [3, 6, 12, 24]` of Swin).
+
+    U-Nets have theirs from the top to the middle, and back.
+    """
+    if not isinstance(value, list | tuple):
         return value
-    return value[int(stage[1])]
+    if path.startswith("mid_block."):
+        return value[-1]
+    if up := _UP.search(path):
+        return value[-1 - int(up[1])] if int(up[1]) < len(value) else None
+    stage = _STAGE.search(path)
+    return value[int(stage[1])] if stage and int(stage[1]) < len(value) else None
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
@@ -215,6 +299,7 @@ class Slot:
     name: str  # of the tensor
     rows: Rows = None  # of the (out, in) matrix
     transposed: bool = False  # the tensor stores (in, out), as transformers' Conv1D does
+    stacked: bool = False  # the tensor stores (heads, in, out) and is read as (heads in, out)
     vector: bool = False  # the tensor is no matrix (a bias, filters), taken as it is
     shape: tuple[int, ...] | None = None  # in which the rows are read, such as (heads, rows of one, columns)
     swapped: bool = False  # after which the last two axes are exchanged
@@ -222,15 +307,25 @@ class Slot:
     def size(self, tensors: NamedTensors) -> tuple[int, int]:
         """(rows, columns) of the (out, in) matrix, without reading it."""
         shape = tensors.shape(self.name)
+        if self.stacked:
+            heads, rows, columns = shape
+            return (heads * rows, columns) if self.transposed else (heads * columns, rows)
         rows, columns = (shape[1], shape[0]) if self.transposed else shape[:2]
         if self.rows is None:
             return rows, columns
         return len(range(rows)[self.rows]) if isinstance(self.rows, slice) else len(self.rows), columns
 
+    def count(self, tensors: NamedTensors) -> int:
+        """The number of rows of which `rows` are some."""
+        shape = tensors.shape(self.name)
+        return shape[0] * shape[1] if self.stacked else shape[int(self.transposed)]
+
     def _view(self, tensors: NamedTensors) -> Tensor:
         tensor = tensors.get(self.name)
         if self.vector:
             return tensor
+        if self.stacked:
+            return tensor.flatten(0, 1)
         return tensor.flatten(1).T if self.transposed else tensor.flatten(1)
 
     def read(self, tensors: NamedTensors) -> Tensor:

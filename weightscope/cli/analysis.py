@@ -17,13 +17,16 @@ from weightscope.cli.options import (
     data_option,
     figure_option,
     file_options,
+    heads_option,
     json_option,
     key_option,
+    layout_option,
     many_options,
     maybe_partial,
     out_option,
     partial_option,
     permutations_option,
+    reading_config,
     refuse_others,
     spread_options,
     write_json,
@@ -323,14 +326,15 @@ def _show(found: Any, out: Path | None, json_file: Path | None, notes: Sequence[
 @command()
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...", type=Named())
 @figure_option("products.png")
-@click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
+@heads_option
+@layout_option
 @click.option("--fold-norms", is_flag=True, help="Fold in the gain of the normalisation before the attention.")
 @click.option("--fold-scales", is_flag=True, help="Fold LayerScale into W_V W_O.")
 @many_options
 @file_options
 @json_option
 def products(
-    sources: tuple[str, ...], out: Path, num_heads: int | None, json_file: Path | None, **options: Any
+    sources: tuple[str, ...], out: Path, heads: Any, layout: str | None, json_file: Path | None, **options: Any
 ) -> None:
     """Compute W_Q W_K^T and W_V W_O of every layer and head, and test their diagonals.
 
@@ -345,11 +349,11 @@ def products(
       weightscope products vit/ -o products.png --json rows.json
       weightscope products hf://openai-community/gpt2 --fold-norms
       weightscope products vit/ mimetic.pt default.pt --num-heads 6 -o depth.png
+      weightscope products qwen2-vl/ --heads visual=16,text=12
     """
     from weightscope.analysis.attention_products import products as compute
 
-    config = None if num_heads is None else {"num_attention_heads": num_heads}
-    found = compute(*sources, config=config, **options)
+    found = compute(*sources, config=reading_config(heads, layout), **options)
     _show(found, out, json_file)
     _refuse(found.failed, sources)
 
@@ -468,11 +472,14 @@ def _maps_of(kind: str, options: Mapping[str, Any], source: str) -> tuple[Any, l
     help="NAME, NAME+NAME, MODULE:FUNCTION, a .toml file with its parameters, or a fit to networks (.safetensors); "
     "all if not given.",
 )
-@click.option("--num-heads", type=click.IntRange(1), help="Number of heads, in place of the config's.")
+@heads_option
+@layout_option
 @click.option("--no-strict", is_flag=True, help="Audit what can be read, and list what looks alike and cannot.")
 @file_options
 @json_option
-def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool, json_file: Path | None) -> None:
+def audit(
+    source: str, init: str | None, heads: Any, layout: str | None, no_strict: bool, json_file: Path | None
+) -> None:
     """Check whether a checkpoint has the structure that an initialiser produces.
 
     SOURCE is a .safetensors or .pt file, a model folder or PATH.pop::k, network k of a population. Tests the effective
@@ -495,8 +502,7 @@ def audit(source: str, init: str | None, num_heads: int | None, no_strict: bool,
 
         parsed = labelled(init)[1]
         name, parameters = parsed.name, parsed.parameters
-    config = None if num_heads is None else {"num_attention_heads": num_heads}
-    report = run(model, name, config=config, **{"strict": not no_strict, **parameters})
+    report = run(model, name, config=reading_config(heads, layout), **{"strict": not no_strict, **parameters})
     click.echo(str(report))
     write_json(json_file, report.to_dict())
     if init is not None and not report.passed:

@@ -245,6 +245,44 @@ def figure_option(default: str) -> Callable[[Callable[..., Any]], Any]:
     return out_option("The figure, .png, .pdf or .svg.", default, OutputFile(".png", ".pdf", ".svg"))
 
 
+class Heads(click.ParamType):
+    """Numbers of heads: one, or one for each part of a model, PART=H,PART=H."""
+
+    name = "N|PART=N,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """An integer, or a dictionary."""
+        pairs = [text.rpartition("=") for text in str(value).split(",")]
+        if any(not number.isdecimal() or not int(number) or bool(part) != bool(sign) for part, sign, number in pairs):
+            self.fail(f"expected a number of heads, or PART=NUMBER,..., found {value!r}", param, ctx)
+        if len(pairs) == 1 and not pairs[0][0]:
+            return int(pairs[0][2])
+        if not all(part for part, _, _ in pairs):
+            self.fail(f"expected PART=NUMBER,..., found {value!r}", param, ctx)
+        return {part: int(number) for part, _, number in pairs}
+
+
+heads_option = click.option(
+    "--heads",
+    "--num-heads",
+    "heads",
+    type=Heads(),
+    help="Number of heads, in place of the config's; vision=16,text=32 for parts of a model or of its names.",
+)
+layout_option = click.option(
+    "--layout",
+    metavar="NAME",
+    help="Order of the rows that pack queries, keys and values, where the architecture is not known: blocks (all q, "
+    "k, v), heads (q, k, v of head 0, then of head 1), groups (queries of a key, key, value), codegen, strided.",
+)
+
+
+def reading_config(heads: Any, layout: str | None) -> dict[str, Any] | None:
+    """The `config` that stands for --heads and --layout; None without them."""
+    out = {} if heads is None else {"heads" if isinstance(heads, dict) else "num_attention_heads": heads}
+    return out | ({} if layout is None else {"layout": layout}) or None
+
+
 def choice_option(name: str, values: str, help: str, default: str | None = None) -> Callable[[Callable[..., Any]], Any]:
     """An option that takes one of some words."""
     return click.option(name, type=click.Choice(values.split()), default=default, help=help)

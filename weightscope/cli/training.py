@@ -15,7 +15,9 @@ from weightscope.cli.options import (
     data_option,
     device_option,
     file_options,
+    heads_option,
     json_option,
+    layout_option,
     log_option,
     maybe_partial,
     out_option,
@@ -23,6 +25,7 @@ from weightscope.cli.options import (
     parsed_options,
     partial_option,
     permutations_option,
+    reading_config,
     refuse_others,
     spread_options,
     tile_logger,
@@ -209,7 +212,8 @@ def _gain(text: str) -> float | str:
     help="For networks with --structure exchangeable: default keeps each tensor's scale, source takes theirs.",
 )
 @click.option("--at", type=int, help="For a population with snapshots: the epoch (of sequences, the step) of training.")
-@click.option("--num-heads", type=click.IntRange(1), help="For one network: heads, in place of the config's.")
+@heads_option
+@layout_option
 @click.option("--joint", default="block", help="Tensors fitted jointly: tensor, block or all.")
 @click.option(
     "--holdout",
@@ -321,8 +325,8 @@ def fit_init(
     else:
         from weightscope.fits.one_network import fit_network
 
-        if "num_heads" in given:
-            options["config"] = {"num_attention_heads": given["num_heads"]}
+        if (config := reading_config(settings["heads"], settings["layout"])) is not None:
+            options["config"] = config
         result = fit_network(source, structure, **options)
     click.echo(result.text())
     result.save(out)
@@ -334,7 +338,7 @@ def fit_init(
 _FITTED = {
     "a population": ("select", "joint", "holdout", "seed", "permutations", "workers", "at", "partial", "gain auto"),
     "networks": ("select", "scale"),
-    "one network": ("num_heads",),
+    "one network": ("heads", "layout"),
 }
 _GAIN_TRAINING = ("data", "device", "gain_seeds", "gain_epochs")  # options of the trainings of --gain auto
 

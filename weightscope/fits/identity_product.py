@@ -14,10 +14,9 @@ from weightscope._util.checks import choice
 from weightscope._util.results import row_table
 from weightscope._util.threads import one_thread
 from weightscope.anatomy import named_tensors, self_attention
-from weightscope.anatomy.attention_modules import layer_scale
 from weightscope.anatomy.attention_part import PartName
 from weightscope.anatomy.factored_products import FactoredProduct
-from weightscope.errors import DataError
+from weightscope.errors import AnatomyError, DataError
 from weightscope.fits.artifact import NetworkFit, Numbers
 
 
@@ -129,19 +128,21 @@ def fit_identity_product(
     choice("parts", parts, ("both", "qk", "vo"))
     network = named_tensors(source, config)
     found = self_attention(network, strict=None)
-    scales = [layer_scale(network, part) for part in found]
+    scales = [part.layer_scale for part in found]
+    if fold_scales and not any(scales):
+        raise AnatomyError(f"`{found[0].name}`: no LayerScale to fold has a known name, here or in another layer")
     layers = []
     left_out = [f"{unread.name} {unread.why}" for unread in found.unread]
     lost = {unread.layer for unread in found.unread if unread.layer is not None}
     known = sorted(lost | {part.layer for part in found})
-    for part, scale in zip(found, scales, strict=True):
+    for part in found:
         # (H, d, r), (kv, d, r), (kv, d, r), (H, r, d)
         q, k, v, o = (_finite(part.parameters[name][0], part.read(name)) for name in get_args(PartName))
         group = part.heads // part.kv_heads
         values = v.permute(1, 0, 2).reshape(v.shape[1], -1)
         outputs = o.reshape(part.kv_heads, group, *o.shape[1:]).sum(1).reshape(-1, o.shape[2]).T
-        if fold_scales and scale is not None:
-            outputs = outputs * _finite(scale, network.get(scale)).flatten()[:, None]
+        if fold_scales and (scale := part.layer_scale_factors()) is not None:
+            outputs = outputs * _finite(f"LayerScale of {part.name}", scale)[:, None]
         heads = range(part.heads)
         qk = [_fitted(q[h], k[part.kv_head(h)], group, f"`{part.name}` head {h}") for h in heads]
         vo = [_fitted(values, outputs, 1, f"`{part.name}` values and outputs")]
