@@ -11,8 +11,8 @@ from programs import run
 from torch import nn
 
 from weightscope.anatomy import named_tensors
-from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.anatomy.architectures import tables
+from weightscope.anatomy.permutation_groups import permutation_spec
 from weightscope.anatomy.places import Source, unit_offset
 from weightscope.auditing import audit
 from weightscope.errors import DataError, SpecError, UsageError
