@@ -4,12 +4,14 @@ What is added is permuted alike, what is contracted cancels, and what meets toke
 rule stays in its place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -39,6 +41,14 @@ class Step:
     out: list[Ref]
 
 
+_COMPOSED = (  # of other operations, as those that torch decomposes by itself
+    "native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_no_training", "_fused_rms_norm", "_weight_norm_interface", "_softmax", "_log_softmax",
+    "_safe_softmax", "embedding", "logsumexp", "unbind", "stack", "t",
+)  # fmt: skip
+_DECOMPOSITIONS = get_decompositions([getattr(torch.ops.aten, name) for name in _COMPOSED])
+
+
 class Recorder(TorchDispatchMode):
     """Records the operations that are run, with tensors replaced by numbers."""
 
@@ -61,6 +71,9 @@ class Recorder(TorchDispatchMode):
         return Ref(self._numbers[tensor])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            if (out := _DECOMPOSITIONS.get(func, func.decompose)(*args, **(kwargs or {}))) is not NotImplemented:
+                return out
         schema = func._schema
         arguments = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
         arguments |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | (kwargs or {})
@@ -115,27 +128,17 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_ODD = _words("neg positive sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
+_ODD = _words("neg sign sgn tanh sin sinh asin asinh atan atanh erf erfinv reciprocal trunc round")
 _EVEN = {"abs", "cos", "cosh", "square"}
-_POINTWISE = _words("hardswish hardsigmoid hardtanh relu6 mish celu selu softplus leaky_relu prelu")  # not all tagged
+_POINTWISE = {"hardswish", "_prelu_kernel"}  # which torch does not tag
 _SUMS = {"add", "sub", "rsub"}
-_PRODUCTS = {"mul", "div", "multiply", "divide"}
-_MOVED = {"alias", "detach", "lift_fresh", "contiguous", "clone", "_to_copy"}
+_PRODUCTS = {"mul", "div"}
+_MOVED = {"alias", "detach", "lift_fresh", "clone", "_to_copy"}
 _FILLED = _words(
     "zeros ones full empty new_zeros new_ones new_full new_empty zeros_like ones_like full_like empty_like "
     "scalar_tensor"
 )
-_POOLED = _words(
-    "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d adaptive_avg_pool1d "
-    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa "
-    "_upsample_bicubic2d_aa reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d"
-)
-_MAXIMA = {"max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "max_pool1d_with_indices"}
-_SPATIAL = {name: 1 if "1d" in name else 3 if "3d" in name else 2 for name in [*_POOLED, *_MAXIMA]}
-_ATTENTION = _words(
-    "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention scaled_dot_product_attention "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention"
-)
+_POOLED = re.compile(r"_?(adaptive_)?(avg_pool|max_pool|upsample_\w+|reflection_pad|replication_pad)(?P<axes>[123])d.*")
 
 
 class Propagation:
@@ -194,6 +197,8 @@ class Propagation:
             found = RULES[base](self, arguments, step)
         elif step.pointwise or base in _POINTWISE:
             found = [self.pointwise(base, arguments, step)]
+        elif pooled := _POOLED.fullmatch(base):
+            found = _pooled(self, arguments, step, int(pooled["axes"]))
         else:
             found = self.without_rule(step, inputs)
         if step.written:
@@ -287,26 +292,6 @@ class Propagation:
         for unit in self.axes.units(merged):
             unit.within = self.axes.within(unit) & there
 
-    def normalised(self, a: dict[str, Any], axes: Sequence[int], *, mean: str = "", variance: str = "") -> Value:
-        """(x - mean) / deviation * weight + bias, with weight and bias along `axes`."""
-        out = list(a["input"])
-        for j, i in enumerate(axes):
-            axis = out[i]
-            if mean and a.get(mean) is not None:
-                axis = self.axes.merge(axis, a[mean][j])
-                self.axes.unsigned(a[variance][j])
-                self.axes.merge(self.axes.even(axis), a[variance][j])
-            if a.get("weight") is not None:
-                self.axes.unsigned(a["weight"][j])
-                axis = self.axes.merge(axis, a["weight"][j], product=True)
-            if a.get("bias") is not None:
-                axis = self.axes.merge(axis, a["bias"][j])
-            out[i] = axis
-        if a.get("bias") is not None:
-            for i in set(range(len(out))) - {i % len(out) for i in axes}:
-                self.axes.unsigned(out[i])
-        return [self.axes.resolved(axis) for axis in out]
-
 
 def _dims(given: Any, n: int) -> list[int]:
     """Dimensions as non-negative numbers; all if none are given."""
@@ -315,25 +300,22 @@ def _dims(given: Any, n: int) -> list[int]:
     return [d % n for d in (given if isinstance(given, list | tuple) else [given])] if n else []
 
 
-RULES |= dict.fromkeys(
-    (*_MOVED, "dropout", "native_dropout"), lambda p, a, step: [a["self" if "self" in a else "input"]]
-)
+RULES |= dict.fromkeys(_MOVED, lambda p, a, step: [a["self"]])
 RULES["permute"] = lambda p, a, step: [[a["self"][d] for d in _dims(list(a["dims"]), len(a["self"]))]]
-RULES["unbind"] = lambda p, a, step: [_select(p, {**a, "index": i}, step)[0] for i in range(len(step.out))]
 
 
-@_rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+@_rule("view", "_unsafe_view", "_reshape_alias")
 def _view(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if step.overload == "dtype":
         return p.without_rule(step, [a["self"]])
     return [p.axes.reshaped(a["self"], p.shapes[step.out[0].number])]
 
 
-@_rule("t", "transpose", "numpy_T", "mT")
+@_rule("transpose")
 def _transpose(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     out = list(a["self"])
-    if len(out) > 1:
-        i, j = (d % len(out) for d in (a.get("dim0", -1), a.get("dim1", -2)))
+    i, j = a["dim0"], a["dim1"]
+    if out:
         out[i], out[j] = out[j], out[i]
     return [out]
 
@@ -399,7 +381,7 @@ def _split(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return out
 
 
-@_rule("cat", "concat")
+@_rule("cat")
 def _cat(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     values = [value for value in a["tensors"] if len(value) == len(p.shapes[step.out[0].number])]
     dim = a.get("dim", 0) % len(values[0])
@@ -409,12 +391,6 @@ def _cat(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
         out = [axis if i == dim else p.axes.merge(axis, other) for i, (axis, other) in pairs]
     out[dim] = concatenated([p.axes.resolved(value[dim]) for value in values if length(value[dim])])
     return [out]
-
-
-@_rule("stack")
-def _stack(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    dim = a.get("dim", 0) % (len(a["tensors"][0]) + 1)
-    return _cat(p, {"tensors": [[*v[:dim], (), *v[dim:]] for v in a["tensors"]], "dim": dim}, step)
 
 
 @_rule("constant_pad_nd")
@@ -465,24 +441,27 @@ def _copy(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 
 @_rule("as_strided")
 def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    shape = tuple(a["size"])
-    same = step.written and shape == tuple(map(length, a["self"])) and not a.get("storage_offset")
-    if same and all(n == 1 or s == t for n, s, t in zip(shape, a["stride"], step.strides, strict=True)):
-        return [a["self"]]  # only the strides of axes of length one are set
-    return p.without_rule(step, [a["self"]])
+    before, after = _runs(map(length, a["self"]), step.strides), _runs(a["size"], a["stride"])
+    if before != after or a.get("storage_offset"):
+        return p.without_rule(step, [a["self"]])
+    return [p.axes.reshaped(a["self"], a["size"])]
+
+
+def _runs(shape: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
+    """Lengths and strides of axes, as few as have the same entries in this order."""
+    out: list[tuple[int, int]] = []
+    for n, stride in zip(shape, strides, strict=True):
+        if out and out[-1][1] == n * stride:
+            out[-1] = out[-1][0] * n, stride
+        elif n > 1:
+            out.append((n, stride))
+    return out
 
 
 @_rule("gather")
 def _gathered(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     p.fix([*a["self"], *a["index"]])
     return [[fixed(n) for n in p.shapes[step.out[0].number]]]
-
-
-@_rule("embedding")
-def _embedding(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.axes.fix(a["weight"][0])
-    p.fix(a["indices"])
-    return [[*(fixed(length(axis)) for axis in a["indices"]), a["weight"][1]]]
 
 
 @_rule(*_FILLED)
@@ -506,16 +485,10 @@ def _sum(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [out] if step.name in ("sum", "mean") else [even, out][: len(step.out)]
 
 
-@_rule("amax", "amin", "logsumexp", "any", "all")
+@_rule("amax", "amin", "any", "all")
 def _extreme(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     p.unsigned(a["self"])
     return [_reduced(a["self"], _dims(a.get("dim"), len(a["self"])), a.get("keepdim", False))]
-
-
-@_rule("_softmax", "_log_softmax", "_safe_softmax")
-def _softmax(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.unsigned(a["self"])
-    return [a["self"]]
 
 
 @_rule("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
@@ -528,30 +501,7 @@ def _matmul(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [p.broadcast([out, a["self"]]) if step.name.startswith(("add", "badd")) else out]
 
 
-@_rule(*_ATTENTION)
-def _attention(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    q, k, v = list(a["query"]), list(a["key"]), list(a["value"])
-    heads, groups = length(q[1]) if len(q) > 3 else 1, length(k[1]) if len(k) > 3 else 1
-    if heads != groups:  # each head of keys serves several of queries
-        q[1] = p.axes.resolved(tuple(f for axis in p.axes.reshaped([q[1]], (groups, heads // groups)) for f in axis))
-        k[1], v[1] = (p.axes.resolved((*axis, *fixed(heads // groups, free=True))) for axis in (k[1], v[1]))
-    merge = p.axes.merge
-    batch = [merge(x, y) for x, y in zip(q[:-2], k[:-2], strict=True)]  # their logits go through a softmax
-    p.contracted(q[-1], k[-1], batch)
-    logits = [*batch, q[-2], k[-2]]
-    if a.get("attn_mask") is not None:
-        logits = p.broadcast([logits, a["attn_mask"]])
-    if a.get("is_causal"):
-        p.axes.fix(q[-2])
-        p.axes.fix(k[-2])
-    for axis in (q[-2], k[-2]):
-        p.axes.unsigned(axis)
-    batch = [merge(p.axes.even(x), y, product=True) for x, y in zip(batch, v[:-2], strict=True)]
-    p.contracted(k[-2], v[-2], batch)
-    return [[*batch, q[-2], v[-1]]]
-
-
-@_rule("convolution", "_convolution", "mkldnn_convolution")
+@_rule("convolution")
 def _convolution(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     x, weight, groups = a["input"], a["weight"], a["groups"]
     shape = p.shapes[step.out[0].number]
@@ -574,53 +524,16 @@ def _convolution(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[x[0], axis, *(fixed(n) for n in shape[2:])]]
 
 
-@_rule(*_POOLED, *_MAXIMA)
-def _pooled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+def _pooled(p: Propagation, a: dict[str, Any], step: Step, axes: int) -> list[Value]:
     value = a["self"] if "self" in a else a["input"]
-    last = len(value) - _SPATIAL[step.name]
-    if step.name in _MAXIMA:
+    last = len(value) - axes
+    if "max" in step.name:
         p.unsigned(value)
     for axis in value[last:]:
         p.axes.fix(axis)
     return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]] * len(step.out)
 
 
-@_rule("native_batch_norm", "_native_batch_norm_legit_no_training", "batch_norm", "cudnn_batch_norm")
-def _batch_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    if a.get("running_mean") is None:  # as in standardised weights
-        for i, axis in enumerate(a["input"]):
-            if i != 1:
-                p.axes.unsigned(axis)
-    elif a.get("training"):
-        return p.without_rule(step, [v for v in a.values() if isinstance(v, list)])
-    return [p.normalised(a, [1], mean="running_mean", variance="running_var")]
-
-
-@_rule("native_layer_norm", "layer_norm", "_fused_rms_norm", "rms_norm")
-def _layer_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    axes = range(len(a["input"]) - len(a["normalized_shape"]), len(a["input"]))
-    for i in axes if "layer" in step.name else ():
-        p.axes.unsigned(a["input"][i])
-    return [p.normalised(a, axes)]
-
-
-@_rule("native_group_norm", "group_norm")
-def _group_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    groups = a["group"] if "group" in a else a["num_groups"]
-    value = list(a["input"])
-    outer, inner = p.axes.reshaped([value[1]], (groups, length(value[1]) // groups))
-    value[1] = p.axes.resolved((*outer, *inner))
-    p.unsigned(value)
-    return [p.normalised({**a, "input": value}, [1])]
-
-
-@_rule("_weight_norm_interface", "_weight_norm")
-def _weight_norm(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.unsigned(a["g"])
-    return [p.broadcast([a["v"], a["g"]], product=True)]
-
-
-_MOVEMENTS = _MOVED | {
-    "view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand",
-    "slice", "select", "unbind", "split", "split_with_sizes", "unsafe_split",
-}  # fmt: skip
+_MOVEMENTS = _MOVED | _words(
+    "view _unsafe_view _reshape_alias permute transpose unsqueeze squeeze expand slice select split split_with_sizes"
+)

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from weightscope._util.names import listing
@@ -103,33 +104,16 @@ def _segments(units: Axes, axis: Axis) -> list[_Segment]:
 
 
 def _flipped(equations: Sequence[int], masks: Mapping[Unit, int]) -> dict[Unit, int]:
-    """Unit -> a solution of the equations, each about one unit, among the bits of its axes, if there is one but 0."""
-    pivots: dict[int, int] = {}  # lowest bit -> an equation, reduced
-    for equation in equations:
-        while equation:
-            low = equation & -equation
-            if low not in pivots:
-                pivots[low] = equation
-                break
-            equation ^= pivots[low]
+    """Unit -> of the bits of its axes, the solution of the equations with the most of them, if there is one but 0."""
     out = {}
     for unit, mask in masks.items():
-        best = 0
-        free = [1 << i for i in _bits(mask) if 1 << i not in pivots]
-        for choice in free:
-            solution = choice
-            for low in sorted((1 << i for i in _bits(mask) if 1 << i in pivots), reverse=True):
-                if ((pivots[low] ^ low) & solution).bit_count() % 2:
-                    solution |= low
-            if solution.bit_count() > best.bit_count():
-                best = solution
-        if best:
-            out[unit] = best
+        basis = [1 << i for i in range(mask.bit_length()) if mask >> i & 1]  # of solutions so far
+        for equation in sorted({e & mask for e in equations} - {0}):
+            odd = [v for v in basis if (v & equation).bit_count() % 2]
+            basis = [v for v in basis if v not in odd] + [v ^ odd[0] for v in odd[1:]]
+        if basis:
+            out[unit] = max(basis, key=int.bit_count)
     return out
-
-
-def _bits(mask: int) -> list[int]:
-    return [i for i, digit in enumerate(reversed(f"{mask:b}")) if digit == "1"]
 
 
 def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
@@ -169,13 +153,13 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
 
 @contextlib.contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Without gradients, in evaluation mode, and without fused kernels for whole Transformer layers."""
+    """Without gradients, in evaluation mode, and without fused kernels for attention and whole Transformer layers."""
     training = [m for m in module.modules() if m.training]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     module.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)

@@ -1,4 +1,4 @@
-r"""Permutation specifications by the names of tensors: tables for known architectures, and files of one's own.
+r"""Permutation specifications by the names of tensors: architectures.toml for known ones, and files of one's own.
 
 A rule is a name and what its axes are. The name is a regular expression in which `.` is a point, `<b>` a number that
 is then known as `{b}`, and `@` at the end `.weight` or `.bias`; a bias has the first axes of its weight. Each axis is
@@ -15,6 +15,7 @@ the rest equally.
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,172 +27,12 @@ from weightscope.statistics.permutations import PermutationSpec, View, bare, rep
 Rules: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 Heads: TypeAlias = dict[str, tuple[str | None, int]]
 
-_VIT = """
-(cls_token|pos_embed|reg_token|dist_token)                      . . channels
-patch_embed.proj@                                               channels . . .
-(fc_norm|norm|norm_pre)@                                        channels
-blocks.<b>.(norm[12]@|ls[12].gamma|gamma_[12]|skip_scale)       channels
-blocks.<b>.attn.qkv@                                            q:~qk.{b}+k:~qk.{b}+v:~vo.{b} channels
-blocks.<b>.attn.[qk](_proj)?@                                   ~qk.{b} channels
-blocks.<b>.attn.v(_proj)?@                                      ~vo.{b} channels
-blocks.<b>.attn.proj@                                           channels ~vo.{b}
-blocks.<b>.attn.gating_param                                    head.{b}
-blocks.<b>.attn.position_vectors                                head.{b} .
-blocks.<b>.attn.filters                                         head.{b} . .
-blocks.<b>.(attn.filter_scale|mlp.fc1.sum_weight)               .
-blocks.<b>.mlp.fc1@                                             hidden.{b} channels
-blocks.<b>.mlp.fc2@                                             channels hidden.{b}
-(head|head_dist)@                                               . channels
-"""
-# ViT, DINOv2, BERT, RoBERTa. The output of `transform` is multiplied by the tied embeddings, so its rows are channels.
-_ENCODER = """
-(P.)?embeddings.(cls_token|position_embeddings|distillation_token|register_tokens)  . . channels
-(P.)?embeddings.(mask_token|(word|position|token_type)_embeddings.weight)  . channels
-(P.)?embeddings.patch_embeddings.projection@                    channels . . .
-(P.)?(layernorm|embeddings.LayerNorm)@                          channels
-(P.)?L.<b>.(norm[12]|layernorm_(before|after)|(attention.)?output.LayerNorm)@  channels
-(P.)?L.<b>.layer_scale[12].lambda1                              channels
-(P.)?L.<b>.attention.((attention|self).(query|key)|[qk]_proj)@  ~qk.{b} channels
-(P.)?L.<b>.attention.((attention|self).value|v_proj)@           ~vo.{b} channels
-(P.)?L.<b>.attention.(output.dense|o_proj)@                     channels ~vo.{b}
-(P.)?L.<b>.(mlp.fc1|intermediate.dense)@                        hidden.{b} channels
-(P.)?L.<b>.(mlp.fc2|output.dense)@                              channels hidden.{b}
-(P.)?pooler.dense@                                              . channels
-(classifier|qa_outputs)@                                        . {pooled}
-(cls.seq_relationship)@                                         . .
-(cls.predictions.transform|lm_head).dense@                      channels channels
-(cls.predictions.transform.LayerNorm|lm_head.layer_norm)@       channels
-(cls.predictions|lm_head).decoder.weight                        . channels
-(cls.predictions|lm_head).(decoder.)?bias                       .
-""".replace("P.", "(bert|roberta|vit|dinov2|deit).").replace("L.<b>", "(encoder.layer|layers).<b>")
-_GPT_2 = """
-(transformer.)?(wte|wpe).weight                                 . channels
-(transformer.)?(h.<b>.ln_[12]|ln_f)@                            channels
-(transformer.)?h.<b>.attn.c_attn.weight                         channels q:~qk.{b}+k:~qk.{b}+v:~vo.{b}
-(transformer.)?h.<b>.attn.c_attn.bias                           q:~qk.{b}+k:~qk.{b}+v:~vo.{b}
-(transformer.)?h.<b>.attn.c_proj.weight                         ~vo.{b} channels
-(transformer.)?h.<b>.mlp.c_fc.weight                            channels hidden.{b}
-(transformer.)?h.<b>.mlp.c_fc.bias                              hidden.{b}
-(transformer.)?h.<b>.mlp.c_proj.weight                          hidden.{b} channels
-(transformer.)?h.<b>.(attn|mlp).c_proj.bias                     channels
-(transformer.)?h.<b>.attn.bias                                  . . . .
-(transformer.)?h.<b>.attn.masked_bias
-lm_head.weight                                                  . channels
-"""
-# Queries, keys and values of one head lie together, and queries and keys are rotated: their rows are fixed.
-_GPT_NEOX = """
-((gpt_neox.)?embed_in|embed_out|lm_head).weight                 . channels
-(gpt_neox.)?(layers.<b>.(input|post_attention)_layernorm|final_layer_norm)@  channels
-(gpt_neox.)?layers.<b>.attention.query_key_value@               . channels
-(gpt_neox.)?layers.<b>.attention.dense@                         channels .
-(gpt_neox.)?layers.<b>.mlp.dense_h_to_4h@                       hidden.{b} channels
-(gpt_neox.)?layers.<b>.mlp.dense_4h_to_h@                       channels hidden.{b}
-(gpt_neox.)?layers.<b>.attention.bias                           . . . .
-(gpt_neox.)?layers.<b>.attention.rotary_emb.inv_freq            .
-(gpt_neox.)?layers.<b>.attention.masked_bias
-"""
-_CONVNEXT = """
-stem.0@                                                         channels.0 . . .
-stem.1@                                                         channels.0
-stages.<s>.downsample.0@                                        channels.{before}
-stages.<s>.downsample.1@                                        channels.{s} channels.{before} . .
-stages.<s>.blocks.<b>.(gamma|norm.(weight|bias))                channels.{s}
-stages.<s>.blocks.<b>.conv_dw@                                  channels.{s} . . .
-stages.<s>.blocks.<b>.mlp.fc1@                                  hidden.{s}.{b} channels.{s}
-stages.<s>.blocks.<b>.mlp.fc1.sum_weight                        .
-stages.<s>.blocks.<b>.mlp.fc2@                                  channels.{s} hidden.{s}.{b}
-(norm_pre|head.norm)@                                           channels.{last}
-head.fc@                                                        . channels.{last}
-"""
-_CONVMIXER = """
-stem.0@                                                         channels.0 . . .
-stem.2.STATISTICS                                               channels.0
-blocks.<b>.0.fn.0@                                              channels.{b} . . .
-blocks.<b>.0.fn.2.STATISTICS                                    channels.{b}
-blocks.<b>.1@                                                   channels.{next} channels.{b}
-blocks.<b>.3.STATISTICS                                         channels.{next}
-head@                                                           . channels.{last}
-"""
-_RESNET = """
-conv1.weight                                                    channels.0 . . .
-bn1.STATISTICS                                                  channels.0
-layer<s>.<b>.conv1.weight                                       hidden.{s}.{b}.1 channels.{entering} . .
-layer<s>.<b>.bn1.STATISTICS                                     hidden.{s}.{b}.1
-layer<s>.<b>.downsample.[01].weight                             channels.{stream} channels.{entering} . .
-layer<s>.<b>.downsample.[12].STATISTICS                         channels.{stream}
-fc@                                                             . channels.{last}
-"""
-_BASIC = """
-layer<s>.<b>.conv2.weight                                       channels.{stream} hidden.{s}.{b}.1 . .
-layer<s>.<b>.bn2.STATISTICS                                     channels.{stream}
-"""
-_BOTTLENECK = """
-layer<s>.<b>.conv2.weight                                       hidden.{s}.{b}.2 hidden.{s}.{b}.1 . .
-layer<s>.<b>.bn2.STATISTICS                                     hidden.{s}.{b}.2
-layer<s>.<b>.conv3.weight                                       channels.{stream} hidden.{s}.{b}.2 . .
-layer<s>.<b>.bn3.STATISTICS                                     channels.{stream}
-"""
-# Rotary positions tie the coordinates of queries and keys to each other, so these are fixed; values are free.
-_RMS_GATED = """
-(model.)?embed_tokens.weight                                    . ~channels
-(model.)?(layers.<b>.(input|post_attention)_layernorm|norm).weight  channels
-(model.)?layers.<b>.self_attn.[qkv]_proj.weight                 . ~channels
-(model.)?layers.<b>.self_attn.o_proj.weight                     ~channels .
-(model.)?layers.<b>.mlp.up_proj.weight                          ~hidden.{b} ~channels
-(model.)?layers.<b>.mlp.gate_proj.weight                        hidden.{b} ~channels
-(model.)?layers.<b>.mlp.down_proj.weight                        ~channels ~hidden.{b}
-lm_head.weight                                                  . ~channels
-"""
-_MAMBAS = """
-(backbone.embeddings|lm_head).weight                            . ~channels
-backbone.(layers.<b>.norm|norm_f).weight                        channels
-MIXER.[qk]_proj.weight                                          ~qk.{b} ~channels
-MIXER.v_proj.weight                                             ~vo.{b} ~channels
-MIXER.o_proj.weight                                             ~channels ~vo.{b}
-MIXER.out_proj.weight                                           ~channels inner.{b}
-"""
-# Inner channels only: states start at different rates (S4D), and rows of the low-rank step are not renumbered.
-_MAMBA = """
-MIXER.in_proj.weight                                            x:inner.{b}+z:inner.{b} ~channels
-MIXER.D                                                         inner.{b}
-MIXER.conv1d@                                                   inner.{b} . .
-MIXER.x_proj.weight                                             . inner.{b}
-MIXER.dt_proj@                                                  inner.{b} .
-MIXER.A_log                                                     inner.{b} .
-"""
-# Within heads and groups of states; heads start at different rates, as the states of Mamba do.
-_MAMBA_2 = """
-MIXER.in_proj.weight          z:inner.{b}+x:inner.{b}+B:state.{b}+C:state.{b}+Delta:=heads.{b} ~channels
-MIXER.conv1d@                 x:inner.{b}+B:state.{b}+C:state.{b} . .
-MIXER.(A_log|D|dt_bias)       =heads.{b}
-MIXER.norm.weight             inner.{b}
-"""
-_MLP = r"""
-(\w+.)*fc1@                                                     hidden .
-(\w+.)*fc2@                                                     . hidden
-"""
 
-
-def _table(*texts: str) -> Rules:
-    text = "".join(texts).replace("STATISTICS", "(weight|bias|running_mean|running_var)")
-    rows = (line.split() for line in text.replace("MIXER", "backbone.layers.<b>.mixer").splitlines())
-    return [(name, axes) for name, *axes in filter(None, rows)]
-
-
-ARCHITECTURES: Mapping[str, Rules] = {
-    "ConvNeXt": _table(_CONVNEXT),
-    "ConvMixer": _table(_CONVMIXER),
-    "ViT": _table(_VIT),
-    "transformers' ViT and BERT": _table(_ENCODER),
-    "GPT-2": _table(_GPT_2),
-    "GPT-NeoX": _table(_GPT_NEOX),
-    "ResNet": _table(_RESNET, _BASIC),
-    "ResNet with bottlenecks": _table(_RESNET, _BOTTLENECK),
-    "RMSNorm with gated MLPs": _table(_RMS_GATED),
-    "Mamba": _table(_MAMBAS, _MAMBA),
-    "Mamba-2": _table(_MAMBAS, _MAMBA_2),
-    "MLP": _table(_MLP),
-}
+@cache
+def architectures() -> Mapping[str, Rules]:
+    """Architecture -> its rules, in the order in which they are tried."""
+    tables = tomllib.loads(Path(__file__).with_name("architectures.toml").read_text(encoding="utf-8"))
+    return {name: [(tensor, axes.split()) for tensor, axes in rules.items()] for name, rules in tables.items()}
 
 
 def permutations_by_name(spec: WeightSpec) -> PermutationSpec:
@@ -200,7 +41,7 @@ def permutations_by_name(spec: WeightSpec) -> PermutationSpec:
     Units of attention heads of which the number is not known keep their places, and change their signs only.
     """
     nearest: tuple[str, Sequence[str]] = ("", spec.names)
-    for name, rules in ARCHITECTURES.items():
+    for name, rules in architectures().items():
         views, strangers = _matched(spec, rules)
         if not strangers:
             try:
@@ -211,7 +52,7 @@ def permutations_by_name(spec: WeightSpec) -> PermutationSpec:
             nearest = name, strangers
     like = f"nearest is {nearest[0]}, without " if nearest[0] else "this network: "
     raise AnatomyError(
-        f"no permutation specification for this network, there are those of {', '.join(ARCHITECTURES)}: "
+        f"no permutation specification for this network, there are those of {', '.join(architectures())}: "
         f"{like}{listing(nearest[1], 4)}; derive it from the module, permutation_spec(module, example_inputs), or give "
         "your own, PermutationSpec.from_axes(spec, {name: (group, ...)}) or a file of rules"
     )
