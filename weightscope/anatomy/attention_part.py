@@ -25,6 +25,13 @@ KINDS = {
 """What an attention module attends from and to."""
 
 
+NOTES = {
+    "heads mixed": "maps of several heads are mixed",
+    "activated": "a nonlinear function acts before the output projection",
+    "gated": "what attention gives is multiplied by other activations",
+}
+
+
 @dataclass(frozen=True)
 class Gain:
     """Factors of channels: those that a normalisation multiplies by, or a LayerScale."""
@@ -68,6 +75,7 @@ class AttentionPart(InSlots):
     _tensors: NamedTensors = field(repr=False)
     _weights: dict[str, Slot] = field(repr=False)
     _biases: dict[str, Slot] = field(repr=False)
+    notes: frozenset[str] = frozenset()  # of `NOTES`
     # What acts on the channels right before q, k and v, and right after o; a text says why it is not known.
     norm: Gain | str = "its normalisation is not known"
     layer_scale: Gain | str | None = None

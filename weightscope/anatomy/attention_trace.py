@@ -1,0 +1,430 @@
+"""Attention modules as a forward pass shows them: which parameters are the queries, keys, values and outputs of a head.
+
+An application of softmax(q k^T) to v that a linear map follows is an attention. The codes of its numbers (see
+`tracing`) name the row of a parameter for every entry of W_Q, W_K and W_V of every head, and those of what the next
+linear map reads the column of W_O. They are compared with the numbers of the same pass.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weightscope.anatomy.attention_modules import HEADS, find
+from weightscope.anatomy.attention_modules import _same_block as same_block
+from weightscope.anatomy.attention_part import AttentionPart, Gain
+from weightscope.anatomy.running import traces
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, Slot, in_layers
+from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight
+from weightscope.errors import AnatomyError
+
+_CHANGES = {"rotated", "normalised", "convolved", "pooled", "positions", "scaled", "added", "centred"}
+
+
+class _UnreadError(Exception):
+    """Why an attention is not read."""
+
+
+def read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
+    """The attention modules that run, or why they are not read; and the names of all parameters that were used."""
+    places: dict[Any, Place] = {}
+    used: set[str] = set()
+    for path, tracer in traces(tensors.module):
+        prefix = f"{path}." if path else ""
+        names = [f"{prefix}{name}" for name in tracer.names]
+        for number, node in enumerate(tracer.nodes):
+            if node is None:
+                continue
+            used |= {names[n] for n in node.parameters}
+            if node.kind == "apply":
+                reader = _Reader(tracer, names, tensors, prefix)
+                place = reader.place(number, node)
+                if place is not None:
+                    places.setdefault(_identity(place), place)
+    order = {name: i for i, name in enumerate(tensors.every)}
+    return sorted(places.values(), key=lambda place: order.get(place.name, len(order))), used
+
+
+def _identity(place: Place) -> Any:
+    """Equal for two applications of one set of weights."""
+    if place.part is None:
+        return place.path, place.why
+    return tuple((slot.name, str(slot.rows)) for slot in place.part._weights.values())
+
+
+@dataclass
+class _Reader:
+    tracer: Tracer
+    names: list[str]
+    tensors: ModuleTensors
+    prefix: str
+
+    def place(self, number: int, apply: Node) -> Place | None:
+        """The attention of one application; None if there is no softmax of a product."""
+        product = self._product(apply)
+        if product is None or not product.softmax:
+            return None
+        found: list[str] = []
+        try:
+            part = self._part(number, apply, product, found)
+        except _UnreadError as error:
+            path = f"{self.prefix}{apply.path}".rstrip(".")
+            name = found[0] if found else path
+            return Place(path, None, f"({error})", name, sure=True)
+        return Place(part.name, part, "", part._weights["q"].name)
+
+    def _product(self, apply: Node) -> Node | None:
+        n = int(apply.sides[0].codes.max()) >> BITS
+        while n > 0 and self.tracer.node(n).kind == "linear":  # heads are mixed
+            inputs = self.tracer.node(n).inputs
+            n = -1 if inputs is None else int(inputs.max()) >> BITS
+        return self.tracer.node(n) if n > 0 else None
+
+    def _part(self, number: int, apply: Node, product: Node, found: list[str]) -> AttentionPart:
+        tracer, (weights, values) = self.tracer, apply.sides
+        q, k = product.sides
+        mixed = tracer.kind(weights.codes) == "linear"
+        qc, kc = tracer.channels(q.codes), tracer.channels(k.codes)
+        rows, inner = qc.shape[1], qc.shape[2]
+        channels = _constant(qc, 2) and _constant(kc, 1) and (inner > 1 or not _constant(qc, 1))
+        if not channels and not (_constant(qc, 1) and _constant(kc, 2)):
+            raise _UnreadError("queries or keys are not made of one linear map for each channel")
+        qh, kh = (qc.amax(2), kc.amax(1)) if channels else (qc.amax(1), kc.amax(2))
+        turned = "turned" in apply.marked
+        vc = tracer.channels(values.codes)
+        across = 2 if turned == (not channels) else 1
+        if not _constant(vc, across):
+            raise _UnreadError("values are not made of one linear map for each channel")
+        vh = vc.amax(across)
+        if mixed or apply.out.shape[0] != product.out.shape[0]:
+            firsts, order = _distinct(qh, kh)
+            value_firsts, order = _distinct(vh)
+            if len(firsts) != len(value_firsts):
+                raise _UnreadError(f"{len(firsts)} maps act on the values of {len(value_firsts)} heads")
+            qs, ks, vs = qh[firsts], kh[firsts], vh[value_firsts]
+        else:
+            entry = (weights.codes & ENTRY) // product.out[0].numel()
+            batch = torch.where(weights.codes >= 0, entry, -1).flatten(1).amax(1)
+            batch = torch.where(batch < 0, torch.arange(len(batch), device=batch.device), batch)
+            firsts, order = _distinct(qh[batch], kh[batch], vh)
+            qs, ks, vs = qh[batch][firsts], kh[batch][firsts], vh[firsts]
+        nodes: dict[str, Node] = {}
+        slots, biases = {}, {}
+        for letter, codes in (("q", qs), ("k", ks), ("v", vs)):
+            made = self._projection(letter, codes, found)
+            slots[letter], biases[letter], nodes[letter] = made
+        out, slots["o"], biases["o"] = self._output(number, apply, order, qs, vs, channels, turned)
+        for letter, origin, value, flip in (("q", q, product.values[0], False), ("k", k, product.values[1], True)):
+            self._compare(letter, origin, value.mT if flip else value)
+        self._compare("v", values, apply.values[1])
+        heads, kv_heads = len(qs), self._groups(slots, ks, vs)
+        width, kv_width = nodes["q"].weight.columns, nodes["k"].weight.columns  # type: ignore[union-attr]
+        if out.rows != width:
+            raise _UnreadError(f"the output has {out.rows} rows, the stream a width of {width}")
+        streams = {x: self._stream(node) for x, node in nodes.items()}
+        marks = q.marks | k.marks
+        logits = product.logits
+        assert logits is not None
+        kind: Any = "self" if streams["q"] == streams["k"] else "cross"
+        learned = nodes["q"].inputs is None or bool((nodes["q"].inputs < 0).all())
+        if channels:
+            kind = "channels"
+        elif learned or (rows == 1 and kc.shape[2] > 1):
+            kind = "pooled"
+        head_width, value_width = qs.shape[1], vs.shape[1]
+        scale = abs(q.factor * k.factor * logits.factor)
+        known = [n for n in (head_width**-0.5, 1.0) if abs(scale - n) < 1e-3 * n]
+        hidden = product.masked
+        assert hidden is not None
+        square = hidden.shape[-1] == hidden.shape[-2] > 1
+        causal = kind == "self" and square and bool((hidden | torch.ones_like(hidden).tril()).all())
+        shapes = {
+            "q": (heads, head_width),
+            "k": (kv_heads, head_width),
+            "v": (kv_heads, value_width),
+            "o": (heads, value_width),
+        }
+        keep = {"k": _firsts_of(ks, kv_heads), "v": _firsts_of(vs, kv_heads)}
+        weights_of = {}
+        for x, (name, lines, transposed, columns) in slots.items():
+            lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
+            weights_of[x] = Slot(
+                name, self._rows(name, lines, transposed), transposed, shape=(*shapes[x], columns), swapped=x != "o"
+            )
+        biases_of = {}
+        for x, bias in biases.items():
+            if bias is not None:
+                name, lines = bias
+                lines = lines.reshape(heads, -1)[keep[x]].flatten() if x in keep else lines
+                biases_of[x] = Slot(
+                    name, _span(lines, self.tensors.shape(name)[0]), vector=True, shape=None if x == "o" else shapes[x]
+                )
+        return AttentionPart(
+            layer=0,
+            name=_owner([slots[x][0] for x in "qkv"]),
+            kind=kind,
+            heads=heads,
+            kv_heads=kv_heads,
+            width=width,
+            kv_width=kv_width,
+            head_width=head_width,
+            value_width=value_width,
+            rotary="rotated" in marks,
+            causal=causal,
+            normalised="normalised" in marks or "scaled" in marks | logits.marks,
+            scale=known[0] if known else scale if scale == scale else 1.0,
+            positional="biased" in logits.marks | weights.marks
+            or bool((hidden.tril() if causal else hidden).any())
+            or bool({"convolved", "pooled", "gated"} & (marks | values.marks))
+            or bool({"added", "scaled"} & out.marks)
+            or ("positions" in marks and "rotated" not in marks),
+            notes=_notes(mixed, out.marks),
+            numbers=tuple(range(heads)),
+            _tensors=self.tensors,
+            _weights=weights_of,
+            _biases=biases_of,
+            norm=self._norm([nodes[x] for x in "qkv"]),
+            layer_scale=self._scale(out),
+        )
+
+    def _projection(self, letter: str, codes: Tensor, found: list[str]) -> tuple[Any, Any, Node]:
+        """Parameter, rows, whether transposed and columns of a projection; its bias; one of its nodes."""
+        what = {"q": "queries", "k": "keys", "v": "values"}[letter]
+        numbers = (codes >> BITS).unique().tolist()
+        nodes = [self.tracer.node(n) for n in numbers if n > 0]
+        found += [self.names[p] for node in nodes for p in node.parameters]
+        if len(nodes) != len(numbers) or not nodes:
+            rules = ", ".join(self.tracer.without_rule) or "no linear map"
+            raise _UnreadError(f"{what} descend from something unknown: {rules}")
+        for node in nodes:
+            if node.kind != "linear" or node.weight is None:
+                raise _UnreadError(f"{what}: {node.why or f'made by a {node.kind} of activations'}")
+        if len({node.weight.columns for node in nodes}) > 1 or len({self._stream(node) for node in nodes}) > 1:  # type: ignore[union-attr]
+            raise _UnreadError(f"{what} are made by maps of several streams")
+        first = torch.empty(codes.numel(), dtype=torch.long)
+        bias = torch.full((codes.numel(),), -1)
+        flat = codes.flatten().cpu()
+        for n, node in zip([n for n in numbers if n > 0], nodes, strict=True):
+            where = flat >> BITS == n
+            first[where] = node.weight.first.cpu()[flat[where] & ENTRY]  # type: ignore[union-attr]
+            if node.bias is not None:
+                bias[where] = node.bias[flat[where] & ENTRY]
+        weight = nodes[0].weight
+        assert weight is not None
+        slot = self._lines(Weight(first, weight.step, weight.columns), what)
+        owners = (bias >> BITS).unique().tolist()
+        with_bias = (self.names[owners[0]], bias & ENTRY) if len(owners) == 1 and owners[0] >= 0 else None
+        return slot, with_bias, nodes[0]
+
+    def _lines(self, weight: Weight, what: str) -> tuple[str, Tensor, bool, int]:
+        """Name of the parameter, numbers of its rows, whether it is stored transposed, columns."""
+        owners = (weight.first >> BITS).unique().tolist()
+        if len(owners) != 1:
+            raise _UnreadError(f"{what} are in {len(owners)} tensors")
+        shape, flat = tuple(self.tracer.parameters[owners[0]].shape), weight.first & ENTRY
+        name, columns = self.names[owners[0]], weight.columns
+        total = torch.Size(shape).numel()
+        if (weight.step == 1 or columns == 1) and shape[0] * columns == total and not bool((flat % columns).any()):
+            return name, flat // columns, False, columns
+        if total == shape[0] * shape[1] and weight.step == shape[1] and bool((flat < shape[1]).all()):
+            return name, flat, True, columns
+        raise _UnreadError(f"{what} are not rows or columns of `{name}` {shape}")
+
+    def _rows(self, name: str, lines: Tensor, transposed: bool) -> Any:
+        return _span(lines, self.tensors.shape(name)[1 if transposed else 0])
+
+    def _output(
+        self, number: int, apply: Node, order: Tensor, qs: Tensor, vs: Tensor, channels: bool, turned: bool
+    ) -> tuple[Node, Any, Any]:
+        """The linear map that reads what attention gives: its node, columns by head, bias."""
+        for node in self.tracer.nodes[number + 1 :]:
+            if node is None or node.kind != "linear" or node.inputs is None:
+                continue
+            mine = node.inputs >> BITS == number
+            if not bool(mine.any()):
+                continue
+            if node.weight is None:
+                raise _UnreadError(f"the output: {node.why}")
+            entry, size = node.inputs & ENTRY, apply.out.shape
+            batch = entry // (size[1] * size[2])
+            channel = (
+                (entry % size[2])
+                if (not channels and not turned) or (channels and turned)
+                else entry // size[2] % size[1]
+            )
+            heads, width = len(qs), vs.shape[1]
+            if channels:
+                width = size[2] if turned else size[1]
+            columns = torch.full((heads, width), -1)
+            head = order.cpu()[batch[mine]]
+            columns[head, channel[mine]] = torch.arange(len(mine))[mine]
+            if bool((columns < 0).any()) or not bool(mine.all()):
+                raise _UnreadError("the output reads other channels than those that attention gives")
+            steps = node.weight.first.diff().unique()
+            if len(steps) != 1:
+                raise _UnreadError("the rows of the output have no regular places")
+            first = node.weight.first[0] + node.weight.step * columns.flatten()
+            slot = self._lines(Weight(first, int(steps), node.rows), "outputs")
+            bias = None
+            if node.bias is not None and len(owners := (node.bias >> BITS).unique().tolist()) == 1 and owners[0] >= 0:
+                bias = self.names[owners[0]], node.bias & ENTRY
+            return node, slot, bias
+        raise _UnreadError("no linear map reads what attention gives")
+
+    def _groups(self, slots: Any, ks: Tensor, vs: Tensor) -> int:
+        """The number of key heads, which consecutive query heads share."""
+        n = len(_distinct(ks)[0])
+        if len(_distinct(vs)[0]) != n:
+            raise _UnreadError(f"{n} different key heads and {len(_distinct(vs)[0])} of values")
+        kinds = _distinct(ks)[1].tolist()
+        if len(kinds) % n or kinds != sorted(kinds) or len({kinds.count(i) for i in range(n)}) > 1:
+            raise _UnreadError("key heads are not shared by consecutive query heads")
+        return n
+
+    def _stream(self, node: Node) -> Any:
+        """Equal for maps that read the same channels of the same stream of tokens."""
+        if node.inputs is None:
+            return ()
+        codes = self.tracer.channels(node.inputs)
+        for n in (codes >> BITS).unique().tolist():
+            if n > 0 and (one := self.tracer.node(n)).stream:
+                codes = torch.where(codes >> BITS == n, codes & ENTRY | one.stream << BITS, codes)
+        return tuple(codes.tolist())
+
+    def _compare(self, letter: str, origin: Origin, value: Tensor) -> None:
+        """The numbers that meet must be those of the linear map, moved and scaled, but for what is marked."""
+        what = {"q": "queries", "k": "keys", "v": "values"}[letter]
+        if "nonlinear" in origin.marks:
+            raise _UnreadError(f"a nonlinear function acts on the {what}")
+        if origin.marks & (_CHANGES if letter in "qk" else {"convolved", "pooled"}):
+            return
+        codes = origin.codes.mT if letter == "k" else origin.codes
+        made = torch.zeros(value.shape, dtype=torch.float64)
+        numbers = (codes >> BITS).cpu()
+        for n in numbers.unique().tolist():
+            if n > 0:
+                out = self.tracer.node(n).out.detach().double().flatten().cpu()
+                made[numbers == n] = out[(codes.cpu() & ENTRY)[numbers == n]]
+        apart = value.detach().double().cpu() - origin.factor * made
+        apart = apart - apart.mean(1, keepdim=True)  # a bias that is added later
+        if origin.factor == origin.factor and apart.norm() > 2e-2 * value.norm():
+            raise _UnreadError(f"the {what} are not what their matrix gives")
+
+    def _norm(self, nodes: Sequence[Node]) -> Gain | str:
+        """The gain of what the projections read, unless it is also that of the stream itself."""
+        gains = []
+        for node in nodes:
+            gain = node.gain
+            if gain is None or bool((gain < 0).all()):
+                return "no normalisation acts right before it (the model has none, or one after the attention)"
+            if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1 or not _counts(gain & ENTRY):
+                return "what it reads is multiplied by more than one gain"
+            gains.append(int(gain[0]))
+        if len(set(gains)) > 1:
+            return "queries, keys and values read different normalisations"
+        parameter = (gains[0] & ~OFFSET) >> BITS
+        name = self.names[parameter]
+        if parameter in self.tracer.normed:
+            return f"`{name}` also normalises the stream that the attention is added to (the model normalises after it)"
+        return Gain(name, 1.0 if gains[0] & OFFSET else 0.0)
+
+    def _scale(self, out: Node) -> Gain | str | None:
+        """What multiplies the output before it is added to the stream."""
+        after = out.after
+        if after is None or after.gain is None or "normalised" in after.marks:
+            return None
+        gain = after.gain.flatten().unique()
+        if bool((gain < 0).all()):
+            return None
+        if bool((gain >= SEVERAL).any()) or len((gain >> BITS).unique()) > 1:
+            return "its output is multiplied by more than one gain"
+        return Gain(self.names[(int(gain[0]) & ~OFFSET) >> BITS], 1.0 if int(gain[0]) & OFFSET else 0.0)
+
+
+def _notes(mixed: bool, after: frozenset[str]) -> frozenset[str]:
+    """What else there is in an attention, in the words of `NOTES`; `after` is what is done to its values' sums."""
+    there = {"heads mixed": mixed, "activated": "nonlinear" in after, "gated": "gated" in after}
+    return frozenset(word for word, yes in there.items() if yes)
+
+
+def _with_code(tensors: ModuleTensors, names: Iterable[str]) -> str | None:
+    """The path of the smallest module with a forward pass that has all these parameters."""
+    words = [name.split(".")[:-1] for name in names]
+    shared = [w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*words, strict=False))]
+    paths = [".".join(shared[:end]) for end in range(len(shared), -1, -1)]
+    coded = (p for p in paths if type(tensors.module.get_submodule(p)).forward is not nn.Module.forward)
+    return next(coded, None)
+
+
+def _constant(channels: Tensor, axis: int) -> bool:
+    return bool(((channels == channels.amax(axis, keepdim=True)) | (channels < 0)).all())
+
+
+def _counts(entries: Tensor) -> bool:
+    return bool((entries == torch.arange(len(entries))).all())
+
+
+def _distinct(*tables: Tensor) -> tuple[list[int], Tensor]:
+    """Numbers of the first row of each kind, in order, and the kind of each row."""
+    seen: dict[Any, int] = {}
+    kinds = [
+        seen.setdefault(tuple(map(tuple, row)), len(seen)) for row in zip(*(t.tolist() for t in tables), strict=True)
+    ]
+    return [kinds.index(i) for i in range(len(seen))], torch.tensor(kinds)
+
+
+def _firsts_of(codes: Tensor, kv_heads: int) -> list[int]:
+    return list(range(0, len(codes), len(codes) // kv_heads))
+
+
+def _span(lines: Tensor, total: int) -> Any:
+    """Rows as a slice where they follow each other, None for all."""
+    start, n = int(lines[0]), len(lines)
+    if not bool((lines == torch.arange(start, start + n)).all()):
+        return lines
+    return None if (start, n) == (0, total) else slice(start, start + n)
+
+
+def _owner(names: Sequence[str]) -> str:
+    """The path of the module that has the projections: `attn` of `attn.q.weight`, `attn.qkv.weight`, `attn.in_proj`."""
+    paths = []
+    for name in names:
+        words = name.split(".")
+        paths.append(words[:-2] if words[-1] in ("weight", "kernel") else words[:-1])
+    return ".".join(w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*paths, strict=False)))
+
+
+def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order: of a module those that its forward pass shows, of other tensors by their names.
+
+    Containers, which have no forward pass, are read as a file.
+    """
+    if not isinstance(tensors, ModuleTensors):
+        return find(tensors)
+    places, used = read(tensors)
+    seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
+    try:
+        named = find(tensors)
+    except AnatomyError:
+        if not places:
+            raise
+        named = Parts()
+    for part in named:
+        names = {slot.name for slot in part._weights.values()}
+        if not names & used and (path := _with_code(tensors, names)) is None:
+            places.append(Place(part.name, part, "", part._weights["q"].name))
+        elif not names & used:
+            why = f"(`{path}` could not be run on random inputs; give the model an attribute example_input_array)"
+            places.append(Place(part.name, None, why, part._weights["q"].name, sure=True))
+        elif not names & seen and not any(place.path == part.name for place in places):
+            why = "(its forward pass shows no softmax of queries and keys that is applied to values)"
+            places.append(Place(part.name, None, why, part._weights["q"].name, sure=True))
+    stated = next((n for key in HEADS if isinstance(n := tensors.config.get(key), int)), None)
+    if wrong := [place.part for place in places if place.part and stated not in (None, place.part.heads)]:
+        raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
+    order = {name: i for i, name in enumerate(tensors.every)}
+    places.sort(key=lambda place: order.get(place.name, len(order)))
+    return in_layers(places, tensors, same_block)
