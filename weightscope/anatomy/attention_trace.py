@@ -6,7 +6,7 @@ linear map reads the column of W_O. They are compared with the numbers of the sa
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from weightscope.anatomy.attention_modules import HEADS, find
 from weightscope.anatomy.attention_modules import _same_block as same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
-from weightscope.anatomy.running import traces
+from weightscope.anatomy.running import structure, traces
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, Slot, in_layers
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight
 from weightscope.errors import AnatomyError
@@ -29,7 +29,23 @@ class _UnreadError(Exception):
 
 
 def read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
-    """The attention modules that run, or why they are not read; and the names of all parameters that were used."""
+    """The attention modules that run, or why they are not read; and the names of all parameters that were used.
+
+    What was read of a module holds for others of the same structure.
+    """
+    key = structure(tensors.module)
+    if key not in _READ:
+        if len(_READ) > 100:
+            _READ.clear()
+        _READ[key] = _read(tensors)
+    places, used = _READ[key]
+    return [replace(p, part=p.part and replace(p.part, _tensors=tensors)) for p in places], used
+
+
+_READ: dict[Any, tuple[list[Place], set[str]]] = {}
+
+
+def _read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
     places: dict[Any, Place] = {}
     used: set[str] = set()
     for path, tracer in traces(tensors.module):
@@ -39,13 +55,11 @@ def read(tensors: ModuleTensors) -> tuple[list[Place], set[str]]:
             if node is None:
                 continue
             used |= {names[n] for n in node.parameters}
-            if node.kind == "apply":
-                reader = _Reader(tracer, names, tensors, prefix)
-                place = reader.place(number, node)
-                if place is not None:
-                    places.setdefault(_identity(place), place)
+            if node.kind == "apply" and (place := _Reader(tracer, names, tensors, prefix).place(number, node)):
+                places.setdefault(_identity(place), place)
     order = {name: i for i, name in enumerate(tensors.every)}
-    return sorted(places.values(), key=lambda place: order.get(place.name, len(order))), used
+    found = sorted(places.values(), key=lambda place: order.get(place.name, len(order)))
+    return [replace(p, part=p.part and replace(p.part, _tensors=None)) for p in found], used
 
 
 def _identity(place: Place) -> Any:

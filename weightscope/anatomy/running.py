@@ -31,6 +31,36 @@ def traces(module: nn.Module, path: str = "") -> Iterator[tuple[str, Tracer]]:
         yield from traces(child, f"{path}.{name}".lstrip("."))
 
 
+def structure(module: nn.Module) -> Any:
+    """Equal for modules that compute the same function of their parameters: all that is in them but parameters."""
+    known: dict[int, Any] = {}
+    seen: dict[int, int] = {}
+
+    def told(value: Any) -> Any:
+        if id(value) not in known:
+            content = hash(value.detach().cpu().numpy().tobytes()) if _is_plain(value) else repr(value)
+            known[id(value)] = content, value  # which keeps the number from being given to another one
+        return known[id(value)][0]
+
+    out: list[Any] = []
+    for path, inner in module.named_modules(remove_duplicate=False):
+        own = ((k, told(v)) for k, v in vars(inner).items() if k not in _INTERNAL)
+        held = [(k, None if p is None else (tuple(p.shape), p.dtype, p.device)) for k, p in inner._parameters.items()]
+        ties = [seen.setdefault(id(p), len(seen)) for p in inner._parameters.values()]
+        out.append((path, type(inner), *own, *held, *ties, *((k, told(v)) for k, v in inner._buffers.items())))
+    return tuple(out)
+
+
+_INTERNAL = vars(nn.Module()).keys()
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and value.dtype in _NUMPY
+
+
+_NUMPY = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
 def without_hooks(module: nn.Module, seen: dict[int, nn.Module] | None = None) -> nn.Module:
     """The same module in evaluation mode with the same parameters, but for hooks, which are a user's own."""
     seen = {} if seen is None else seen
