@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weightscope.anatomy.attention_modules import HEADS, find
+from weightscope.anatomy.architectures import names as known_names
 from weightscope.anatomy.attention_modules import _same_block as same_block
+from weightscope.anatomy.attention_modules import find
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.running import structure, traces
 from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, Slot, in_layers
@@ -436,7 +437,7 @@ def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
         elif not names & seen and not any(place.path == part.name for place in places):
             why = "(its forward pass shows no softmax of queries and keys that is applied to values)"
             places.append(Place(part.name, None, why, part._weights["q"].name, sure=True))
-    stated = next((n for key in HEADS if isinstance(n := tensors.config.get(key), int)), None)
+    stated = next((n for key in known_names("heads") if isinstance(n := tensors.config.get(key), int)), None)
     if wrong := [place.part for place in places if place.part and stated not in (None, place.part.heads)]:
         raise AnatomyError(f"`{wrong[0].name}`: config= says {stated} heads, its forward pass has {wrong[0].heads}")
     order = {name: i for i, name in enumerate(tensors.every)}
