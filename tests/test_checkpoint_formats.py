@@ -178,7 +178,8 @@ def test_files_of_other_kinds_are_refused(tmp_path, name, kind, message):
 
 def test_other_weights_in_the_file_are_named(tmp_path, caplog):
     """Whichever command reads a file: the raw weights are taken, and one warning names the others."""
-    state = {"state_dict": {"w": torch.zeros(2)}, "state_dict_ema": {"module.w": torch.ones(2)}, "epoch": 3}
+    name = "blocks.0.fc.weight"
+    state = {"state_dict": {name: torch.zeros(2)}, "state_dict_ema": {f"module.{name}": torch.ones(2)}, "epoch": 3}
     torch.save(state, tmp_path / "m.pt")
     note = "read `state_dict`; `state_dict_ema` is beside it: --key state_dict_ema, in Python key='state_dict_ema'"
     assert Checkpoint(tmp_path / "m.pt").note == note

@@ -82,7 +82,7 @@ def check_file(name: str, path: Path) -> FileCheck:
         why = f"checksum mismatch: expected {kind} {real.name[:16]}..., found {found[:16]}...; delete {real}"
         return FileCheck(name, "damaged", kind, f"{path}: {why}")
     try:
-        if zipfile.is_zipfile(path) and check_records(path):
+        if path.suffix != ".distcp" and zipfile.is_zipfile(path) and check_records(path):  # that is one zip a tensor
             return FileCheck(name, "verified", "crc32")
     except DataError as error:
         return FileCheck(name, "damaged", "crc32", str(error))

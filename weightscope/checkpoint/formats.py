@@ -43,13 +43,15 @@ def open_distributed(folder: Path, where: str, key: str | None) -> Store:
         state: dict[str, Any] = {}  # as it was saved, of tensors without memory
         names = dict[int, str]()  # id of a tensor -> its name in the folder
         for name, about in metadata.state_dict_metadata.items():
-            first, *path = map(str, (metadata.planner_data or {}).get(name, (name,)))
+            *path, last = map(str, (metadata.planner_data or {}).get(name, (name,)))
             value: Any = None
             if hasattr(about, "size"):
                 value = torch.empty(about.size, dtype=about.properties.dtype, device="meta")
                 names[id(value)] = name
-            inner = state.setdefault(first, {}) if path else state
-            inner[".".join(path) or first] = value
+            inner = state
+            for parent in path:
+                inner = inner.setdefault(parent, {})
+            inner[last] = value
     except Exception as error:  # what unpickling happens to raise
         raise DataError(f"{where}: {METADATA} is damaged or of another version of torch: {error}") from error
     weights, beside, note = weights_in(state, key, where)

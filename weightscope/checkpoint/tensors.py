@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from weightscope._util.names import unwrapped
 from weightscope.errors import DataError, UsageError
 
 # Data types of safetensors that torch has.
@@ -135,7 +134,7 @@ def open_mapping(tensors: Mapping[str, Any], label: str = "state dict", key: str
     if not all(isinstance(name, str) for name in tensors):
         raise DataError(f"{label}: expected names of tensors as keys, found other keys")
     others = {name: why for name, value in tensors.items() if (why := odd(value))}
-    if tensors and not any(map(_is_tensor, tensors.values())):
+    if tensors and not _count(tensors):
         there = ", ".join(list(tensors)[:6])
         raise DataError(f"{label}: expected a mapping of names to tensors, found none under {there}")
     found: dict[str, StoredTensor] = {n: in_memory(n, t) for n, t in tensors.items() if n not in others}
@@ -145,51 +144,59 @@ def open_mapping(tensors: Mapping[str, Any], label: str = "state dict", key: str
 def weights_in(value: Any, key: str | None, where: str) -> tuple[Mapping[str, Any], dict[str, str], str]:
     """The dictionary of weights, why the items next to it are left out, and a note if there is another like it."""
     if not isinstance(value, Mapping):
-        what = "one tensor" if _is_tensor(value) else type(value).__name__.lower()
+        what = "one tensor" if isinstance(value, Tensor) else type(value).__name__.lower()
         raise DataError(f"{where}: expected a dictionary of tensors, found {what}")
     nested = dict(_nested(value))
-    counts = {name: sum(map(_is_tensor, inner.values())) for name, inner in nested.items()}
-    inner = [name for name, count in counts.items() if count and name in value]
-    there = ", ".join(ascii(name)[:60] for name in list(nested)[:8])
-    chosen = key
-    if key is not None:
-        if key not in nested:
-            what = f"expected one of {there}" if nested else "found none"
-            raise UsageError(f"{where}: no dictionary of tensors {key!r}; {what}")
-    else:
-        found = [name for name in inner if name in _ROOTS]
-        objects = [n for n in _ROOTS if not isinstance(value.get(n), Mapping | Tensor | _DATA)]
-        if objects and not found:  # a pickled module: other tensors are not the weights
-            raise DataError(
-                f"{where}: expected a dictionary of tensors under {objects[0]!r}, found an object of "
-                f"{type(value[objects[0]]).__name__}; save its state_dict(), or choose another dictionary {BY_KEY}"
-            )
-        loose = sum(map(_is_tensor, value.values()))  # a loss beside the dictionary of weights is fewer than it has
-        most = max((counts[name] for name in inner), default=0)
-        if nested and not found and loose <= 1 and (not most or any(name in nested for name in _ROOTS)):
-            raise DataError(f"{where}: the tensors are nested deeper; choose a dictionary {BY_KEY}: {there}")
-        if loose >= most:
-            if found:
-                raise DataError(
-                    f"{where}: found {loose} tensors beside the dictionary {found[0]!r} of {counts[found[0]]}; "
-                    f"choose it {BY_KEY}, or save what is meant by itself"
-                )
-        elif len(found) != 1 and len(inner) != 1:
-            raise DataError(f"{where}: found several dictionaries of tensors; choose one {BY_KEY}: {there}")
-        else:
-            chosen = found[0] if len(found) == 1 else inner[0]
-    weights = value if chosen is None else flat(nested[chosen])
+    if key is not None and key not in nested:
+        what = f"expected one of {_quoted(nested)}" if nested else "found none"
+        raise UsageError(f"{where}: no dictionary of tensors {key!r}; {what}")
+    chosen = _chosen(value, nested, where) if key is None else key
     if chosen is None:
-        beside = {n: f"outside the weights: a dictionary of {counts[n]} tensors; --key reads it" for n in inner}
+        weights, why = value, "outside the weights: a dictionary of tensors; --key reads it"
+        beside = [name for name in nested if name in value and _count(nested[name])]
     else:
-        names = (n for n in value if isinstance(n, str) and n != chosen.partition(".")[0] and n not in weights)
-        beside = dict.fromkeys(names, f"outside the dictionary of weights, {chosen!r}")
-    mine = {unwrapped(name) for name in weights if isinstance(name, str)}
-    like = (n for n in nested if n != chosen and 2 * len(mine & {unwrapped(t) for t in nested[n]}) > len(mine))
-    if key is not None or (other := next(like, None)) is None:
-        return weights, beside, ""
-    read = f"read `{chosen}`; `{other}` is beside it" if chosen else f"read the tensors outside of `{other}`"
-    return weights, beside, f"{read}: --key {other}, in Python key={other!r}"
+        weights, why = flat(nested[chosen]), f"outside the dictionary of weights, {chosen!r}"
+        root = chosen.partition(".")[0]
+        beside = [name for name in value if isinstance(name, str) and name != root and name not in weights]
+    mine, note = _ends(weights), ""
+    like = (name for name in nested if name != chosen and 2 * len(mine & _ends(nested[name])) > len(mine))
+    if key is None and (other := next(like, None)):
+        read = f"read `{chosen}`; `{other}` is beside it" if chosen else f"read the tensors outside of `{other}`"
+        note = f"{read}: --key {other}, in Python key={other!r}"
+    return weights, dict.fromkeys(beside, why), note
+
+
+def _chosen(value: Mapping[Any, Any], nested: Mapping[str, Mapping[str, Any]], where: str) -> str | None:
+    """The dictionary of weights in a training checkpoint; None if the tensors beside dictionaries are the weights."""
+    counts = {name: count for name, inner in nested.items() if name in value and (count := _count(inner))}
+    roots = [name for name in counts if name in _ROOTS]
+    objects = [name for name in _ROOTS if not isinstance(value.get(name), Mapping | Tensor | _DATA)]
+    if objects and not roots:  # a pickled module: other tensors are not the weights
+        raise DataError(
+            f"{where}: expected a dictionary of tensors under {objects[0]!r}, found an object of "
+            f"{type(value[objects[0]]).__name__}; save its state_dict(), or choose another dictionary {_BY_KEY}"
+        )
+    loose = _count(value)  # a loss beside the dictionary of weights is fewer than it has
+    if nested and not roots and loose <= 1 and not (counts and nested.keys().isdisjoint(_ROOTS)):
+        raise DataError(f"{where}: the tensors are nested deeper; choose a dictionary {_BY_KEY}: {_quoted(nested)}")
+    if loose >= max(counts.values(), default=0):
+        if roots:
+            raise DataError(
+                f"{where}: found {loose} tensors beside the dictionary {roots[0]!r} of {counts[roots[0]]}; choose it "
+                f"{_BY_KEY}, or save what is meant by itself"
+            )
+        return None
+    if len(roots) != 1 and len(counts) != 1:
+        raise DataError(f"{where}: found several dictionaries of tensors; choose one {_BY_KEY}: {_quoted(nested)}")
+    return roots[0] if len(roots) == 1 else next(iter(counts))
+
+
+def _count(value: Mapping[Any, Any]) -> int:
+    return sum(isinstance(item, Tensor) for item in value.values())
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(ascii(name)[:60] for name in list(names)[:8])
 
 
 def _nested(value: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -197,19 +204,20 @@ def _nested(value: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Map
     for name, item in value.items():
         if isinstance(name, str) and isinstance(item, Mapping) and all(isinstance(n, str) for n in item):
             inner = list(_nested(item, f"{path}{name}."))
-            if inner or any(map(_is_tensor, item.values())):
+            if inner or _count(item):
                 yield f"{path}{name}", item
                 yield from inner
+
+
+def _ends(tensors: Mapping[Any, Any]) -> set[tuple[str, ...]]:
+    """The last three parts of the tensors' names, before which wrappers may add others."""
+    return {tuple(str(name).split(".")[-3:]) for name, value in tensors.items() if isinstance(value, Tensor)}
 
 
 def flat(value: Mapping[str, Any]) -> dict[str, Any]:
     """The dictionary, with the tensors of dictionaries in it under dotted names."""
     found = [("", value), *((f"{path}.", inner) for path, inner in _nested(value))]
     return {f"{path}{n}": v for path, inner in found for n, v in inner.items() if not isinstance(v, Mapping)}
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def odd(value: Any) -> str:
@@ -223,7 +231,7 @@ def odd(value: Any) -> str:
 
 # Keys under which training scripts keep the weights, next to the state of an optimiser.
 _ROOTS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
-BY_KEY = "with --key (key= in Python)"
+_BY_KEY = "with --key (key= in Python)"
 _DATA = str | bytes | int | float | list | tuple | None  # what else may be under these keys: the name of a model
 # Quantised layers keep scales, zero points and permutations under these names, next to `weight`.
 _QUANTISED_PARTS = ("scales", "qzeros", "g_idx", "weight_scale", "weight_scale_inv", "weight_zero_point", "SCB")
