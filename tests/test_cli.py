@@ -18,7 +18,7 @@ from weightscope.analysis.inspection import inspect
 from weightscope.checkpoint import Checkpoint
 from weightscope.cli import cli, main
 from weightscope.errors import DataError
-from weightscope.networks import ViT
+from weightscope.networks import Mamba, ViT
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect
@@ -370,6 +370,11 @@ def test_a_key_chooses_the_weights_of_every_command(vits, tmp_path, capsys, monk
     bad = ("fit-init", "dino.pth", "--structure", "identity_product", "-o", "x.safetensors", "--option", "config={x}")
     for wrong in (("products", f"{vits}::1"), bad):
         assert run(*wrong, "--key", "teacher", capsys=capsys)[0] == 2
+    mamba = Mamba(10, 8, 1).state_dict()
+    torch.save({"student": mamba, "teacher": mamba}, "mamba.pth")
+    maps = ("attention-maps", "mamba.pth", "--key", "teacher")
+    assert run(*maps, "--tokens", "copy:4", capsys=capsys)[0] == 0
+    assert "expected Mamba with --tokens" in run(*maps, capsys=capsys)[2]
     torch.save({"model": first, "model_ema": second}, "ema.pth")
     for workers, files in ((1, ["ema.pth"]), (2, ["ema.pth", f"{vits}::0"])):
         arguments = ("--num-heads", 2, "--workers", workers, "--json", "p.json")

@@ -36,7 +36,10 @@ def read(path: Path) -> tuple[Manifest, np.ndarray]:
         with open(path, "rb") as file:
             stated = _DIGEST.fullmatch(file.read(USER_BLOCK))
             if stated is None:
-                raise DataError(f"{path}: expected a file of `weightscope export` with its digest, found another one")
+                raise DataError(
+                    f"{path}: expected a file of `weightscope export` with its digest, found another one; the arrays of "
+                    "a Keras model are read from a file of numpy.savez"
+                )
             if (found := _content(file)) != stated[1].decode():
                 raise DataError(
                     f"{path}: checksum mismatch, expected sha256 {stated[1][:16].decode()}, found {found[:16]}; "
