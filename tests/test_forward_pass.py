@@ -186,7 +186,7 @@ def test_what_cannot_be_run_is_not_confirmed():
     with pytest.raises(AnatomyError, match=r"`blocks.0.attn` could not be run on random inputs"):
         wi.mimetic_attention_(Wrapped(Unusual(2, 16, 8)))
     state = Wrapped(Unusual(2, 16, 8)).state_dict()  # without code, names are all there is
-    assert len(anatomy.attention(state, {"num_heads": 2})) == 1
+    assert len(anatomy.attention(state, {"num_heads": 2, "layout": "blocks"})) == 1
 
 
 class Positions(Attention):

@@ -22,9 +22,9 @@ from weightscope.anatomy import embedding as _embedding
 from weightscope.anatomy import mlp as _mlp
 from weightscope.anatomy import ssm as _ssm
 from weightscope.anatomy.attention_part import AttentionPart
-from weightscope.anatomy.attention_trace import find_attention
 from weightscope.anatomy.convolution import DepthwisePart
 from weightscope.anatomy.embedding import PatchEmbedding, PositionEmbedding
+from weightscope.anatomy.from_code import find_attention
 from weightscope.anatomy.mlp import FilterMLP, MLPPart
 from weightscope.anatomy.ssm import SSMPart
 from weightscope.anatomy.tensors import (

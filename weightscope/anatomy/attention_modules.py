@@ -2,7 +2,7 @@
 
 The names of weights are in `architectures/names.toml`. The order of packed rows, and whether a norm acts before the
 attention, follow from the architecture, which the config or a whole set of names tells; what does not follow is not
-read, and head counts are never guessed. Of a module with code, `probing` confirms what is read here.
+read, and head counts are never guessed.
 """
 
 import math
@@ -49,7 +49,7 @@ def find(tensors: NamedTensors) -> Parts[AttentionPart]:
     if not isinstance(tensors, ModuleTensors):
         found = reader.of_one_width(found) + reader.nameless({one.path for one in found})
         found = [replace(one, sure=True) if one.error else one for one in found]
-    return in_layers(found, tensors, _same_block)
+    return in_layers(found, tensors, same_block)
 
 
 class _Reader:
@@ -278,7 +278,7 @@ def _kind(tensors: NamedTensors, path: str, sizes: dict[str, tuple[int, int]]) -
     return "self" if sizes["q"][1] == sizes["k"][1] else "cross"
 
 
-def _same_block(last: Place, place: Place) -> bool:
+def same_block(last: Place, place: Place) -> bool:
     """Whether this is the cross-attention of a block whose self-attention was last."""
     kinds = [p.part.kind if p.part else "cross" if _CROSS.search(p.path) else "self" for p in (last, place)]
     if kinds != ["self", "cross"]:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from weightscope.anatomy.architectures import names as known_names
-from weightscope.anatomy.attention_modules import _same_block as same_block
-from weightscope.anatomy.attention_modules import find
+from weightscope.anatomy.attention_modules import find, same_block
 from weightscope.anatomy.attention_part import AttentionPart, Gain
 from weightscope.anatomy.running import structure, traces
-from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, Slot, in_layers
+from weightscope.anatomy.tensors import ModuleTensors, Parts, Place, Slot, in_layers
 from weightscope.anatomy.tracing import BITS, ENTRY, OFFSET, SEVERAL, Node, Origin, Tracer, Weight
 from weightscope.errors import AnatomyError
 
@@ -412,13 +411,8 @@ def _owner(names: Sequence[str]) -> str:
     return ".".join(w[0] for w in takewhile(lambda w: len(set(w)) == 1, zip(*paths, strict=False)))
 
 
-def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
-    """All attention modules, in order: of a module those that its forward pass shows, of other tensors by their names.
-
-    Containers, which have no forward pass, are read as a file.
-    """
-    if not isinstance(tensors, ModuleTensors):
-        return find(tensors)
+def find_in_module(tensors: ModuleTensors) -> Parts[AttentionPart]:
+    """All attention modules that a forward pass shows, in order; containers, which have none, are read as a file."""
     places, used = read(tensors)
     seen = {slot.name for place in places if place.part for slot in place.part._weights.values()}
     try:

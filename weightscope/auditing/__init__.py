@@ -15,8 +15,8 @@ from weightscope._util.plugins import REQUIRED, Signature, distribute, is_refere
 from weightscope._util.threads import one_thread
 from weightscope._util.trust import trusting
 from weightscope.anatomy import ModuleTensors, NamedTensors, named_tensors, parts_of
-from weightscope.anatomy.attention_trace import find_attention
 from weightscope.anatomy.effective import unsettable
+from weightscope.anatomy.from_code import find_attention
 
 # Imported for their registration.
 from weightscope.auditing import attention, baselines, filters, layers, selection  # noqa: F401

@@ -1,0 +1,172 @@
+"""Files whose architecture has code: a small network of the class is traced, and its layout holds for the file.
+
+The class is that of the config (`model_type` of transformers, `architecture` of timm), if the library is installed, or
+the user's own (`code`). Of transformers, one or two layers are built at their real width, with few words and experts.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightscope._util.plugins import imported, is_reference
+from weightscope.anatomy.attention_modules import find, same_block
+from weightscope.anatomy.attention_part import AttentionPart, Gain
+from weightscope.anatomy.attention_trace import find_in_module, read
+from weightscope.anatomy.embedding import shared_path
+from weightscope.anatomy.tensors import ModuleTensors, NamedTensors, Parts, Place, in_layers
+from weightscope.errors import AnatomyError, UsageError
+
+# What the layout of attention does not depend on.
+_FEW = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), 2),
+    **dict.fromkeys(("encoder_layers", "decoder_layers", "depth"), 2),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "moe_intermediate_size"), 32),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 32),
+    **dict.fromkeys(("num_local_experts", "n_routed_experts", "num_experts"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "vocab_size"), 256),
+}
+_FREE = ("pad_token_id", "bos_token_id", "eos_token_id", "layer_types", "max_window_layers")
+
+
+def find_attention(tensors: NamedTensors) -> Parts[AttentionPart]:
+    """All attention modules, in order: those that the forward pass of a module shows; of a file, by its architecture.
+
+    What the table of architectures does not tell about a file is read from code, if there is some.
+    """
+    if isinstance(tensors, ModuleTensors):
+        return find_in_module(tensors)
+    parts, failed = Parts[AttentionPart](), None
+    if "code" not in tensors.config:
+        try:
+            parts = find(tensors)
+        except AnatomyError as error:
+            failed = error
+        if not parts.unread and failed is None:
+            return parts
+    coded = places_of_code(tensors)
+    if not coded and failed is not None:
+        raise failed
+    if not coded and "code" in tensors.config:
+        raise UsageError("code: none of the attention modules that its forward pass shows has the names of the file")
+    paths = {place.path for place in coded}
+    places = [Place(part.name, part, "", part._weights["q"].name) for part in parts if part.name not in paths]
+    for unread in parts.unread:
+        if not any(unread.name == path or f"{unread.name}.".startswith(f"{path}.") for path in paths):
+            places.append(Place(unread.path or unread.name, None, unread.why, unread.name, sure=True))
+    order = {name: i for i, name in enumerate(tensors.every)}
+    places = sorted([*places, *coded], key=lambda place: order.get(place.name, len(order)))
+    return in_layers(places, tensors, same_block)
+
+
+def places_of_code(tensors: NamedTensors) -> list[Place]:
+    """The attention modules of a file as its own code runs them; none without code."""
+    code = tensors.config.get("code")
+    module = _own(code) if code is not None else _of_config(tensors.config)
+    if module is None:
+        return []
+    traced: dict[str, list[Place]] = {}
+    for place in read(ModuleTensors(module))[0]:
+        traced.setdefault(re.sub(r"\d+", r"\\d+", re.escape(place.name)), []).append(place)
+    sizes = {name: tuple(p.shape) for name, p in module.named_parameters(remove_duplicate=False)}
+    patterns = sorted(traced, key=len, reverse=True)  # those of a tower before those of a part of it
+    out = []
+    for name in tensors.names:
+        found = ((p, m[1]) for p in patterns if (m := re.fullmatch(rf"((?:.*\.)?){p}", name)))
+        pattern, before = next(found, ("", ""))
+        alike = sorted(traced.get(pattern, ()), key=lambda place: place.name != name)  # the same layer first
+        moved = (_moved(place, before, name.removeprefix(before), tensors, sizes) for place in alike)
+        out += [place for place in moved if place is not None][:1]
+    return out
+
+
+def _moved(
+    place: Place, before: str, name: str, tensors: NamedTensors, sizes: Mapping[str, tuple[int, ...]]
+) -> Place | None:
+    """What was traced, for the layer with the tensor `before` + `name` of a file; None if it has other shapes."""
+    here = name.split(".")
+
+    def renamed(own: str) -> str:
+        """A name of the traced network, in the file."""
+        n = shared_path(own, place.name)
+        return before + ".".join([*here[:n], *own.split(".")[n:]])
+
+    def gain(one: Gain | str | None) -> Any:
+        return replace(one, name=renamed(one.name)) if isinstance(one, Gain) else one
+
+    part: AttentionPart | None = place.part
+    if part is None:
+        return Place(renamed(place.path), None, place.why, before + name, sure=True)
+    own = {slot.name for slot in (*part._weights.values(), *part._biases.values())}
+    if any(renamed(one) not in tensors or tensors.shape(renamed(one)) != sizes[one] for one in own):
+        return None
+    weights, biases = (
+        {key: replace(slot, name=renamed(slot.name)) for key, slot in slots.items()}
+        for slots in (part._weights, part._biases)
+    )
+    path, norm, scale = renamed(part.name), gain(part.norm), gain(part.layer_scale)
+    new = replace(part, name=path, norm=norm, layer_scale=scale, _tensors=tensors, _weights=weights, _biases=biases)
+    return Place(path, new, "", before + name)
+
+
+def _own(code: str | Callable[[], nn.Module]) -> nn.Module:
+    make: Any = imported(code) if isinstance(code, str) and is_reference(code) else code
+    module = make() if callable(make) and not isinstance(make, nn.Module) else make
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"code: expected `package.module:function` that returns a module, found {code!r}")
+    return module
+
+
+def _of_config(config: Mapping[str, Any]) -> nn.Module | None:
+    """A network of the class that a config names; None if the library is not installed or does not know it."""
+    if isinstance(config.get("architecture"), str):
+        return _of_timm(config["architecture"], repr(config.get("model_args") or {}))
+    if isinstance(config.get("model_type"), str):
+        return _of_transformers(config)
+    return None
+
+
+@lru_cache(maxsize=4)
+def _of_timm(architecture: str, arguments: str) -> nn.Module | None:
+    try:
+        from timm import create_model
+
+        return create_model(architecture, pretrained=False, **ast.literal_eval(arguments)).eval()
+    except (ImportError, RuntimeError):  # not installed, or it does not know it
+        return None
+
+
+def _of_transformers(config: Mapping[str, Any]) -> nn.Module | None:
+    try:
+        from transformers import AutoModel
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    except (ImportError, RuntimeError):
+        return None
+    if config["model_type"] not in CONFIG_MAPPING:
+        return None
+    for given in (_small(config), dict(config)):
+        try:
+            made = CONFIG_MAPPING[config["model_type"]].from_dict(given)
+            return AutoModel.from_config(made, dtype=torch.float32).eval()
+        except Exception:  # noqa: BLE001 - a foreign class refuses the smaller sizes
+            continue
+    return None
+
+
+def _small(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with few layers, words and experts, and those in it."""
+    out: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _FREE:
+            continue
+        if isinstance(value, Mapping):
+            out[key] = _small(value)
+        else:
+            few = _FEW.get(key)
+            out[key] = min(few, value) if few is not None and isinstance(value, int) else value
+    return out
