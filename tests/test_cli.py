@@ -18,7 +18,8 @@ from weightscope.analysis.inspection import inspect
 from weightscope.checkpoint import Checkpoint
 from weightscope.cli import cli, main
 from weightscope.errors import DataError
-from weightscope.networks import Mamba, ViT
+from weightscope.networks import ViT
+from weightscope.networks.sequences import Mamba
 from weightscope.population import Population
 from weightscope.recipe import Recipe
 from weightscope.training.collection import collect

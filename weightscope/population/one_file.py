@@ -37,8 +37,8 @@ def read(path: Path) -> tuple[Manifest, np.ndarray]:
             stated = _DIGEST.fullmatch(file.read(USER_BLOCK))
             if stated is None:
                 raise DataError(
-                    f"{path}: expected a file of `weightscope export` with its digest, found another one; the arrays of "
-                    "a Keras model are read from a file of numpy.savez"
+                    f"{path}: expected a file of `weightscope export` with its digest, found another one; arrays of "
+                    "a Keras model are read from numpy.savez"
                 )
             if (found := _content(file)) != stated[1].decode():
                 raise DataError(
