@@ -169,8 +169,9 @@ def random_network(seed: int) -> nn.Module:
 
 
 def spoiled(found: PermutationSpec) -> PermutationSpec:
-    """The same with one axis called fixed."""
-    i, j = next((i, j) for i, v in enumerate(found.views) for j, axis in enumerate(v.axes) if axis is not None)
+    """The same with one axis of a matrix or filter called fixed, the last in the network."""
+    several = [(i, v) for i, v in enumerate(found.views) if v.labels and len(v.axes) > 1]
+    i, j = next((i, j) for i, v in reversed(several) for j, axis in enumerate(v.axes) if axis is not None)
     view = found.views[i]
     axes = tuple(None if k == j else axis for k, axis in enumerate(view.axes))
     return replace(found, views=(*found.views[:i], replace(view, axes=axes), *found.views[i + 1 :]))
@@ -193,7 +194,7 @@ def test_no_wrong_group_among_networks_composed_at_random(start: int) -> None:
     assert [(seed, right) for seed, _, right, _ in found if not right < 1e-9] == []
     noticed = sum(wrong > 1e-6 for *_, wrong in found)
     assert noticed > 0.85 * len(found)  # some axes matter little, such as the bias of keys
-    assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) > 0.6 * len(found)
+    assert sum(len(spec.sizes) > 1 for _, spec, *_ in found) >= 0.6 * len(found)
 
 
 def _image(size: int = 32) -> Tensor:

@@ -161,25 +161,15 @@ class Propagation:
         for step in steps:
             self._step(step)
         for ref in outputs:
-            self.fix(self.value(ref))
+            self.axes.fix(*self.value(ref))
 
     def value(self, ref: Ref) -> Value:
         """The axes of a tensor; one that no operation returned is constant, and fixes what it shares memory with."""
         if ref.number not in self.values:
             if ref.number in self._aliased:
-                self.fix(self._aliased[ref.number])
+                self.axes.fix(*self._aliased[ref.number])
             self.values[ref.number] = [fixed(n) for n in self.shapes[ref.number]]
         return self.values[ref.number]
-
-    def fix(self, value: Value) -> None:
-        """Hold the units of all axes in their places."""
-        for axis in value:
-            self.axes.fix(axis)
-
-    def unsigned(self, value: Value) -> None:
-        """Entries must not change sign with units of any axis."""
-        for axis in value:
-            self.axes.unsigned(axis)
 
     def _step(self, step: Step) -> None:
         refs = [x for x in tree_leaves(step.arguments) if isinstance(x, Ref)]
@@ -219,8 +209,7 @@ class Propagation:
         """Fix everything that meets an operation without a rule."""
         if any(not unit.fixed for value in inputs for axis in value for unit in self.axes.units(axis)):
             self.unknown.add(step.name)
-        for value in inputs:
-            self.fix(value)
+        self.axes.fix(*(axis for value in inputs for axis in value))
         return [[fixed(n) for n in self.shapes[ref.number]] for ref in step.out]
 
     def _in_place(self, target: Value, found: list[Value]) -> list[Value]:
@@ -271,18 +260,17 @@ class Propagation:
         if name in _SUMS:
             out = self.broadcast(values)
             if any(isinstance(a.get(key), int | float) and a[key] for key in ("self", "other")):  # a number is added
-                self.unsigned(out)
+                self.axes.unsigned(*out)
             return out
         if name in _PRODUCTS and not isinstance(a.get("rounding_mode"), str):
             for key, ref in refs.items():  # gains start at one: their sign is not free
                 if ref.number in self.plain and sum(n > 1 for n in self.shapes[ref.number]) <= 1:
-                    self.unsigned(a[key])
+                    self.axes.unsigned(*a[key])
             return self.broadcast(values, product=True)
         if name in ("addcmul", "addcdiv"):
             return self.broadcast([a["self"], self.broadcast([a["tensor1"], a["tensor2"]], product=True)])
         out = self.broadcast(values)
-        for value in (out, *values):
-            self.unsigned(value)
+        self.axes.unsigned(*(axis for value in (out, *values) for axis in value))
         return out
 
     def contracted(self, a: Axis, b: Axis, batch: Sequence[Axis] = ()) -> None:
@@ -304,7 +292,7 @@ RULES |= dict.fromkeys(_MOVED, lambda p, a, step: [a["self"]])
 RULES["permute"] = lambda p, a, step: [[a["self"][d] for d in _dims(list(a["dims"]), len(a["self"]))]]
 
 
-@_rule("view", "_unsafe_view", "_reshape_alias")
+@_rule("view", "_unsafe_view", "_reshape_alias", "unsqueeze", "squeeze")
 def _view(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if step.overload == "dtype":
         return p.without_rule(step, [a["self"]])
@@ -318,18 +306,6 @@ def _transpose(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     if out:
         out[i], out[j] = out[j], out[i]
     return [out]
-
-
-@_rule("unsqueeze")
-def _unsqueeze(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    at = a["dim"] % (len(a["self"]) + 1)
-    return [[*a["self"][:at], (), *a["self"][at:]]]
-
-
-@_rule("squeeze")
-def _squeeze(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    dims = _dims(a.get("dim"), len(a["self"]))
-    return [[axis for i, axis in enumerate(a["self"]) if i not in dims or length(axis) != 1]]
 
 
 @_rule("expand")
@@ -405,14 +381,13 @@ def _pad(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
         if before or after:
             out[d] = concatenated([axis for axis in (fixed(before), out[d], fixed(after)) if length(axis)])
     if any(pads) and a.get("value"):
-        p.unsigned(out)
+        p.axes.unsigned(*out)
     return [out]
 
 
 @_rule("flip", "roll", "cumsum")
 def _along(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    for d in _dims(a["dim"] if "dim" in a else list(a["dims"]), len(a["self"])):
-        p.axes.fix(a["self"][d])
+    p.axes.fix(*(a["self"][d] for d in _dims(a["dim"] if "dim" in a else list(a["dims"]), len(a["self"]))))
     return [a["self"]]
 
 
@@ -423,9 +398,7 @@ def _index(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     shape = p.shapes[step.out[0].number]
     if used != list(range(used[0], used[-1] + 1)):
         return p.without_rule(step, [value])
-    for i in used:
-        p.axes.fix(value[i])
-        p.fix(indices[i])
+    p.axes.fix(*(axis for i in used for axis in (value[i], *indices[i])))
     rest = value[used[-1] + 1 :]
     new = len(shape) - used[0] - len(rest)
     if new < 0 or tuple(map(length, rest)) != shape[len(shape) - len(rest) :]:
@@ -441,13 +414,13 @@ def _copy(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 
 @_rule("as_strided")
 def _as_strided(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    before, after = _runs(map(length, a["self"]), step.strides), _runs(a["size"], a["stride"])
+    before, after = runs(map(length, a["self"]), step.strides), runs(a["size"], a["stride"])
     if before != after or a.get("storage_offset"):
         return p.without_rule(step, [a["self"]])
     return [p.axes.reshaped(a["self"], a["size"])]
 
 
-def _runs(shape: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
+def runs(shape: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]:
     """Lengths and strides of axes, as few as have the same entries in this order."""
     out: list[tuple[int, int]] = []
     for n, stride in zip(shape, strides, strict=True):
@@ -460,7 +433,7 @@ def _runs(shape: Iterable[int], strides: Iterable[int]) -> list[tuple[int, int]]
 
 @_rule("gather")
 def _gathered(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.fix([*a["self"], *a["index"]])
+    p.axes.fix(*[*a["self"], *a["index"]])
     return [[fixed(n) for n in p.shapes[step.out[0].number]]]
 
 
@@ -470,25 +443,17 @@ def _filled(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     return [[fixed(n, free=ref.number not in p.written) for n in p.shapes[ref.number]]]
 
 
-def _reduced(value: Value, dims: Sequence[int], keepdim: bool) -> Value:
-    return [() if i in dims else axis for i, axis in enumerate(value) if keepdim or i not in dims]
-
-
-@_rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm")
-def _sum(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
+@_rule("sum", "mean", "var", "std", "var_mean", "linalg_vector_norm", "norm", "amax", "amin", "any", "all")
+def _reduced(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     dims = _dims(a.get("dim"), len(a["self"]))
-    if "norm" not in step.name:
-        for d in dims:
-            p.axes.unsigned(a["self"][d])
-    out = _reduced(a["self"], dims, a.get("keepdim", False))
-    even = [p.axes.even(axis) for axis in out]
-    return [out] if step.name in ("sum", "mean") else [even, out][: len(step.out)]
-
-
-@_rule("amax", "amin", "any", "all")
-def _extreme(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
-    p.unsigned(a["self"])
-    return [_reduced(a["self"], _dims(a.get("dim"), len(a["self"])), a.get("keepdim", False))]
+    if step.name[:2] in ("am", "an", "al"):
+        p.axes.unsigned(*a["self"])
+    elif "norm" not in step.name:
+        p.axes.unsigned(*[a["self"][d] for d in dims])
+    out = [() if i in dims else axis for i, axis in enumerate(a["self"]) if a.get("keepdim") or i not in dims]
+    if step.name in ("var", "std", "var_mean", "linalg_vector_norm", "norm"):
+        return [[p.axes.even(axis) for axis in out], out][: len(step.out)]
+    return [out]
 
 
 @_rule("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv")
@@ -505,8 +470,7 @@ def _matmul(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
 def _convolution(p: Propagation, a: dict[str, Any], step: Step) -> list[Value]:
     x, weight, groups = a["input"], a["weight"], a["groups"]
     shape = p.shapes[step.out[0].number]
-    for axis in (*x[2:], *weight[2:]):
-        p.axes.fix(axis)
+    p.axes.fix(*x[2:], *weight[2:])
     into, out = (1, 0) if not a.get("transposed") else (0, 1)
     n_in = length(x[1])
     if groups == 1:
@@ -528,9 +492,8 @@ def _pooled(p: Propagation, a: dict[str, Any], step: Step, axes: int) -> list[Va
     value = a["self"] if "self" in a else a["input"]
     last = len(value) - axes
     if "max" in step.name:
-        p.unsigned(value)
-    for axis in value[last:]:
-        p.axes.fix(axis)
+        p.axes.unsigned(*value)
+    p.axes.fix(*value[last:])
     return [[*value[:last], *(fixed(n) for n in p.shapes[step.out[0].number][last:])]] * len(step.out)
 
 

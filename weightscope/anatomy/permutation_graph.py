@@ -7,10 +7,9 @@ have shown what each axis is composed of.
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product as combinations
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from weightscope._util.names import listing
-from weightscope.anatomy.operations import Propagation, Recorder, Ref, Value, call, tensors_in
+from weightscope.anatomy.operations import Propagation, Recorder, Ref, Value, call, runs, tensors_in
 from weightscope.anatomy.symbolic_axes import Axes, Axis, Concatenation, Leaf, Unit, length
 from weightscope.spec import WeightSpec
 from weightscope.statistics.permutations import PermutationSpec, View
@@ -71,8 +70,7 @@ def _instance(units: Axes, skeleton: Skeleton, outer: tuple[Unit, ...] = ()) -> 
     return tuple(out)
 
 
-@dataclass
-class _Segment:
+class _Segment(NamedTuple):
     """A part of a tensor's axis: where it begins, and its factors, each with its length and stride."""
 
     offset: int
@@ -81,21 +79,18 @@ class _Segment:
 
 def _segments(units: Axes, axis: Axis) -> list[_Segment]:
     """The parts of a parameter's axis between concatenations."""
-    out = [_Segment(0, [])]
-    width = 1
+    out, width = [_Segment(0, [])], 1
     for factor in reversed(axis):
         if isinstance(factor, Leaf):
-            for segment in out:
-                segment.factors.insert(0, (units.root(factor.unit), factor.sign, factor.size, width))
+            out = [_Segment(i, [(units.root(factor.unit), factor.sign, factor.size, width), *row]) for i, row in out]
         elif isinstance(factor, Concatenation):
-            found, start = [], 0
+            inner, start = list[_Segment](), 0
             for part in factor.parts:
-                for inner in _segments(units, part):
-                    scaled = [(unit, sign, n, stride * width) for unit, sign, n, stride in inner.factors]
-                    offset = (start + inner.offset) * width
-                    found += [_Segment(offset + s.offset, [*scaled, *s.factors]) for s in out]
+                for offset, row in _segments(units, part):
+                    scaled = [(unit, sign, n, stride * width) for unit, sign, n, stride in row]
+                    inner.append(_Segment((start + offset) * width, scaled))
                 start += length(part)
-            out = found
+            out = [_Segment(i + offset, [*row, *rest]) for i, row in inner for offset, rest in out]
         width *= factor.size
     if all(unit.fixed for segment in out for unit, *_ in segment.factors):
         n = length(axis)
@@ -147,7 +142,7 @@ def derive_permutations(module: nn.Module, inputs: Any) -> PermutationSpec:
     if unused := [name for name in spec.names if named[name] not in read]:
         notes.append(f"not used in the forward pass: {listing(unused)}")
     for name in unused:
-        current.fix(values[named[name]])
+        units.fix(*values[named[name]])
     return _specification(spec, units, {name: values[number] for name, number in named.items()}, notes)
 
 
@@ -191,32 +186,20 @@ def _specification(spec: WeightSpec, units: Axes, values: Mapping[str, Value], n
     names = _names(segments, outer)
     views = []
     for name, axes in segments.items():
-        shape = spec[name].shape
         for chosen in combinations(*axes):
             label = _label(name, axes, chosen)
-            rows = [_view_axes(i, segment, names, flipped, outer) for i, segment in enumerate(chosen)]
-            layout = tuple(entry for row in rows for entry in row)
-            lengths = tuple(prod(n for n, _ in pairs) for _, pairs, _ in layout)
+            layout = [row for i, s in enumerate(chosen) for row in _view_axes(i, s, names, flipped, outer)]
+            lengths, labels = tuple(prod(n for n, _ in pairs) for _, pairs, _ in layout), tuple(g for *_, g in layout)
+            joined = [(axis, runs(*zip(*pairs, strict=True))) for axis, pairs, _ in layout]
+            rows = joined == [(i, runs([n], [1])) for i, n in enumerate(lengths)]  # of the tensor, or all of it
+            strides = () if rows else tuple((axis, pairs) for axis, pairs, _ in layout)
             offset = tuple(segment.offset for segment in chosen)
-            strides, axes_of_view = tuple((axis, pairs) for axis, pairs, _ in layout), tuple(g for *_, g in layout)
-            if [axis for axis, _ in strides] == list(range(len(shape))) and all(map(_contiguous, strides)):
-                strides = ()  # rows of the tensor, or all of it
-            views.append(View(label, name, lengths, axes_of_view, offset if any(offset) or strides else (), strides))
+            views.append(View(label, name, lengths, labels, offset if any(offset) or strides else (), strides))
     groups = {names[unit]: (None if head.fixed else names[head], head.size) for unit, head in outer.items()}
     groups |= {names[head]: (names[head], head.size) for head in outer.values() if not head.fixed}
     used = {axis.removeprefix("~") for view in views for axis in view.axes if axis is not None}
     heads = {group: value for group, value in groups.items() if group in used}
     return PermutationSpec(tuple(views), heads, tuple(notes))
-
-
-def _contiguous(strides: tuple[int, tuple[tuple[int, int], ...]]) -> bool:
-    """Whether entries along an axis of a view are side by side."""
-    width = 1
-    for n, step in reversed(strides[1]):
-        if step != width:
-            return False
-        width *= n
-    return True
 
 
 def _on_several_axes(
@@ -281,17 +264,12 @@ def _view_axes(
     row = list(segment.factors)
     while row:
         unit, sign, n, stride = row.pop(0)
+        pairs = [(n, stride)]
         if row and outer.get(row[0][0]) is unit:
-            unit, sign, *pair = row.pop(0)
-            mark = "~" if flipped.get(unit, 0) & sign else ""
-            out.append((axis, ((n, stride), (pair[0], pair[1])), mark + names[unit]))
-        elif unit.fixed:
-            last = out[-1] if out else None
-            if last is not None and last[2] is None and last[1][-1][1] == n * stride:
-                out[-1] = (axis, ((last[1][-1][0] * n, stride),), None)
-            else:
-                out.append((axis, ((n, stride),), None))
-        else:
-            mark = "~" if flipped.get(unit, 0) & sign else ""
-            out.append((axis, ((n, stride),), mark + names[unit]))
+            unit, sign, n, stride = row.pop(0)
+            pairs.append((n, stride))
+        label = None if unit.fixed else "~" * bool(flipped.get(unit, 0) & sign) + names[unit]
+        if label is None and out and out[-1][2] is None and out[-1][1][-1][1] == n * stride:
+            pairs = [(out.pop()[1][-1][0] * n, stride)]
+        out.append((axis, tuple(pairs), label))
     return out or [(axis, ((1, 1),), None)]

@@ -12,7 +12,7 @@ add, sums and contractions need equal ones, and an operation that is neither odd
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 from typing import TypeAlias
 
@@ -26,7 +26,7 @@ class Unit:
     fixed: bool = False
     parts: "Axis | None" = None  # what it is composed of
     within: "set[Unit]" = field(default_factory=set)  # permutations may differ between these
-    outer: "tuple[Unit, int] | None" = None  # (the units that it is a factor of, its place among their parts)
+    inner: bool = False  # whether it is a factor of others
     cuts: set[int] = field(default_factory=set)  # where it was sliced, as an outer factor of others
 
 
@@ -100,6 +100,10 @@ def factors(axis: Axis) -> Iterator[Factor]:
                 yield from factors(part)
 
 
+class _NoForm(Exception):
+    """An axis has no form with these parts, so its units are fixed."""
+
+
 class Axes:
     """The terms of one pass through a network's operations, and the equations of signs that they led to."""
 
@@ -144,14 +148,14 @@ class Axes:
 
     # -- facts
 
-    def fix(self, axis: Axis) -> None:
-        """Hold all units of an axis in their places."""
-        for unit in self.units(axis):
+    def fix(self, *axes: Axis) -> None:
+        """Hold all units of axes in their places."""
+        for unit in chain.from_iterable(map(self.units, axes)):
             unit.fixed = True
 
-    def unsigned(self, axis: Axis) -> None:
-        """Entries must not change sign with units of this axis."""
-        for factor in factors(self.resolved(axis)):
+    def unsigned(self, *axes: Axis) -> None:
+        """Entries must not change sign with units of these axes."""
+        for factor in chain.from_iterable(factors(self.resolved(axis)) for axis in axes):
             if isinstance(factor, Leaf):
                 self._equal(factor.sign, 0)
 
@@ -170,19 +174,19 @@ class Axes:
         b.same = a
         a.fixed |= b.fixed
         a.cuts |= b.cuts
-        a.outer = a.outer or b.outer
+        a.inner |= b.inner
 
     def _compose(self, unit: Unit, parts: Axis) -> None:
         """Record that units are a product, whose inner factors may depend on the outer ones, or a concatenation."""
         unit.parts = parts
         before: set[Unit] = set(unit.within)
-        for place, factor in enumerate(parts):
+        for factor in parts:
             for inner in factors((factor,)):
                 if isinstance(inner, Leaf):
                     inner.unit.within |= before
                     inner.unit.fixed |= unit.fixed
             if isinstance(factor, Leaf):
-                factor.unit.outer = (unit, place)
+                factor.unit.inner = True
                 before = before | {factor.unit}
 
     # -- merging
@@ -204,13 +208,12 @@ class Axes:
                 out += self._merge(x, y, product)
                 continue
             smaller = min(x.size, y.size)
-            divided = [self._divided(factor, smaller) if factor.size > smaller else (factor,) for factor in (x, y)]
-            if divided[0] is None or divided[1] is None:
-                self.fix(tuple(left))
-                self.fix(tuple(right))
+            try:
+                left[:1], right[:1] = (self._divided(f, smaller) if f.size > smaller else (f,) for f in (x, y))
+            except _NoForm:
+                self.fix(tuple(left), tuple(right))
                 out += fixed(prod(factor.size for factor in left))
                 break
-            left[:1], right[:1] = divided[0], divided[1]
         return self.resolved(tuple(out))
 
     def _merge(self, x: Factor, y: Factor, product: bool) -> Axis:
@@ -238,12 +241,12 @@ class Axes:
         assert isinstance(x, Concatenation)
         assert isinstance(y, Concatenation)
         ends = sorted({*_ends(x), *_ends(y)})
-        parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
-        if any(p is None or q is None for p, q in parts):
-            self.fix((x,))
-            self.fix((y,))
+        try:
+            parts = [(self._part(x, *span), self._part(y, *span)) for span in zip([0, *ends], ends, strict=False)]
+        except _NoForm:
+            self.fix((x,), (y,))
             return fixed(x.size)
-        merged = tuple(self.merge(p, q, product=product) for p, q in parts if p is not None and q is not None)
+        merged = tuple(self.merge(p, q, product=product) for p, q in parts)
         return (Concatenation(merged, x.key if x.key == y.key else None),)
 
     def _shape_of(self, axis: Axis) -> Axis:
@@ -271,54 +274,40 @@ class Axes:
     def reshaped(self, axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
         """The axes of the same entries, in order, in another shape."""
         rest = [factor for axis in axes for factor in self.resolved(axis)]
-        out: list[Axis] = []
-        for n in shape:
-            here = self._taken(rest, n)
-            if here is None:
-                for axis in axes:
-                    self.fix(axis)
-                return [fixed(n) for n in shape]
-            out.append(self.resolved(here))
-        return out
+        try:
+            return [self.resolved(self._taken(rest, n)) for n in shape]
+        except _NoForm:
+            self.fix(*axes)
+            return [fixed(n) for n in shape]
 
-    def _taken(self, rest: list[Factor], n: int) -> Axis | None:
-        """Remove the first factors, whose product is n, from `rest`; None if they have no such form."""
+    def _taken(self, rest: list[Factor], n: int) -> Axis:
+        """Remove the first factors, whose product is n, from `rest`."""
         out: list[Factor] = []
         while (missing := n // prod(f.size for f in out)) > 1:
-            factor = rest[0]
-            if factor.size > missing:
-                divided = self._divided(factor, missing)
-                if divided is None:
-                    return None
-                rest[:1] = divided
-            elif missing % factor.size:
-                return None
+            if rest[0].size > missing:
+                rest[:1] = self._divided(rest[0], missing)
             out.append(rest.pop(0))
-        return tuple(out) if prod(f.size for f in out) == n else None
+        if prod(f.size for f in out) != n:
+            raise _NoForm
+        return tuple(out)
 
-    def _divided(self, factor: Factor, outer: int) -> Axis | None:
-        """A factor as a product whose outer factor has this length; None if it has no such form."""
+    def _divided(self, factor: Factor, outer: int) -> Axis:
+        """A factor as a product whose outer factor has this length."""
         inner, remainder = divmod(factor.size, outer)
         if remainder:
-            return None
+            raise _NoForm
         if isinstance(factor, Fixed):
             return (Fixed(outer, factor.free), Fixed(inner, factor.free))
         if isinstance(factor, Leaf):
             self._compose(factor.unit, (Leaf(Unit(outer)), Leaf(Unit(inner))))
             return self.resolved((factor,))
-        parts, sizes = (factor.axes, [outer] * len(factor.axes)) if isinstance(factor, Choice) else (factor.parts, None)
-        if sizes is None:
-            lengths = [length(part) for part in parts]
-            if any(n % inner for n in lengths):
-                return None
-            sizes = [n // inner for n in lengths]
         halves = []
-        for part, size in zip(parts, sizes, strict=True):
+        for part in factor.axes if isinstance(factor, Choice) else factor.parts:
+            size, remainder = (outer, 0) if isinstance(factor, Choice) else divmod(length(part), inner)
+            if remainder:
+                raise _NoForm
             rest = list(self.resolved(part))
-            left = self._taken(rest, size)
-            if left is None:
-                return None
-            halves.append((left, tuple(rest)))
+            halves.append((self._taken(rest, size), tuple(rest)))
         first, second = zip(*halves, strict=True)
         if isinstance(factor, Choice):
             return (Choice(factor.key, first), Choice(factor.key, second))
@@ -333,8 +322,9 @@ class Axes:
         axis = axes[dim]
         if (start, stop) == (0, length(axis)):
             return list(axes)
-        found = self._span(axis, start, stop)
-        if found is None:
+        try:
+            found = self._span(axis, start, stop)
+        except _NoForm:
             self.fix(axis)
             found = fixed(stop - start)
         out = list(axes)
@@ -349,23 +339,21 @@ class Axes:
             return [self.resolved(tuple(f for g in a for f in _chosen(g, outer.key, i))) for a in out]
         return out
 
-    def _span(self, axis: Axis, start: int, stop: int) -> Axis | None:
-        """Entries start to stop of an axis; None if they have no such form."""
+    def _span(self, axis: Axis, start: int, stop: int) -> Axis:
+        """Entries start to stop of an axis."""
         axis = self.resolved(axis)
         if (start, stop) == (0, length(axis)):
             return axis
         outer, inner = axis[0], axis[1:]
         width = length(inner)
-        if start % width or stop % width:
-            return None
+        if start % width or stop % width or isinstance(outer, Choice):
+            raise _NoForm
         first, last = start // width, stop // width
         if isinstance(outer, Fixed):
             return (*fixed(last - first, outer.free), *inner)
-        if isinstance(outer, Choice):
-            return None
         if isinstance(outer, Leaf):
             unit = outer.unit
-            if unit.outer is not None:
+            if unit.inner:
                 unit.cuts |= {first, last}
                 unit.fixed = True
                 return (*fixed(last - first), *inner)
@@ -373,19 +361,16 @@ class Axes:
             sizes = [b - a for a, b in zip([0, *ends], ends, strict=False)]
             self._compose(unit, (Concatenation(tuple(self.new(n) for n in sizes)),))
             return self._span(axis, start, stop)
-        return None if (part := self._part(outer, first, last)) is None else (*part, *inner)
+        return (*self._part(outer, first, last), *inner)
 
-    def _part(self, cat: Concatenation, start: int, stop: int) -> Axis | None:
+    def _part(self, cat: Concatenation, start: int, stop: int) -> Axis:
         """Entries start to stop of a concatenation."""
         out: list[Axis] = []
         position = 0
         for part in cat.parts:
             low, high = max(start - position, 0), min(stop - position, length(part))
             if low < high:
-                span = self._span(part, low, high)
-                if span is None:
-                    return None
-                out.append(span)
+                out.append(self._span(part, low, high))
             position += length(part)
         return self.resolved((Concatenation(tuple(out), cat.key if len(out) > 1 else None),))
 
